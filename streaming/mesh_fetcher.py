@@ -280,8 +280,8 @@ class DeviceMeshFetcher(Closable):
     def _check_ends(self) -> None:
         if getattr(self._loop, "is_endless", False):
             raise TypeError(
-                "this DataLoader has no len(): its Mixture is endless. Count steps in the training loop, or give an "
-                "epoch_size="
+                "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
+                "an epoch_size="
             )
 
     def set_epoch(self, epoch: int) -> None:

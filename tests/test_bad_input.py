@@ -293,7 +293,7 @@ class TestIndexMismatch:
 
     def test_extra(self, shards: str) -> None:
         shutil.copy(f"{shards}/0000.tar", f"{shards}/0003.tar")
-        refused(IndexMismatchError, lambda: epoch(shards), "0003.tar", "not of this shard", "shard_tools index")
+        refused(IndexMismatchError, lambda: epoch(shards), "0003.tar", "this shard is not in it", "shard_tools index")
 
     def test_cure_of_a_replaced_shard(self, shards: str) -> None:
         path = Path(shards) / "0001.tar"

@@ -174,7 +174,12 @@ def test_jsonl_key_fields_and_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("{broken", "not JSON"), ("[1, 2]", "expected a JSON object"), ('{"id": null}', "--key id"), ('"x"', "object")],
+    [
+        ("{broken", "not JSON"),
+        ("[1, 2]", "expected one JSON object per line"),
+        ('{"id": null}', "--key id"),
+        ('"x"', "object"),
+    ],
 )
 def test_bad_jsonl_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a"}\n\n' + line + "\n")

@@ -274,7 +274,7 @@ def test_a_set_without_sample_tables_says_so(tmp_path: Path) -> None:
     data = write(str(tmp_path))
     for file in (tmp_path / "_shardstream/samples").iterdir():
         file.unlink()
-    with pytest.raises(IndexMissingError, match="has no sample table of it, which where= and exclude= need"):
+    with pytest.raises(IndexMissingError, match="has no sample table for this shard, which where= and exclude= need"):
         StreamingDataset(data, where="n > 1")
 
 

@@ -304,7 +304,7 @@ def test_ordinary_data_sets_too() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([np.zeros((2, 3)), np.zeros((2, 4))], r"sample 'b' is float64 \[2, 4\].*say jagged=\{field: \"flat\"\}"),
+        ([np.zeros((2, 3)), np.zeros((2, 4))], r"sample 'b' is float64 \[2, 4\].*write jagged=\{field: \"flat\"\}"),
         ([np.zeros(2), np.zeros(2, np.float32)], r"sample 'b' is float32 \[2\].*convert them in transform"),
         ([np.zeros(2), torch.zeros(2, dtype=torch.bfloat16)], r"sample 'b' is torch.bfloat16"),
         ([b"", "text"], r"sample 'b' is str; expected bytes.*decode=\{field: None\}"),
@@ -321,7 +321,9 @@ def test_what_cannot_be_laid_is_named_with_the_cure(values: list[Any], said: str
 def test_wrong_options_are_refused(url: str, caplog: pytest.LogCaptureFixture) -> None:
     whole = dataset(url, fields=("jpg",))
     for wrong in ("jpg", {"jpg": "padded"}, {1: "values"}, 3):
-        with pytest.raises(ConfigError, match="jagged: name the fields"):
+        with pytest.raises(
+            ConfigError, match=r"jagged: expected names of fields (or a form for each, got|with one of)"
+        ):
             DataLoader(whole, 4, jagged=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"jagged=.*with a collate_fn.*Jagged\.of"):
         DataLoader(whole, 4, jagged=("jpg",), collate_fn=list)
@@ -332,7 +334,7 @@ def test_wrong_options_are_refused(url: str, caplog: pytest.LogCaptureFixture) -
     assert "jagged: no sample of" in caplog.text
     assert "did you mean 'jpg'?" in caplog.text
     for method in ("nested", "padded"):
-        with pytest.raises(ConfigError, match="several axes; take rows"):
+        with pytest.raises(ConfigError, match="several axes; use rows"):
             getattr(Jagged.of([image_of(1), image_of(2)], "flat"), method)()
 
 
@@ -499,5 +501,5 @@ def test_programs_that_copy_tuples_get_the_same_one() -> None:
 def test_names_as_programs_for_configurations_hold_them() -> None:
     assert checked_jagged(UserList(["a", "b"])) == {"a": "values", "b": "values"}
     assert checked_jagged(UserDict({"a": "flat"})) == {"a": "flat"}
-    with pytest.raises(ConfigError, match="name the fields"):
+    with pytest.raises(ConfigError, match="expected names of fields or a form for each"):
         checked_jagged("audio")

@@ -75,7 +75,7 @@ def test_the_first_lost_sample_of_an_epoch_has_the_traceback_and_the_end_sums_up
             assert first.startswith(f"epoch {epoch}, rank 0: sample '000")
             assert "is lost (transform)" in first
             assert "transform raised ValueError: I do not like" in first
-            assert "comes twice" in first
+            assert "appears twice" in first
             assert 'loader.metrics(), "bad"' in first
             assert "raise ValueError(f\"I do not like {sample['cls']}\")" in first
             assert "in picky" in first
@@ -92,8 +92,8 @@ def test_drops_are_told_at_powers_of_ten_and_many_of_them_with_the_cure(samples:
         assert loader.metrics()["dropped_samples"] == 108
     first, ten, hundred, end = told
     assert "transform returned None" in first
-    assert ": 10 samples are lost by now (dropped by transform 10), the last one" in ten
-    assert ": 100 samples are lost by now" in hundred
+    assert ": 10 samples are lost so far (dropped by transform 10), the latest" in ten
+    assert ": 100 samples are lost so far" in hundred
     assert "end: 108 of about 120 samples were lost (dropped by transform 108)" in end
     assert "The transform drops 90.0%" in end
     assert "shard_tools reshard SOURCE TARGET --where" in end
@@ -187,7 +187,7 @@ def test_ordinary_data_sets_tell_too(told: list[str], num_workers: int) -> None:
     assert first.startswith("epoch 0, rank 0: sample ")
     assert "in __getitem__" in first
     assert "KeyError: 'no " in first
-    assert "10 samples are lost by now (get 10)" in tenth
+    assert "10 samples are lost so far (get 10)" in tenth
     assert "end: 12 of about 120 samples were lost (get 12). Another one stands in for each" in end
 
 

@@ -277,7 +277,7 @@ def test_partial_gives_empty_batches_to_ranks_beyond_the_last_samples() -> None:
 
 
 def test_what_is_no_data_set_is_named() -> None:
-    for wrong, message in ((3, "got 3"), ("s3://x", "a str is none"), (iter([1]), "read once"), ([], "empty")):
+    for wrong, message in ((3, "got 3"), ("s3://x", "got a str"), (iter([1]), "read only once"), ([], "empty")):
         with pytest.raises(ConfigError, match=message):
             open_ordinary(wrong, config())
     assert isinstance(open_ordinary(lambda: Squares(8), config()), MapLoop)

@@ -109,7 +109,7 @@ def test_where_no_sample_can_be_had_an_error_says_so(indexed: SampleSet) -> None
     loader = DataLoader(dataset, global_batch_size=16, device_mesh=mesh_of(RANKS, 0), last_batch="partial")
     with loader:
         loader.load_state_dict({**loader.state_dict(), **state})
-        with pytest.raises(TooManyBadSamplesError, match=r"no row of the last batch.*shard_tools verify"):
+        with pytest.raises(TooManyBadSamplesError, match=r"no rows of the last batch.*shard_tools verify"):
             next(iter(loader))
 
 
@@ -153,7 +153,9 @@ def test_a_collate_fn_is_never_called_without_samples(samples: SampleSet, kind: 
 
 
 def test_what_cannot_be_cut_is_named_with_the_cure(indexed: SampleSet) -> None:
-    with pytest.raises(ConfigError, match=r"the batch\['x'\], a object.*last_batch=\"pad\""):
+    with pytest.raises(
+        ConfigError, match=r"the batch\['x'\] is a object, whose rows cannot be told apart.*last_batch=\"pad\""
+    ):
         play(indexed, "partial", collate_fn=lambda _: {"x": object()})
 
 

@@ -192,7 +192,7 @@ def test_another_world_in_the_middle_of_a_ramp(data: StreamingDataset) -> None:
             loader.remesh(rank, 3, at=state)
             batches = iter(loader)
             found.append([valid_keys(next(batches)) for _ in range(8)])
-            with pytest.raises(ConfigError, match="batches change their size"):
+            with pytest.raises(ConfigError, match="batches change in size during this run"):
                 loader.remesh(rank, 3, at=5)
             assert pickle.loads(pickle.dumps(loader)).has_ramp
     assert merged(found) == whole[7:15]
@@ -214,7 +214,7 @@ def test_a_fetcher_has_them_too(data: StreamingDataset) -> None:
         (lambda d: DataLoader(d, global_batch_size=Schedule.steps({0: 8, 9: 2}), device_mesh=mesh_of(4, 0)),
          "2 samples cannot be dealt to 4"),
         (lambda d: DataLoader(Mixture({"a": d}, weights={"a": 1}, batches="one_source"), global_batch_size=RAMP),
-         'or batches="mixed"'),
+         'or use batches="mixed"'),
         (lambda d: DataLoader(list(range(9)), batch_size=RAMP), "needs a StreamingDataset with an index"),
         (lambda d: DeviceMeshSampler(d, batch_size=RAMP, device_mesh=mesh_of(1, 0)), "expected a positive integer"),
     ],

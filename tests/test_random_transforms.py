@@ -228,9 +228,7 @@ def test_one_warning_names_the_faster_ways(
             drawn(loader)
         loader.close()
         drawn(loader)
-    told = [
-        record.getMessage() for record in caplog.records if "generators of the whole process" in record.getMessage()
-    ]
+    told = [record.getMessage() for record in caplog.records if "process-wide random generators" in record.getMessage()]
     assert len(told) == (transform is not with_rng)
     if told:
         assert "random" in told[0]

@@ -207,7 +207,7 @@ def test_an_index_elsewhere_and_shards_of_two_folders(tmp_path) -> None:
     assert [shard.name for shard in above.shards] == ["a/0.tar", "b/0.tar"]
     assert load_index(storage, urls, str(tmp_path)) == above
     elsewhere = str(tmp_path / "index")
-    with pytest.raises(ConfigError, match="one name"):
+    with pytest.raises(ConfigError, match="the same name"):
         index_shards(storage, urls, elsewhere)
     index_shards(storage, urls[:1], elsewhere)
     assert load_index(storage, urls[:1], elsewhere).shards[0].name == "0.tar"
@@ -219,14 +219,14 @@ def test_replaced_shards_show_by_size(shards: list[str]) -> None:
     table = index_shards(storage, shards)
     with open(shards[1], "ab") as file:
         file.write(bytes(512))
-    with pytest.raises(IndexMismatchError, match=r"001\.tar has \d+ bytes, the index says \d+"):
+    with pytest.raises(IndexMismatchError, match=r"001\.tar has \d+ bytes, but the index says \d+"):
         check_sizes(storage, shards, table)
 
 
 def test_a_key_that_comes_back_names_both_places(tmp_path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes([("a.x", b"1"), ("b.x", b"2"), ("a.y", b"3")]))
-    with pytest.raises(DuplicateKeyError, match=r"a\.tar: key 'a' comes twice, at bytes 0 and 2048.*sort"):
+    with pytest.raises(DuplicateKeyError, match=r"a\.tar: key 'a' appears twice, at bytes 0 and 2048.*sort"):
         scan_shard(Storage(), str(path), "a.tar")
 
 

@@ -261,7 +261,7 @@ def test_a_cache_folder_that_others_can_write_is_not_used(
     before = sorted(str(path) for path in root.rglob("*"))
     assert not cache_read(tmp_path / "c", metrics)
     assert sorted(str(path) for path in root.rglob("*")) == before
-    assert len([one for one in caplog.records if "nobody else may write" in one.getMessage()]) == 1
+    assert len([one for one in caplog.records if "nobody else can write to" in one.getMessage()]) == 1
 
 
 def test_the_cache_can_be_read_by_its_user_alone(tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def test_other_axes_and_one_peer() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "'x' is missing; there are y"),
-        (torch.zeros(4), r"'x' has the shape \(4,\), and no axis 1"),
+        (None, "'x' is missing; the batch has y"),
+        (torch.zeros(4), r"'x' has the shape \(4,\), which has no axis 1"),
         ([torch.zeros(3), torch.zeros(4)], "'x' is a list, expected a tensor"),
         (torch.zeros(2, 5), "'x': a sequence of 5 does not divide"),
     ],
@@ -201,8 +201,8 @@ def test_ring_and_ulysses_together() -> None:
 @pytest.mark.parametrize(
     ("sizes", "axes", "message"),
     [
-        ({"dp": 2, "tp": 2}, None, "no context-parallel axis by name"),
-        ({"cp": 2, "ring": 2}, None, "several axes may be meant"),
+        ({"dp": 2, "tp": 2}, None, "no context-parallel axis by a known name"),
+        ({"cp": 2, "ring": 2}, None, "several axes could be meant"),
         ({"cp": 2}, ("pc", ""), "no axis 'pc'"),
     ],
 )

@@ -174,9 +174,12 @@ def _no_dict(samples: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage_fields": StageFields(first=("cls", "jpg"), last=())}, "no entry 'jpg'; there are"),
+        ({"stage_fields": StageFields(first=("cls", "jpg"), last=())}, "no entry 'jpg'; it has"),
         ({"sequence": SequenceSlice(fields=("txt",))}, "'txt' is a list"),
-        ({"sequence": SequenceSlice(fields=("cls",)), "collate_fn": _no_dict}, "this one is a list"),
+        (
+            {"sequence": SequenceSlice(fields=("cls",)), "collate_fn": _no_dict},
+            "got a list; have collate_fn return a dict",
+        ),
     ],
 )
 def test_batches_that_do_not_fit_are_named(dataset: StreamingDataset, options: dict[str, Any], message: str) -> None:
@@ -189,7 +192,7 @@ def test_batches_that_do_not_fit_are_named(dataset: StreamingDataset, options: d
     [
         ({"stage_fields": ("cls",)}, r"stage_fields: expected a StageFields\(…\)"),
         ({"sequence": "zigzag"}, r"sequence: expected a SequenceSlice\(…\)"),
-        ({"sequence": SequenceSlice(fields=("x",))}, "no context-parallel axis by name"),
+        ({"sequence": SequenceSlice(fields=("x",))}, "no context-parallel axis by a known name"),
         ({"sequences": 1}, "no option .sequences.; did you mean .sequence."),
     ],
 )

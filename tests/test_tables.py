@@ -143,7 +143,7 @@ def test_neighbours_in_a_store_are_one_request(mini_s3: MiniS3Server, s3_bucket:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl: the row at byte 9: expected a JSON object"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl: the row at byte 9: expected one JSON object per line"),
         ("a.jsonl", '{"a": 1}\n{"a\n', "a.jsonl: the row at byte 9: not JSON"),
         ("a.jsonl", '{"a": 1}\n' + "[" * 100000 + "\n", "the row at byte 9: not JSON"),
         ("a.csv", "a,b\n1,2\n3\n", "the row at byte 8: expected 2 values, got 1"),

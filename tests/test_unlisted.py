@@ -32,7 +32,7 @@ def test_a_denied_index_beside_readable_shards_means_none(
     with caplog.at_level(logging.WARNING):
         dataset = StreamingDataset(f"{url}/{SHARDS}", storage_options=options)
     assert [dataset[number]["__key__"] for number in range(len(dataset))] == [f"{number:05d}" for number in range(7)]
-    (record,) = [record for record in caplog.records if "refuses the index" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "denies access to the index" in record.getMessage()]
     assert "as index=" in record.getMessage()
 
 

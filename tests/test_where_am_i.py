@@ -48,7 +48,7 @@ def test_each_epoch_begins_with_one_line(samples: SampleSet, caplog: pytest.LogC
         caplog.clear()
         next(iter(loader))
         (line,) = lines(caplog)
-    assert line.startswith("epoch 2 goes on after 4 samples: ")
+    assert line.startswith("epoch 2 continues after 4 samples: ")
 
 
 def test_only_the_first_rank_speaks(samples: SampleSet, caplog: pytest.LogCaptureFixture) -> None:

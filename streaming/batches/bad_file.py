@@ -79,7 +79,7 @@ class BadRecord:
             raise DataError(f"not a record of a bad sample ({error}): {line[:80]!r}") from error
         for name, kind in _TYPES.items():
             if type(getattr(record, name)) is not kind:
-                raise DataError(f"not a record of a bad sample: {name!r} is no {kind.__name__}: {line[:80]!r}")
+                raise DataError(f"not a record of a bad sample: {name!r} is not of type {kind.__name__}: {line[:80]!r}")
         return record
 
 
@@ -129,7 +129,7 @@ class BadFile:
                 self._append(record)
             except OSError as error:
                 if not self._warned:
-                    _log.warning("bad_samples_file: %s: %s; samples may be missing in it", self.path, error.strerror)
+                    _log.warning("bad_samples_file: %s: %s; samples may be missing from it", self.path, error.strerror)
                 self._warned = True
 
     def _append(self, record: BadRecord) -> None:

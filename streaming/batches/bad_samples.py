@@ -21,14 +21,14 @@ from streaming.metrics import Metrics
 _LISTED = 5
 _log = logging.getLogger(__name__)
 _FATES: dict[OnError, str] = {
-    "substitute": "A neighbour stands in for each, and so comes twice",
-    "skip": 'A neighbour stands in for each, with False in batch["__valid__"]',
+    "substitute": "A neighbour takes the place of each, and so appears twice",
+    "skip": 'A neighbour takes the place of each, with False in batch["__valid__"]',
     "raise": "The run stops",
 }
-_FATE_IN_PACKS = "Padding takes the place of its tokens, and bears no loss"
+_FATE_IN_PACKS = "Padding takes the place of its tokens and carries no loss"
 _DROPS = (
-    "others come several times in their place. Filter the data set ahead (shard_tools reshard SOURCE TARGET "
-    '--where …), or use on_error="skip", which marks what stands in with False in batch["__valid__"]'
+    "other samples are repeated in their place. Filter the data set beforehand (shard_tools reshard SOURCE TARGET "
+    '--where …), or use on_error="skip", which marks the replacements with False in batch["__valid__"]'
 )
 
 
@@ -135,9 +135,10 @@ class BadSamples:
             told, self._has_told_length = self._has_told_length, True
         if not told:
             _log.warning(
-                "%s has %s: were the shards written anew, by another tokenizer? Packs are planned by the column; what "
-                "is longer is cut off, what is shorter is padded, and both are counted in loader.metrics() as "
-                "changed_lengths. Write the column again with `shard_tools column add`",
+                "%s has %s: were the shards rewritten with another tokenizer? Packs are planned from the column: "
+                "longer "
+                "documents are cut off, shorter ones are padded, and loader.metrics() counts both as changed_lengths. "
+                "Write the column again with `shard_tools column add`",
                 shown, reason,
             )  # fmt: skip
 
@@ -163,7 +164,7 @@ class BadSamples:
         recent = list(self._seen.values())[-_LISTED:]
         listing = "".join(f"\n  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
         return TooManyBadSamplesError(
-            f"{count} bad samples in this epoch {where}, {self._allows} {self._allowed}."
+            f"{count} bad samples in this epoch {where}, but {self._allows} {self._allowed}."
             f"{' The last ones:' if listing else ''}{listing}\n"
             f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
         )
@@ -172,7 +173,7 @@ class BadSamples:
         """Name the last ones; under the lock."""
         last = list(self._seen.values())[-1]
         return TooManyBadSamplesError(
-            f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, its "
+            f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, but its "
             f"max_bad_samples allows {self._allowed_of[source]}. The last one:\n"
             f"  {last.url} {last.key or last.number!r} ({last.stage}): {last.reason}\n"
             f"Check its shards with `shard_tools verify`, or raise max_bad_samples of its StreamingDataset"

@@ -305,7 +305,7 @@ class BatchBuilder:
                 tokens[i] = 0
             elif tokens[i] != packs.lengths[i]:
                 part = self._recipe.part_of(rows, i)
-                reason = f"{tokens[i]} tokens, its column says {packs.lengths[i]}"
+                reason = f"{tokens[i]} tokens, but its column says {packs.lengths[i]}"
                 self._report(
                     BadSample(url=rows.urls[i], key=rows.keys[i], stage=LENGTH, reason=reason, source=part.name)
                 )
@@ -351,7 +351,7 @@ class BatchBuilder:
             if isinstance(key, list):
                 key, what = next(iter(key), None), "packs (each a dict, whose entries hold all that is in it)"
             error.add_note(
-                f"in collate_fn, over {len(samples)} {what}, the first of them {key!r} of {first.get('__url__')}"
+                f"in collate_fn, given {len(samples)} {what}, the first of them {key!r} of {first.get('__url__')}"
             )
             raise
 
@@ -384,8 +384,9 @@ class BatchBuilder:
             except _Bad:
                 continue
         raise TooManyBadSamplesError(
-            f"this rank has no row of the last batch, and of the {MAX_SUBSTITUTES} samples tried for the shape of an "
-            "empty one none can be read and is kept by transform. Check the data set with `shard_tools verify`"
+            f"this rank gets no rows of the last batch, and none of the {MAX_SUBSTITUTES} samples tried for the "
+            f"shape of "
+            "an empty one could be read and was kept by transform. Check the data set with `shard_tools verify`"
         )
 
     def samples(self, rows: Rows) -> list[Sample]:
@@ -412,8 +413,8 @@ class BatchBuilder:
                     self._handle(bad, substitute, 0)
         raise TooManyBadSamplesError(
             f"{rows.urls[i]}: sample {rows.keys[i]!r} is unreadable or dropped, and so are the {MAX_SUBSTITUTES} "
-            f"samples next to it that could stand in. Check the shard with `shard_tools verify {rows.urls[i]}`; "
-            f"if transform drops most samples, filter the data set ahead (shard_tools reshard --where)"
+            f"neighbours that could replace it. Check the shard with `shard_tools verify {rows.urls[i]}`; "
+            f"if transform drops most samples, filter the data set beforehand (shard_tools reshard --where)"
         )
 
     def _handle(self, bad: _Bad, rows: Rows, i: int) -> None:
@@ -521,10 +522,14 @@ def _no_tokens(rows: Rows, i: int, shape: PackShape, num_bytes: int, mask_bytes:
     """Say why the tokens of a document cannot be used."""
     what = f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}"
     if num_bytes < 0:
-        return DecodeError(f"{what} has no field {shape.field!r}, which holds its tokens")
+        return DecodeError(f"{what} has no field {shape.field!r}, which should hold its tokens")
     if num_bytes % shape.token_bytes:
         return DecodeError(
-            f"{what}: field {shape.field!r} of {num_bytes} bytes, no whole tokens of {shape.token_bytes}"
+            f"{what}: field {shape.field!r} has {num_bytes} bytes, which is not a whole number of tokens of "
+            f"{shape.token_bytes} bytes"
         )
     found = "no mask" if mask_bytes < 0 else f"a mask of {mask_bytes} bytes"
-    return DecodeError(f"{what}: {found} (field {shape.mask_field!r}) for {num_bytes // shape.token_bytes} tokens")
+    return DecodeError(
+        f"{what}: {found} (field {shape.mask_field!r}) for {num_bytes // shape.token_bytes} tokens; expected one byte "
+        "for each"
+    )

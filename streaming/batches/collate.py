@@ -158,9 +158,9 @@ def _like(mapping: Any, left: dict[Any, Any]) -> Any:
 
 def _cannot_cut(part: object, where: str) -> ConfigError:
     return ConfigError(
-        f'last_batch="partial": this rank has no row of the last batch, and gets what collate_fn makes of one sample '
-        f"without that sample's rows; of {where}, a {type(part).__name__}, it cannot be told what belongs to a sample. "
-        f'Have collate_fn make tensors, arrays, lists, tuples, dicts or dataclasses of them, or use last_batch="pad"'
+        f'last_batch="partial": this rank gets no rows of the last batch, so collate_fn is called with one sample and '
+        f"its rows are removed again; {where} is a {type(part).__name__}, whose rows cannot be told apart. "
+        f'Have collate_fn return tensors, arrays, lists, tuples, dicts or dataclasses of them, or use last_batch="pad"'
     )
 
 
@@ -266,8 +266,8 @@ def _checking(allocate: Allocate) -> Allocate:
         tensor = allocate(shape, dtype)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"allocate({shape}, {dtype}) gave {tuple(tensor.shape)}, {tensor.dtype}, "
-                f"contiguous: {tensor.is_contiguous()}; give a contiguous tensor of that shape and dtype"
+                f"allocate({shape}, {dtype}) returned {tuple(tensor.shape)}, {tensor.dtype}, "
+                f"contiguous: {tensor.is_contiguous()}; return a contiguous tensor of that shape and dtype"
             )
         return tensor
 

@@ -189,7 +189,7 @@ def how_it_gets_rng(function: Transform) -> _Passes:
     if len(rest) > (not named and not keywords):
         raise ConfigError(
             f"transform: expected a function of a sample, or of a sample and rng; {function!r} also needs "
-            f"{', '.join(rest)}. Give these by functools.partial or a default"
+            f"{', '.join(rest)}. Bind these with functools.partial, or give them defaults"
         )
     if named and named[0].kind is not inspect.Parameter.POSITIONAL_ONLY:
         return "named"

@@ -17,7 +17,7 @@ Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 Form: TypeAlias = Literal["values", "nested", "flat"]
 """Form of a jagged field in a batch. ``"values"``: a ``Jagged`` of rows that differ along their first axis only;
 ``"nested"``: the same as torch's nested tensor; ``"flat"``: a ``Jagged`` of flattened rows with the shape of each."""
-_HOW = 'name the fields, jagged=("audio", "jpg"), or say the form of each, jagged={"audio": "nested", "jpg": "flat"}'
+_HOW = 'write names of fields, jagged=("audio", "jpg"), or the form of each, jagged={"audio": "nested", "jpg": "flat"}'
 
 
 class _Fields(NamedTuple):
@@ -87,7 +87,7 @@ class Jagged(_Fields):
             ConfigError: The form is ``"flat"``: rows have shapes of their own.
         """
         if self.shapes is not None:
-            raise ConfigError('nested(): rows of the form "flat" differ along several axes; take rows()')
+            raise ConfigError('nested(): rows of the form "flat" differ along several axes; use rows() instead')
         return nested_on(self.values, self.offsets)
 
     def padded(self, value: float = 0.0) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Jagged(_Fields):
             ConfigError: The form is ``"flat"``: rows have shapes of their own.
         """
         if self.shapes is not None:
-            raise ConfigError('padded(): rows of the form "flat" differ along several axes; take rows()')
+            raise ConfigError('padded(): rows of the form "flat" differ along several axes; use rows() instead')
         if not self.num_rows:
             return self.values.new_empty((0, 0, *self.values.shape[1:]))
         return torch.nn.utils.rnn.pad_sequence(self.rows(), batch_first=True, padding_value=value)
@@ -137,19 +137,22 @@ def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]
         return {}
     if collate_fn is not None:
         raise ConfigError(
-            f"jagged={jagged!r} with a collate_fn, which makes the batch; leave one of them out, or lay fields end to "
-            'end in that function: Jagged.of([sample["audio"] for sample in samples])'
+            f"jagged={jagged!r} has no effect with a collate_fn, which makes the batch itself; leave one of them "
+            f"out, or "
+            'lay fields end to end in that function: Jagged.of([sample["audio"] for sample in samples])'
         )
     if isinstance(jagged, Mapping):
         named = dict(jagged)
     elif is_list(jagged) and all(isinstance(name, str) for name in jagged):
         named = dict.fromkeys(jagged, "values")
     else:
-        raise ConfigError(f"jagged: {_HOW}; got {jagged!r}")
+        raise ConfigError(f"jagged: expected names of fields or a form for each, got {jagged!r}; {_HOW}")
     for name, form in named.items():
         if not isinstance(name, str) or form not in get_args(Form):
             forms = ", ".join(map(repr, get_args(Form)))
-            raise ConfigError(f"jagged: {_HOW}; of field {name!r} the form is {form!r}, expected one of {forms}")
+            raise ConfigError(
+                f"jagged: expected names of fields with one of {forms}, got {form!r} for {name!r}; {_HOW}"
+            )
     return named
 
 
@@ -192,7 +195,7 @@ def laid(what: str, values: list[Any], form: Form, keys: Sequence[object] = (), 
         if array.dtype != first.dtype or array.ndim != first.ndim:
             raise _unlike(what, number, keys, first, array, "one dtype and number of axes; convert them in transform")
         if not flat and array.shape[1:] != first.shape[1:]:
-            cure = 'equal shapes but for the first axis; say jagged={field: "flat"}, or move that axis to the front'
+            cure = 'shapes that differ in their first axis only; write jagged={field: "flat"}, or move that axis first'
             raise _unlike(what, number, keys, first, array, cure)
     empty = np.empty((0, *first.shape[1:]), first.dtype)
     rows = [empty if array is None else array for array in arrays]
@@ -243,7 +246,7 @@ def _unlike(
     what: str, number: int, keys: Sequence[object], first: npt.NDArray[Any], got: npt.NDArray[Any], expected: str
 ) -> ConfigError:
     return ConfigError(
-        f"jagged: {what}: {_sample(number, keys)} is {got.dtype} {list(got.shape)}, one before it {first.dtype} "
+        f"jagged: {what}: {_sample(number, keys)} is {got.dtype} {list(got.shape)}, but one before it is {first.dtype} "
         f"{list(first.shape)}; expected {expected}"
     )
 

@@ -61,13 +61,13 @@ class LossLog:
             number, counts, where = self._counts.total(), self._told(), self._where()
         if number == 1:
             _log.warning(
-                "%s: %s is lost (%s): %s. %s. Further ones have a line at the 10th, the 100th and so on, and at the "
-                "epoch's end; see also %s%s",
+                "%s: %s is lost (%s): %s. %s. Further losses are logged at the 10th, the 100th and so on, and at the "
+                "end of the epoch; see also %s%s",
                 where, sample, stage, reason, self._fate, self._listed, f"\n{trace}" if trace else "",
             )  # fmt: skip
         elif number == 10 ** (len(str(number)) - 1):
             _log.warning(
-                "%s: %d samples are lost by now (%s), the last one: %s: %s", where, number, counts, sample, reason
+                "%s: %d samples are lost so far (%s), the latest: %s: %s", where, number, counts, sample, reason
             )
 
     def finish(self, num_rows: int) -> None:

@@ -85,8 +85,8 @@ class Portion:
             return batch
         if not isinstance(batch, Mapping):
             raise ConfigError(
-                f"stage_fields and sequence need batches that are dicts; this one is a {type(batch).__name__}. Have "
-                "collate_fn make a dict"
+                f"stage_fields and sequence need batches that are dicts, got a {type(batch).__name__}; have collate_fn "
+                "return a dict"
             )
         if self.is_count:
             return count_only(num_samples, batch.get("__valid__"))
@@ -95,7 +95,7 @@ class Portion:
             missing = [name for name in self.fields if name not in batch]
             if missing and num_samples:
                 raise ConfigError(
-                    f"stage_fields: the batch has no entry {missing[0]!r}; there are {', '.join(map(str, batch))}"
+                    f"stage_fields: the batch has no entry {missing[0]!r}; it has {', '.join(map(str, batch))}"
                 )
             kept = {name: value for name, value in batch.items() if name in self.fields or name in _ALWAYS}
         if self.fields is not None or self.counts:

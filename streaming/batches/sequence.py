@@ -141,8 +141,8 @@ def find_peer(wanted: SequenceSlice, coordinates: Mapping[str, int], sizes: Mapp
         ring, ulysses = (_only(names, sizes) for names in (RING_NAMES, ULYSSES_NAMES))
         if not ring and not ulysses:
             raise ConfigError(
-                f"sequence: the mesh has no context-parallel axis by name; its axes are {tuple(sizes)}. Name the axes "
-                'of the ring and of ulysses: SequenceSlice(axes=("name", "")), or leave sequence= out'
+                f"sequence: the mesh has no context-parallel axis by a known name; its axes are {tuple(sizes)}. "
+                'Name the ring and ulysses axes, SequenceSlice(axes=("name", "")), or leave sequence= out'
             )
     return SequencePeer(
         ring=coordinates.get(ring, 0), ring_size=sizes.get(ring, 1),
@@ -155,7 +155,7 @@ def _only(names: frozenset[str], sizes: Mapping[str, int]) -> str:
     used = [name for name in found if sizes[name] > 1] or found[:1]
     if len(used) > 1:
         raise ConfigError(
-            f"sequence: several axes may be meant, {used}; name them: SequenceSlice(axes=(ring, ulysses))"
+            f"sequence: several axes could be meant, {used}; name the ones to use: SequenceSlice(axes=(ring, ulysses))"
         )
     return used[0] if used else ""
 
@@ -208,8 +208,9 @@ def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout)
     odd = np.flatnonzero(lengths % peer.divisor(layout))
     if len(odd):
         raise ConfigError(
-            f"a document of {lengths[odd[0]]} places does not divide into {parts} parts for {peer.ring_size} ring and "
-            f"{peer.ulysses_size} ulysses peers ({layout}); round the place of each up: "
+            f"a document of {lengths[odd[0]]} positions does not divide into {parts} parts for {peer.ring_size} ring "
+            f"and "
+            f"{peer.ulysses_size} ulysses peers ({layout}); round each document up: "
             f"Packed(…, multiple={peer.divisor(layout)})"
         )
     sizes = (lengths // parts).repeat(lengths)
@@ -241,8 +242,9 @@ def cut_sequence(
     cut: Batch = dict(batch)
     if wanted.position_ids in batch:
         raise ConfigError(
-            f"sequence: position_ids={wanted.position_ids!r} names an entry to add, and the batch has one of that "
-            "name: to have it cut, name it in fields; for the places in the whole beside it, take another name"
+            f"sequence: position_ids={wanted.position_ids!r} names an entry to add, but the batch already has one of "
+            "that name: to slice that one, name it in fields; to add positions in the whole sequence, choose another "
+            "name"
         )
     if wanted.borders is not None:
         return cut | _cut_documents(batch, wanted, wanted.borders, peer, fields)
@@ -254,7 +256,7 @@ def cut_sequence(
         except ConfigError as error:
             raise ConfigError(f"sequence: batch entry {name!r}: {error}") from None
         if positions not in {None, ranges} and wanted.position_ids is not None:
-            raise ConfigError(f"sequence: position_ids need entries of one length; {name!r} has another")
+            raise ConfigError(f"sequence: position_ids needs entries of one length, but {name!r} has another")
         positions = ranges
         pieces = [value.narrow(wanted.dim, one.start, len(one)) for one in ranges]
         cut[name] = torch.cat(pieces, wanted.dim) if pieces else value.narrow(wanted.dim, 0, 0).clone()
@@ -279,7 +281,7 @@ def _cut_documents(
         share = length // peer.num_peers
         if rows * length != borders[-1] or (np.bincount(places // max(1, length), minlength=rows) != share).any():
             raise ConfigError(
-                f"sequence: borders={by!r}: they end at {borders[-1]}, and batch entry {name!r} has the shape "
+                f"sequence: borders={by!r}: they end at {borders[-1]}, but batch entry {name!r} has the shape "
                 f"{tuple(value.shape)}; expected borders of documents that lie within its rows"
             )
         chosen = value.reshape(rows * length, *value.shape[wanted.dim + 1 :])[torch.from_numpy(places)]
@@ -300,7 +302,7 @@ def _checked_tensor(batch: Mapping[str, Any], name: str, dim: int) -> torch.Tens
 
 def _described(value: object, batch: Mapping[str, Any], dim: int) -> str:
     if value is None:
-        return f"is missing; there are {', '.join(map(str, batch))}"
+        return f"is missing; the batch has {', '.join(map(str, batch))}"
     if isinstance(value, torch.Tensor):
-        return f"has the shape {tuple(value.shape)}, and no axis {dim}"
+        return f"has the shape {tuple(value.shape)}, which has no axis {dim}"
     return f"is a {type(value).__name__}, expected a tensor: sequences of different lengths need padding in collate_fn"

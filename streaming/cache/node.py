@@ -270,9 +270,10 @@ class NodeCache:
         self._resume_at_s = time.monotonic() + RETRY_AFTER_S
         if self._unwarned.acquire(blocking=False):
             _log.warning(
-                "cache in %s: %s. Reading goes on from the store; what is cached stays in use, and writing is tried "
-                "again every %d s. This is said once: see the metric cache_errors. Free some room, or set cache_limit "
-                "and cache_dir to what the disk can hold.",
+                "cache in %s: %s. Reads continue from the store; what is cached stays in use, and writing is retried "
+                "every %d s. This is logged once; the metric cache_errors counts all such errors. Free disk space, "
+                "or set "
+                "cache_limit and cache_dir to what the disk can hold.",
                 self._layout.directory,
                 error,
                 RETRY_AFTER_S,
@@ -291,7 +292,7 @@ def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | N
     """
     if cache_dir is None:
         if cache_limit is not None:
-            raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: give the folder of the cache, too")
+            raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: also give the folder of the cache")
         return None
     folder = os.path.abspath(os.path.expanduser(os.fspath(cache_dir)))
     if cache_limit is not None:

@@ -90,7 +90,7 @@ class CachePaths:
             return
         if not stat.S_ISDIR(status.st_mode) or status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022:
             raise PermissionError(
-                f"{self.root}: expected a folder of this user that nobody else may write, got mode "
+                f"{self.root}: expected a folder owned by this user that nobody else can write to, got mode "
                 f"{stat.filemode(status.st_mode)} of user {status.st_uid}; delete it, or choose another cache_dir"
             )
 

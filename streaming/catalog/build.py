@@ -73,7 +73,7 @@ def no_samples(url: str, why: str = "") -> IndexMissingError:
     """Return the error of a shard without a sample table; ``why``: what it is needed for."""
     shown = redact(url)
     return IndexMissingError(
-        f"{shown}: the index has no sample table of it{why}; run `shard_tools index --force {shown}`"
+        f"{shown}: the index has no sample table for this shard{why}; run `shard_tools index --force {shown}`"
     )
 
 
@@ -162,7 +162,9 @@ def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
             other = names.setdefault(shard_name(url, index_url), url)
             if other != url:
                 raise ConfigError(
-                    f"{redact(url)} and {redact(other)} have one name in the index at {redact(home)}; index them apart"
+                    f"{redact(url)} and {redact(other)} would have the same name in the index at {redact(home)}; "
+                    f"index them "
+                    "separately"
                 )
     return {home: list(dict.fromkeys(group)) for home, group in homes.items()}
 
@@ -291,8 +293,10 @@ def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, 
             storage.read(shard, 0, 1)
             if tell:
                 _log.warning(
-                    "%s: the store refuses the index there, but not the shards, as S3 does where there is none and "
-                    "s3:ListBucket is not granted: read as a set without an index. Give one that lies elsewhere as "
+                    "%s: the store denies access to the index but not to the shards, as S3 does when there is no "
+                    "index and "
+                    "s3:ListBucket is not granted: reading the set without an index. Pass one that is stored "
+                    "elsewhere as "
                     "index=, or make one with `shard_tools index URL --index DIRECTORY`",
                     redact(split_url(shard)[0]),
                 )
@@ -313,8 +317,9 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
             target = redact(home) or "."
             raise IndexMissingError(
                 f"{redact(names[name])}: not in the index at {join_url(target, chunks_path())}; "
-                f"run `shard_tools index {target}`, or, where you may not write, `shard_tools index {target} --index "
-                "DIRECTORY` and give it as index="
+                f"run `shard_tools index {target}`, or, if you may not write there, `shard_tools index {target} "
+                f"--index "
+                "DIRECTORY`, and pass that as index="
             )
         tables.append(rows)
     return tables
@@ -348,6 +353,6 @@ def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> Non
         size_bytes = storage.info(url).size_bytes
         if size_bytes != shard.size_bytes:
             raise IndexMismatchError(
-                f"{redact(url)} has {size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut "
-                f"off since it was indexed; run `shard_tools index {redact(url)}`"
+                f"{redact(url)} has {size_bytes} bytes, but the index says {shard.size_bytes}: it was replaced or "
+                f"truncated since it was indexed; run `shard_tools index {redact(url)}`"
             )

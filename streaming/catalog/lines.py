@@ -141,5 +141,5 @@ def json_line(line: bytes, where: str) -> tuple[dict[str, object], bytes]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}; got {text[:60]!r}; correct or remove this line") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object a line, got {text[:60]!r}")
+        raise DataError(f"{where}: expected one JSON object per line, got {text[:60]!r}")
     return row, text

@@ -135,8 +135,8 @@ def _find(
                 check_sizes(storage, shards, table)
             except NotFoundError as error:
                 raise IndexMismatchError(
-                    f"the index lists a shard that the store does not have: {error}. Bring it back, leave it out of "
-                    f"the URLs, or rebuild the index: shard_tools index <urls of the shards that there are>"
+                    f"the index lists a shard that the store does not have: {error}. Restore it, leave it out of "
+                    f"the URLs, or rebuild the index: shard_tools index <urls of the shards that exist>"
                 ) from error
         homes = [index] if index is not None else list(dict.fromkeys(split_url(url)[0] for url in shards))
         return FoundShards(urls=shards, table=table, types=_token_types(storage, homes, folders))
@@ -162,12 +162,12 @@ def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[
         except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
             return {}
         except (ValueError, LookupError, TypeError, RecursionError, StorageError) as error:
-            _log.warning("%s: no description of tokens (%s); their fields stay bytes", redact(url), error)
+            _log.warning("%s: not a description of tokens (%s); token fields are left as bytes", redact(url), error)
             return {}
     if any(one != found[0] for one in found):
         _log.warning(
-            "%s and others beside the shards describe different tokens, whose fields stay bytes; open each directory "
-            'as a data set of its own, or say decode={"tok": "array:uint16->int64"}', redact(urls[0]),
+            "%s and others beside the shards describe different tokens, so token fields are left as bytes; open each "
+            'directory as a data set of its own, or pass decode={"tok": "array:uint16->int64"}', redact(urls[0]),
         )  # fmt: skip
         return {}
     return found[0]
@@ -225,8 +225,8 @@ def _check_is_of(chunks: ChunkTable, shards: OpenShards, shard: int, path: str) 
     """
     if shards.table is not None and chunks != shards.table.of_shard(shard):
         raise IndexMismatchError(
-            f"{redact(path)}: this sample table is not of the shard that the chunk table beside it describes; one of "
-            f"them is out of date. Rebuild both: shard_tools index --force {redact(shards.urls[shard])}"
+            f"{redact(path)}: this sample table does not match the shard that the chunk table beside it describes; one "
+            f"of them is out of date. Rebuild both: shard_tools index --force {redact(shards.urls[shard])}"
         )
 
 
@@ -267,7 +267,7 @@ def check_decoded(
         for name in plain:
             if name.lower() not in there:
                 _log.warning(
-                    "%s: no sample of %s has a field %r%s; there are %s", option, redact(shards.urls[0]), name,
+                    "%s: no sample of %s has a field %r%s; its fields are %s", option, redact(shards.urls[0]), name,
                     did_you_mean(name.lower(), there), ", ".join(sorted(there)),
                 )  # fmt: skip
         return b""
@@ -335,12 +335,12 @@ def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, mi
         except IndexMissingError as error:
             _check_some_exist(storage, home, group, index)
             raise IndexMismatchError(
-                f"{error}. There is an index, but not of this shard: it was added after the others were indexed. "
-                f"Add it with the command above, or leave the shard out of the URLs"
+                f"{error}. There is an index, but this shard is not in it: it was added after the others were indexed. "
+                f"Index it with the command above, or leave the shard out of the URLs"
             ) from error
     if index is not None:
         raise IndexMissingError(
-            f"index={redact(index)!r}: no index of these shards there ({missing}). Build it with `shard_tools index "
+            f"index={redact(index)!r}: no index of these shards there ({missing}). Build one with `shard_tools index "
             f"--index {redact(index)} URL`, or leave index= out"
         ) from missing
 
@@ -374,8 +374,8 @@ def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], 
         gone = [shard.name for shard in table.shards if join_url(home, shard.name) not in found]
         if gone:
             raise IndexMismatchError(
-                f"{redact(join_url(home, gone[0]))}: the index lists this shard ({len(gone)} of its shards are like "
-                f"that), but the store does not have it. Bring it back, or take it out of the index: "
+                f"{redact(join_url(home, gone[0]))}: the index lists this shard, but the store does not have it "
+                f"({len(gone)} of its shards are missing). Restore it, or remove it from the index: "
                 f"shard_tools index --prune {redact(home)}"
             )
 
@@ -388,7 +388,7 @@ def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissin
     if total_bytes <= SCAN_LIMIT_BYTES and not compressed:
         return FoundShards(urls=urls, table=None, sizes=sizes)
     why = (
-        f"{compressed[0]} is compressed, and compressed shards have no index before they are unpacked (`gunzip`)"
+        f"{compressed[0]} is compressed, and compressed shards cannot be indexed until they are unpacked (`gunzip`)"
         if compressed
         else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
     )

@@ -128,8 +128,8 @@ class RandomAccess:
             told, self._told_lost = self._told_lost, True  # one thread finds it False
         if not told:
             _log.warning(
-                "%s: this shard's sample table is gone, so whole chunks are read where a part is wanted, by each rank "
-                "(others may be like that). `shard_tools index %s` builds it anew",
+                "%s: this shard's sample table is gone, so each rank reads whole chunks where it needs only a part "
+                "(other shards may be affected too). `shard_tools index %s` rebuilds it",
                 shown_url,
                 shown_url,
             )

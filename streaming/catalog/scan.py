@@ -270,8 +270,8 @@ def _check_unique(keys: list[str], record_starts: Int64Array, url: str) -> None:
         first = seen.setdefault(key, index)
         if first != index:
             raise DuplicateKeyError(
-                f"{url}: key {key!r} comes twice, at bytes {record_starts[first]} and {record_starts[index]}, "
-                "with other samples between: the files of a sample must stand together. Sort the archive by name "
+                f"{url}: key {key!r} appears twice, at bytes {record_starts[first]} and {record_starts[index]}, "
+                "with other samples in between: the files of a sample must be adjacent. Sort the archive by name "
                 f"(`tar --sort=name`), or {DUPLICATES_CURE}"
             )
 

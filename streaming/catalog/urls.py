@@ -58,9 +58,9 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         name = identify.of(url)
         other = seen.get(name)
         if other is not None:
-            also = "" if other == url else f", as {redact(other)}, which is the same shard"
+            also = "" if other == url else f", also as {redact(other)}, which is the same shard"
             raise ConfigError(
-                f"{redact(url)} is named twice{also}; its samples would come twice an epoch. Name each shard once"
+                f"{redact(url)} is named twice{also}; its samples would be read twice an epoch. Name each shard once"
             )
         seen[name] = url
     return urls
@@ -116,7 +116,9 @@ def _braces(pattern: str) -> Iterator[str]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{redact(pattern)!r}: unbalanced braces; write as in 's3://b/{{000..099}}.tar'") from error
+        raise ConfigError(
+            f"{redact(pattern)!r}: unbalanced braces; write them as in 's3://b/{{000..099}}.tar'"
+        ) from error
 
 
 def _refuse_many(pattern: str, shown: str) -> None:
@@ -129,8 +131,8 @@ def _refuse_many(pattern: str, shown: str) -> None:
         raise ConfigError(f"{shown[:200]!r}: braces nested deeper than {_MAX_DEPTH}; write them flat")
     if (count := _count(pattern)) > MAX_BRACE_URLS:
         raise ConfigError(
-            f"{shown[:200]!r}: these braces stand for {count:,} URLs, at most {MAX_BRACE_URLS:,} are written out; "
-            "name a prefix or directory"
+            f"{shown[:200]!r}: these braces expand to {count:,} URLs, but at most {MAX_BRACE_URLS:,} are allowed; "
+            "name a prefix or directory instead"
         )
 
 
@@ -173,11 +175,13 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
     directory = is_directory(url)
     if not directory and (cure := _decompressor(path)):
         raise ConfigError(
-            f"{redact(url)}: compressed in a way that is not read here; decompress it (`{cure}`) and read the tar"
+            f"{redact(url)}: this compression is not supported; decompress it (`{cure}`) and read the tar"
         )
     if path.endswith(SHARD_SUFFIXES) and not directory:
         if "*" in path:
-            raise ConfigError(f"{redact(url)!r}: '*' is not expanded; write braces, or the directory for all in it")
+            raise ConfigError(
+                f"{redact(url)!r}: '*' is not expanded; write braces, or name the directory to read all of it"
+            )
         yield url
         return
     if scheme_of(url) in HTTP_SCHEMES and not path.endswith("/"):
@@ -190,7 +194,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
     if found:
         if others:
             _log.warning(
-                "%s: %d shards below it are left out: they are compressed as %s is, which is not read; use `%s`",
+                "%s: %d shards below it are left out: they are compressed like %s, which is not supported; use `%s`",
                 redact(url),
                 len(others),
                 redact(others[0]),
@@ -201,7 +205,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         yield url
     else:
         raise NotFoundError(
-            f"no shards below {redact(url)}: nothing there, hidden folders aside, ends in {', '.join(SHARD_SUFFIXES)}; "
+            f"no shards below {redact(url)}: no name there, hidden folders aside, ends in {', '.join(SHARD_SUFFIXES)}; "
             + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else "check the prefix")
         )
 

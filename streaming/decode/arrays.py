@@ -105,11 +105,11 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
     start = 10 if prefix[6] == 1 else 12
     stop = start + int.from_bytes(prefix[8:start], "little")
     if stop > min(len(view), _MAX_HEADER_BYTES):
-        raise ValueError(f".npy header: {stop} bytes announced, {len(view)} here, {_MAX_HEADER_BYTES} allowed")
+        raise ValueError(f".npy header: it claims {stop} bytes, {len(view)} are here, {_MAX_HEADER_BYTES} are allowed")
     dtype, fortran_order, shape = _npy_header(bytes(view[start:stop]), prefix[6])
     expected, got = math.prod(shape) * dtype.itemsize, len(view) - stop
     if expected != got:
-        raise ValueError(f".npy: {shape} of {dtype} are {expected} bytes, the payload has {got}")
+        raise ValueError(f".npy: {shape} of {dtype} should be {expected} bytes, but the payload has {got}")
     flat = np.frombuffer(view[stop:], dtype) if got else np.empty(0, dtype)
     result = flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
     return result.copy(order="K")
@@ -154,14 +154,14 @@ class NpzDecoder:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 return {info.filename.removesuffix(".npy"): npy(archive.read(info)) for info in self._members(archive)}
         except (zipfile.BadZipFile, EOFError) as error:
-            raise ValueError(f"not a sound .npz archive: {error}") from error
+            raise ValueError(f"not a valid .npz archive: {error}") from error
 
     def _members(self, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
         members = archive.infolist()
         num_bytes = sum(info.file_size for info in members)  # zipfile never reads more than file_size per member
         if num_bytes > self.max_bytes:
             raise ValueError(
-                f".npz unpacks to {format_bytes(num_bytes)}, {format_bytes(self.max_bytes)} are allowed; "
+                f".npz unpacks to {format_bytes(num_bytes)}, more than the {format_bytes(self.max_bytes)} allowed; "
                 f"raise the bound with decode={{field: decode.npz(max_bytes=...)}}"
             )
         for info in members:

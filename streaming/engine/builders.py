@@ -134,7 +134,7 @@ class LocalBuilder:
             return
         if not self._metrics.get("batches_in_turn"):
             _log.warning(
-                "transform, decode or collate_fn draws from generators of the whole process (%s). The thread that asks "
+                "transform, decode or collate_fn draws from process-wide random generators (%s). The thread that asks "
                 "for batches calls it, one batch after the other, seeded by each sample's position, so that "
                 "augmentations do not depend on timing, nor disturb what the training draws. Two faster ways: let it "
                 "take a second argument, transform(sample, rng), and draw from rng alone; or num_workers=%d, "

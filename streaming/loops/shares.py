@@ -132,7 +132,7 @@ class RunShares:
             start = free if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
             if start < free:
                 raise ConfigError(
-                    f"set_weights: at={start}: rows before {free} are already planned; give a row from {free} on, or "
+                    f"set_weights: at={start}: rows before {free} are planned already; give a row from {free} on, or "
                     f"leave "
                     "at out"
                 )

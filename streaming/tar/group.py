@@ -16,9 +16,9 @@ from streaming.types import Int64Array
 MAX_FIELDS = 16384
 """Most fields of one sample; every field more costs all readers a column."""
 DUPLICATES_CURE = (
-    "write the set anew with `shard_tools reshard SOURCE TARGET --dedupe` (joins what has one key; of a field that "
-    "comes twice the first stays) or with `--key-prefix {number}-` (keeps all, under keys of their own). To read it as "
-    'it is, each as a sample of its own: StreamingDataset(duplicate_keys="keep"), or `shard_tools index '
+    "rewrite the set with `shard_tools reshard SOURCE TARGET --dedupe` (joins samples that share a key, and keeps the "
+    "first of each field) or with `--key-prefix {number}-` (keeps all, each under a key of its own). To read the set "
+    'as it is, each as a separate sample: StreamingDataset(duplicate_keys="keep"), or `shard_tools index '
     "--duplicate-keys keep`"
 )
 """What to do about a key that comes twice, for messages."""
@@ -191,7 +191,7 @@ def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int,
         if where.strict and is_meta(split[1]):
             where.fail(
                 int(members.headers[index]),
-                f"a field {split[1]!r}, which would take the place of what readers note in a sample under this name",
+                f"a field {split[1]!r}, a name that readers use for their own notes in a sample",
                 member=raw,
                 cure="rename it, or leave it out: `shard_tools repair URL --to TARGET --drop-damaged`",
             )
@@ -229,7 +229,7 @@ def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int,
 def _raise_duplicate(members: Members, where: Origin, before: int, index: int, split: tuple[str, str]) -> None:
     first, second = (where.base + int(members.headers[member]) for member in (before, index))
     raise DuplicateKeyError(
-        f"{where.url or 'tar'}: sample {split[0]!r} holds field {split[1]!r} twice, at bytes {first} and {second}; "
+        f"{where.url or 'tar'}: sample {split[0]!r} has field {split[1]!r} twice, at bytes {first} and {second}; "
         f"keys end at the first dot of the file name: rename the files, or {DUPLICATES_CURE}"
     )
 
@@ -242,7 +242,7 @@ def check_num_fields(key: str, num_fields: int, url: str) -> None:
     """
     if num_fields > MAX_FIELDS:
         raise TarError(
-            f"{url or 'tar'}: sample {key[:80]!r} has more than {MAX_FIELDS} fields; the key ends at the first dot of "
+            f"{url or 'tar'}: sample {key[:80]!r} has more than {MAX_FIELDS} fields; a key ends at the first dot of "
             "the file name: rename the files"
         )
 
