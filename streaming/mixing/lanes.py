@@ -30,9 +30,12 @@ from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place
 from streaming.plan.permutation import permutations
 from streaming.types import Int64Array
 
-_GROUP = 16  # lanes laid at once: NumPy takes as long for one
+_LEAST_GROUP = 16  # lanes laid at once: NumPy takes as long for one
+_MOST_GROUPS = 32  # of all lanes: each group draws the rounds of all sources anew, which hold all lanes
 _KEPT_BLOCKS = 256  # laid, of a group of lanes each
 _BLOCKS_AHEAD = 64  # of which a source's runs are drawn at once: one block costs as much
+_CHUNKS_AHEAD = 64  # of a source and lane that these are at most
+_KEPT_PARTS = 2**20  # of rounds, over all sources: groups of lanes ask for the same ones; some 32 MiB
 _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half of it costs a third more per row
 
@@ -54,12 +57,14 @@ class MixedLanes(Endless):
     ) -> None:
         self._names = names = sorted(sources.names)
         settings = sources.settings
-        self._lanes = {name: SourceLanes(sources.eras[name], settings) for name in names}
+        kept = _KEPT_PARTS // len(names)
+        self._lanes = {name: SourceLanes(sources.eras[name], settings, kept_parts=kept) for name in names}
         self._mean_chunks = np.array([lanes.mean_chunk for lanes in self._lanes.values()])
         place_of = {name: place for place, name in enumerate(sources.names)}
         self._places = np.array([place_of[name] for name in names])
         self._phases = {name: _phases(name, settings) for name in names}
-        self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
+        self._group = max(_LEAST_GROUP, -(-settings.lanes // _MOST_GROUPS))
+        self._block_time = max(_LEAST_BLOCK * _LEAST_GROUP // self._group, 2 * settings.window)
         super().__init__(sources, schedule, lock=lock)
 
     def _weigh(self) -> None:
@@ -119,8 +124,8 @@ class MixedLanes(Endless):
         reach = max(self.settings.window - 1, 0)
         found = []
         with self._lock:
-            for group in range(low // _GROUP, -(-high // _GROUP)):
-                lanes = slice(max(low - group * _GROUP, 0), min(high - group * _GROUP, _GROUP))
+            for group in range(low // self._group, -(-high // self._group)):
+                lanes = slice(max(low - group * self._group, 0), min(high - group * self._group, self._group))
                 found += list(self._blocks_of(group, lanes, max(start - reach, 0), stop + reach))
             runs = Runs.joined([block.runs for block in found])
             is_due = (runs.begins < stop + reach) & (runs.begins + runs.sizes > start - reach)
@@ -155,7 +160,7 @@ class MixedLanes(Endless):
             if stamp > until or (stamp <= self._behind_absent <= start - window - slack):  # or due before the start
                 continue
             number = max(-(-int(np.ceil(stamp)) // self._block_time) - 1, 0)
-            block = self._block(lane // _GROUP, number)
+            block = self._block(lane // self._group, number)
             runs = block.runs
             holds = (runs.lanes == lane) & (runs.chunk_ids == chunk_id)
             holds &= (runs.firsts <= offset) & (offset < runs.firsts + runs.sizes)
@@ -167,7 +172,7 @@ class MixedLanes(Endless):
 
     def laid(self, lane: int, start: int, stop: int) -> Runs:
         """Return the runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
-        group, within = lane // _GROUP, lane % _GROUP
+        group, within = lane // self._group, lane % self._group
         with self._lock:
             found = list(self._blocks_of(group, slice(within, within + 1), start, stop))
             rows = [slice(*block.splits[within : within + 2].tolist()) for block in found]
@@ -185,7 +190,7 @@ class MixedLanes(Endless):
 
     def given(self, lane: int, place: int) -> Int64Array:
         """Count the samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
-        group, within = lane // _GROUP, lane % _GROUP
+        group, within = lane // self._group, lane % self._group
         counts = np.zeros(len(self.sources.every_name), np.int64)
         for number, name in enumerate(self.sources.every_name):
             if name in self.sources.laid:  # all of it lies before any position that can be asked for
@@ -256,7 +261,7 @@ class MixedLanes(Endless):
         """
         if start < self._absent_until:
             raise self._still_needed(start)
-        low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
+        low, high = group * self._group, min((group + 1) * self._group, self.settings.lanes)
         drawn, counted = self._drawn(group, start, stop)
         given, runs, stamps = drawn.stamped(start, stop, counted, range(low, high))
         before = self._absent_laid[low:high] + given
@@ -329,9 +334,9 @@ class MixedLanes(Endless):
 
     def _window(self, source: int, group: int, start: int, stop: int, more: int) -> tuple[int, int, Runs, Floats]:
         """Return ``start``, an end of at least ``stop + more``, one source's runs between them, and their stamps."""
-        name, low, high = self._names[source], group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
+        name, low, high = self._names[source], group * self._group, min((group + 1) * self._group, self.settings.lanes)
         lanes = self._lanes[name]
-        ahead = max(stop + more, start + 4 * lanes.mean_chunk)
+        ahead = max(stop + min(more, _CHUNKS_AHEAD * lanes.mean_chunk), start + 4 * lanes.mean_chunk)
         runs = lanes.runs(low, high, start, ahead)
         # The phase counts in mean chunks, not in those that come: else small ones would come first everywhere.
         marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]

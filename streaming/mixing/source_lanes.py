@@ -21,7 +21,7 @@ from streaming.plan.permutation import hash_table
 from streaming.types import Int64Array
 
 _BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
-_KEPT_BUNDLES = 3  # of each source
+_KEPT_BUNDLES = 3  # of each source at least
 _NEVER = 2**62
 
 
@@ -157,6 +157,7 @@ class SourceLanes:
     Args:
         listings: Of the source, more than one where it grew.
         settings: Of the mixture.
+        kept_parts: Of rounds that are kept, in chunks; some few are in any case.
 
     Attributes:
         mean_chunk: Samples of a chunk, on average, of those that the source began with.
@@ -166,8 +167,9 @@ class SourceLanes:
         ConfigError: The source grew in the middle of a round.
     """
 
-    def __init__(self, listings: Sequence[Listing], settings: OrderSettings) -> None:
+    def __init__(self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0) -> None:
         self._lanes = settings.lanes
+        self._kept = max(_KEPT_BUNDLES, kept_parts // max(_BUNDLED_PARTS, settings.lanes))
         self.eras = list(_eras(listings, settings.lanes))
         self.mean_chunk = listings[0].mean_chunk
         self.largest_chunk = max(listing.largest_chunk for listing in listings)
@@ -185,7 +187,7 @@ class SourceLanes:
                 era.listing, numbers, era.num_passes, self._lanes, first_round=era.first_round,
                 first_draw=era.first_draw,
             )  # fmt: skip
-            keep_latest(self._bundles, key, found, _KEPT_BUNDLES)
+            keep_latest(self._bundles, key, found, self._kept)
         return found
 
     def rounds_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
