@@ -204,7 +204,7 @@ def test_intervals_cover_every_use_and_come_in_order(case: Case) -> None:
         assert live_bytes <= int(sizes.sum()) or not case.schedule  # two passes may hold a chunk twice
 
 
-@settings(unhurried, max_examples=25)  # a quarter of a second each
+@settings(unhurried, max_examples=10)  # a third of a second each
 @given(cases(endless=True, dealt="chunks"), st.lists(st.integers(0, 9), min_size=2, max_size=4))
 def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case: Case, numbers: list[int]) -> None:
     """In any order, also backwards to before a source was first drawn."""
