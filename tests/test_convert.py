@@ -10,6 +10,7 @@ import os
 import signal
 import tarfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ import pytest
 from forked import Forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tars import write_tar
 
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
-from shard_tools.convert.records import permutation
+from shard_tools.convert.records import TEXT_UNITS, permutation
 from shard_tools.convert.rows import dump_json, dump_npy, sniff_extension
 from streaming.errors import (
     ConfigError,
@@ -325,6 +327,26 @@ def test_jsonl_from_any_position(tmp_path: Path) -> None:
             assert [record.metadata["n"] for record in source.records(start)] == whole[start:]
 
 
+def test_every_source_from_any_position(tmp_path: Path) -> None:
+    """What a stopped conversion goes on with."""
+    texts = [f"text {number}" for number in range(7)]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
+    (tmp_path / "b.csv").write_text("\n".join(["text", "", *texts]))
+    write_tar(tmp_path / "c" / "0.tar", [(f"{text}.txt", b"") for text in texts[:3]])
+    write_tar(tmp_path / "c" / "1.tar", [(f"{text}.txt", b"") for text in texts[3:]])
+    for number in range(7):
+        image = tmp_path / "d" / f"{number}.png"
+        image.parent.mkdir(exist_ok=True)
+        image.write_bytes(PNG)
+    for name, units in (("a.txt.gz", TEXT_UNITS), ("b.csv", ("line",)), ("c", ("line",)), ("d", ("line",))):
+        for unit in units:
+            source = open_source(str(tmp_path / name), Storage(), options=SourceOptions(unit=unit))
+            whole = list(source.records(0))
+            assert len(whole) == (1 if unit == "file" else 7)
+            for start in (1, 3, 4, 6, 7, 8):
+                assert list(source.records(start)) == whole[start:], (name, unit, start)
+
+
 # ------------------------------------------------------------------------------------------------ tars
 
 
@@ -469,12 +491,14 @@ def test_stopped_after_the_last_shard(tmp_path: Path) -> None:
 
 
 def test_duplicate_key_across_a_stop(tmp_path: Path) -> None:
-    lines = [json.dumps({"id": "same" if i in {0, 90} else f"r{i}"}) for i in range(100)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    keys = ["same" if i in {0, 90} else f"r{i}" for i in range(100)]
+    pq.write_table(pa.table({"id": keys}), tmp_path / "in.parquet")
     options = ConvertOptions(max_samples=20, key_field="id")
-    for _ in range(2):
-        with pytest.raises(DuplicateKeyError, match="same"):
-            convert(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), options=options)
+    with ThreadPoolExecutor(1) as pool:
+        for executor in (None, None, pool):
+            with pytest.raises(DuplicateKeyError, match="same"):
+                convert(str(tmp_path / "in.parquet"), str(tmp_path / "out"), options=options, executor=executor)
+            assert len([*(tmp_path / "out").glob("*.tar")]) == 4
 
 
 def test_target_with_other_data_is_refused(tmp_path: Path) -> None:

@@ -264,6 +264,16 @@ def test_random_access_is_checked(shard: Path) -> None:
     assert open_at(shard)[333]["bin"] != payload(333)  # format 1.0: nothing to check it by
 
 
+def test_a_filter_over_format_1_0_reads_whole_chunks(shard: Path) -> None:
+    """Nothing could check the pieces that it leaves."""
+    without_spans(shard)
+    keys = samples_of(shard).keys
+    dataset = StreamingDataset(f"{shard.parent}/", shuffle=False, exclude=keys[50:450])
+    with DataLoader(dataset, batch_size=25) as loader:
+        found = [data for batch in loader for data in batch["bin"]]
+    assert found == [payload(number) for number in range(len(keys)) if not 50 <= number < 450]
+
+
 def test_bytes_that_come_wrong_once_are_read_again(shard: Path) -> None:
     dataset = open_at(shard)
     read_into, seen = dataset.storage.read_into, []
