@@ -20,8 +20,8 @@ def for_fabric(loader: DataLoader | DevicePrefetcher) -> ForFabric:
     """Present ``loader`` as one of torch's, as required by ``Fabric.setup_dataloaders``, which LitGPT calls.
 
     Its batches are those of the loader. The result is a ``Stateful``: in the states of ``fabric.save`` and
-    ``fabric.load`` it keeps the position, on any number of ranks. Do not give it to programs that shard torch's
-    loaders, as Accelerate does: the loader has already dealt its samples out to the ranks. ::
+    ``fabric.load`` it keeps the position, on any number of ranks. Programs that take torch's loaders apart to shard
+    them, as Accelerate does, get an error: the loader has already dealt its samples out to the ranks. ::
 
         train = fabric.setup_dataloaders(for_fabric(DataLoader(dataset, global_batch_size=512)))
         state = {"model": model, "train": train}
@@ -91,8 +91,12 @@ class ForFabric(torch.utils.data.DataLoader[Any]):
     """A streaming loader as an instance of torch's class; see ``for_fabric``."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
-        super().__init__(_Batches(loader), batch_size=None)
+        super().__init__(_NoSamples(loader), batch_size=None)
         self.loader = loader
+
+    def __iter__(self) -> Any:
+        """See ``DataLoader.__iter__``."""
+        return iter(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """See ``DataLoader.state_dict``."""
@@ -103,14 +107,18 @@ class ForFabric(torch.utils.data.DataLoader[Any]):
         self.loader.load_state_dict(state)
 
 
-class _Batches(torch.utils.data.IterableDataset[Any]):
-    """The batches of a loader as the items of an iterable data set, which Fabric does not shard."""
+class _NoSamples(torch.utils.data.IterableDataset[Any]):
+    """What is found as the data set of a ``ForFabric``: nothing to shard."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        raise ConfigError(
+            "for_fabric(loader): this program takes the loader apart to shard it, but its batches are shares of the "
+            "ranks already, and some would be lost. It is for Fabric alone; Accelerate takes "
+            "streaming.integrations.accelerate.prepare_loader(accelerator, loader), others the loader as it is"
+        )
 
     def __len__(self) -> int:
         return len(self._loader)

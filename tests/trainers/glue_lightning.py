@@ -90,3 +90,5 @@ with pytest.raises(
     ConfigError, match=r"for_fabric\(loader\): expected a streaming.DataLoader, got a .*_FabricDataLoader"
 ):
     for_fabric(lightning.Fabric(accelerator="cpu").setup_dataloaders(for_fabric(sized)))  # type: ignore[arg-type]
+with pytest.raises(ConfigError, match="its batches are shares of the ranks already"):  # as Accelerate does
+    next(iter(torch.utils.data.DataLoader(for_fabric(sized).dataset, batch_size=None)))
