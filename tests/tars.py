@@ -10,9 +10,9 @@ from pathlib import Path
 
 def tar_bytes(
     files: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT, mtime: float = 0,
-    links: Iterable[tuple[str, str]] = (),
+    links: Iterable[tuple[str, str]] = (), kind: bytes = tarfile.LNKTYPE,
 ) -> bytes:  # fmt: skip
-    """An archive of these files, and of hard links (name, target) behind them."""
+    """An archive of these files, and of links (name, target) behind them, hard ones where nothing else is said."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form, encoding="utf-8") as archive:
         for name, data in files:
@@ -21,7 +21,7 @@ def tar_bytes(
             archive.addfile(member, io.BytesIO(data))
         for name, target in links:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname = tarfile.LNKTYPE, target
+            member.type, member.linkname = kind, target
             archive.addfile(member)
     return out.getvalue()
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
+from shard_tools.plan import report
 from shard_tools.plan.report import PlanOptions, _epoch_plan, plan, plan_table, replica_ranks
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.epochs.position import Place
@@ -240,7 +241,7 @@ def test_many_ranks_are_swept_and_very_many_sampled(monkeypatch: pytest.MonkeyPa
     whole = plan_table(table, options=PlanOptions(mesh=flat(100), global_batch_size=400))
     assert not whole.sampled
     assert [load.dp_rank for load in whole.loads] == list(range(100))
-    monkeypatch.setattr("shard_tools.plan.report.MAX_SWEPT_RANKS", 34)
+    monkeypatch.setattr(report, "MAX_SWEPT_RANKS", 34)
     some = plan_table(table, options=PlanOptions(mesh=flat(100), global_batch_size=400))
     assert some.sampled
     assert [load.dp_rank for load in some.loads] == list(range(0, 100, 3))

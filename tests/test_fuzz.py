@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.fuzz import targets
 from tests.fuzz.corpus import CORPUS, files_of, regressions_of, seeds_of
 from tests.fuzz.make_corpus import make
 from tests.fuzz.mutate import mutated
@@ -59,6 +60,6 @@ def test_noise(target: str, data: bytes) -> None:
 
 
 def test_a_slow_or_greedy_target_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.fuzz.targets.SECONDS", 0.0)
+    monkeypatch.setattr(targets, "SECONDS", 0.0)
     with pytest.raises(Disagreement, match="took"):
         run(TARGETS["pax"], b"12 path=a.b\n")

@@ -13,6 +13,7 @@ import pytest
 from forked import Forked
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
 
 from infra import DEFAULT_AXIS_ORDER, DeviceMesh, MeshError, MeshFinder, agent_store, as_device_mesh, discover
 
@@ -426,9 +427,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def group(monkeypatch: pytest.MonkeyPatch, rank: int | None, world_size: int = 0) -> None:
     """torch.distributed as it is once initialised so; None: not."""
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: rank is not None)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: world_size)
 
 
 LIGHTNING = {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -32,7 +32,7 @@ from servers import HttpServer
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.convert import convert
+from shard_tools.convert import convert, lines
 from shard_tools.tokens.run import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
@@ -520,7 +520,7 @@ def test_damaged_gzip_sources_are_data_errors(tmp_path: Path, name: str, damage:
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shard_tools.convert.lines.MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 16)
     monkeypatch.setattr(csv, "field_size_limit", csv.field_size_limit)
     for name in ("a.jsonl.gz", "b.csv.gz", "c.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(b"h,\n" + b"x," * (1 << 20)))

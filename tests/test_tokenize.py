@@ -36,6 +36,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.sets.copy import copy
 from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
+from shard_tools.tokens import source as read_in_batches
 from shard_tools.tokens.adapters import ENCODINGS, RanksTokenizer
 from shard_tools.tokens.chat import ChatTemplate, Conversation
 from shard_tools.tokens.documents import parse_shares
@@ -435,7 +436,7 @@ class StoppingExecutor(Executor):
 def test_stopped_anywhere_and_gone_on_with_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shard_tools.tokens.source._BATCH_BYTES", 64)
+    monkeypatch.setattr(read_in_batches, "_BATCH_BYTES", 64)
     rows = [{"text": f"{'' if i % 7 == 3 else 'word ' * (i % 11)}"} for i in range(60)]
     source = jsonl(tmp_path / "a.jsonl", rows)
     options = {"max_samples": 4, "split": ("val=30%",), "workers": 1}

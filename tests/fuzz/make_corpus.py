@@ -1,9 +1,8 @@
-"""Writes the corpus of the fuzz tests, byte for byte the same each time: ``python tests/fuzz/make_corpus.py``."""
+"""Writes the corpus of the fuzz tests, byte for byte the same each time: ``python -m tests.fuzz.make_corpus``."""
 
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import tarfile
@@ -17,6 +16,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
 from streaming.tar.headers import member_header, padding
+from tests.tars import tar_bytes
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -36,17 +36,9 @@ def member(name: str, payload: bytes, kind: str = "0") -> bytes:
 
 
 def archive(form: int, files: list[tuple[str, bytes]], mtime: float = 0) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form, encoding="utf-8") as tar:
-        for name, payload in files:
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(payload), mtime
-            tar.addfile(info, io.BytesIO(payload))
-        if form != tarfile.USTAR_FORMAT:
-            link = tarfile.TarInfo("z/link.jpg")
-            link.type, link.linkname = tarfile.SYMTYPE, "t" * 150
-            tar.addfile(link)
-    return whole(out.getvalue().rstrip(b"\0"))  # without tarfile's padding to 10,240 bytes
+    links = [] if form == tarfile.USTAR_FORMAT else [("z/link.jpg", "t" * 150)]
+    made = tar_bytes(files, form, mtime, links, kind=tarfile.SYMTYPE)
+    return whole(made.rstrip(b"\0"))  # without tarfile's padding to 10,240 bytes
 
 
 def whole(data: bytes) -> bytes:
