@@ -95,7 +95,7 @@ class Maker:
         if not self.is_here:
             raise ForkedError(
                 f"{self._what} belongs to process {self.pid}, which made it; this is process {self._own_pid()}, forked "
-                f"from there. {self._cure}"
+                f"from it. {self._cure}"
             )
 
 

@@ -193,7 +193,7 @@ def test_a_column_that_does_not_fit_the_shards_is_refused_by_name(tmp_path: Path
     file = tmp_path / "data/_shardstream/columns/score/000001.tar.parquet"
     other = file.read_bytes()
     file.write_bytes((file.parent / "000002.tar.parquet").read_bytes())
-    with pytest.raises(IndexMismatchError, match="are those of another shard"):
+    with pytest.raises(IndexMismatchError, match="belong to another shard"):
         StreamingDataset(data, where="score > 1")
     file.write_bytes(other[:-20])
     with pytest.raises(IndexFormatError, match=r"000001\.tar\.parquet"):
@@ -230,7 +230,7 @@ def test_a_column_newer_than_the_run_is_an_error_by_name(tmp_path: Path) -> None
     for path in Path(data).glob("_shardstream/samples/*.parquet"):  # nothing stands in for it
         table = SampleTable.from_parquet(path.read_bytes(), "table")
         path.write_bytes(replace(table, columns={"score": pa.array(range(table.num_samples))}).to_parquet())
-    with pytest.raises(IndexMismatchError, match=r"newer than view \"good\".*: it is no late column any more"):
+    with pytest.raises(IndexMismatchError, match=r"newer than view \"good\".*: it is no longer a late column"):
         StreamingDataset(data, view="good")
 
 

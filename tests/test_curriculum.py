@@ -284,7 +284,7 @@ def test_a_state_over_other_values_of_the_metric_is_refused(tmp_path: Path) -> N
     assert made[0].dataset.fingerprint == made[2].dataset.fingerprint
     _, state = world(made[0], 1, 3)
     world(made[1], 1, 1, state)
-    with pytest.raises(StateError, match="a column that was added again since needs the values that it had"):
+    with pytest.raises(StateError, match="if a column was added again since, give it back its old values"):
         world(made[2], 1, 1, state)
 
 
@@ -300,7 +300,7 @@ def test_a_late_column_that_was_added_again_with_other_values_is_refused(tmp_pat
         return Curriculum(StreamingDataset(url), "score", STEPS, buckets=4)
 
     _, state = world(curriculum(3), 1, 3)
-    with pytest.raises(StateError, match="a column that was added again since needs the values that it had"):
+    with pytest.raises(StateError, match="if a column was added again since, give it back its old values"):
         world(curriculum(7), 1, 1, state)
     world(curriculum(3), 1, 1, state)
 
@@ -428,7 +428,7 @@ def test_what_it_reads_is_said_and_sorted_shards_cure_it(
     curriculum = Curriculum(mixed, "rarity", Schedule.steps({0: 1}), buckets=4)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("shard_tools reshard s3://curriculum/mixed/ SORTED/ --sort rarity" in message for message in warned)
-    assert "bytes read for one that is used" in repr(curriculum)
+    assert "bytes read for each one used" in repr(curriculum)
     mini_s3.clear_log()
     with DataLoader(curriculum, batch_size=24, num_threads=0) as loader:
         for _, _ in zip(range(50), loader, strict=False):
@@ -479,21 +479,21 @@ def test_the_log_says_when_the_pool_grows(data: StreamingDataset, caplog: pytest
         (lambda d: Curriculum(d, "tokens", Schedule.linear(1, 100, over=9)), 'write by="value"'),
         (lambda d: Curriculum(d, "tokens", STEPS, by="rank"), "expected one of percentile, value, got 'rank'"),
         (lambda d: Curriculum(d, "tokens", STEPS, buckets=0), "expected 1 to 1024"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets=True), "a number of them"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets=np.array(0.5)), "a number of them"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets=b"ab"), "a number of them"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets={}), "as metric=, got one of none"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets=[0.5, 0.5]), "borders that rise"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets=[0.5, 2]), "go up to 1"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets=True), "expected how many, or a list of borders"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets=np.array(0.5)), "expected how many, or a list of borders"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets=b"ab"), "expected how many, or a list of borders"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets={}), "the keys of metric=, tokens, got the keys none"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets=[0.5, 0.5]), "expected ascending borders"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets=[0.5, 2]), "at most 1, got"),
         (lambda d: Curriculum(d, "tokens", STEPS, nulls="keep"), "expected one of error, drop"),
         (lambda d: Curriculum(d, "tokens", STEPS, name_sources=1), "True or False"),
-        (lambda d: Curriculum(d, {"tokens": STEPS}, STEPS), "each has its own"),
-        (lambda d: Curriculum(d, {}), "none is named"),
-        (lambda d: Curriculum(d, {"tokens": STEPS}, by={"rarity": "value"}), "expected a dict of tokens"),
+        (lambda d: Curriculum(d, {"tokens": STEPS}, STEPS), "has its own schedule"),
+        (lambda d: Curriculum(d, {}), "expected at least one, got none"),
+        (lambda d: Curriculum(d, {"tokens": STEPS}, by={"rarity": "value"}), "the keys of metric=, tokens"),
         (lambda d: Curriculum(d, {"tokens": STEPS, "rarity": STEPS, "maybe": STEPS}, nulls="drop"), "buckets=10"),
         (lambda d: Curriculum(d, {"tokens": Schedule.steps({0: 8}), "maybe": Schedule.steps({0: 0})}, by="value",
                               nulls="drop", buckets={"tokens": [9], "maybe": [0]}), "no sample is easy enough by"),
-        (lambda d: Curriculum(Curriculum(d, "tokens", STEPS), "tokens", STEPS), "make one of each source"),
+        (lambda d: Curriculum(Curriculum(d, "tokens", STEPS), "tokens", STEPS), "make a Curriculum of each source"),
         (lambda d: Curriculum("s3://bucket/", "tokens", STEPS), "write StreamingDataset"),
         (lambda d: Curriculum(d, "tokens", STEPS)[3:5], "dataset[a:b]"),
         (lambda d: Curriculum(d, "tokens", STEPS, min_difficulty=3), "Schedule.linear(min, max, over=…)"),

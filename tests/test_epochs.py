@@ -252,12 +252,14 @@ def test_leaving_the_rest_of_a_loaded_epoch_is_one_warning(
     for _ in range(3):
         list(islice(loader, 1))
     (told,) = warnings()
-    assert told.startswith("epoch 1, loaded at sample 10, is left at sample 20: a new iteration begins with the next")
+    assert told.startswith(
+        "epoch 1, resumed at sample 10, is abandoned at sample 20: a new iteration begins with the next"
+    )
     assert "test_epochs.py:" in told
     loader.load_state_dict(first.state_dict())
     loader.set_epoch(0)
     assert len(warnings()) == 2
-    assert "is left at sample 10: set_epoch(0) was called (by " in warnings()[1]
+    assert "is abandoned at sample 10: set_epoch(0) was called (by " in warnings()[1]
     loader.load_state_dict(first.state_dict())
     list(loader)
     loader.set_epoch(3)
@@ -303,9 +305,9 @@ def test_the_loader_answers_for_what_is_held_back(made: dict[str, Maker]) -> Non
             assert place_in(loader.state_dict()) == (0, number + 1)
         batches.hold_back(-1)
         assert place_in(loader.state_dict()) == (1, 0)
-        with pytest.raises(ConfigError, match="hold_back: -1 batches cannot"):
+        with pytest.raises(ConfigError, match="hold_back: cannot hold back -1 of"):
             batches.hold_back(-1)
-        with pytest.raises(ConfigError, match="hold_back: 5 batches cannot be held back of 4"):
+        with pytest.raises(ConfigError, match="hold_back: cannot hold back 5 of 4 batches"):
             batches.hold_back(5)
         batches.hold_back(1)
         assert place_in(loader.state_dict()) == (0, 3), "left before the last one arrived"

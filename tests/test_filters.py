@@ -234,7 +234,7 @@ def test_keys_are_left_out(data: str, tmp_path: Path) -> None:
     assert kept_of(data, exclude=tmp_path / "bad.txt") == rest
     assert kept_of(data, exclude=tmp_path / "bad.txt", where=CONDITION) == [key for key in KEPT if key in rest]
     (tmp_path / "bad.txt").write_text('{"url": "x.tar"}\n')
-    with pytest.raises(ConfigError, match=r"bad.txt, line 1: no member key"):
+    with pytest.raises(ConfigError, match=r"bad.txt, line 1: not a sample key"):
         StreamingDataset(data, exclude=tmp_path / "bad.txt")
     with pytest.raises(ConfigError, match="expected keys"):
         StreamingDataset(data, exclude=[7])  # type: ignore[list-item]
@@ -256,9 +256,9 @@ def test_a_split_by_hash_crosses_no_group(data: str) -> None:
         ({"where": "lang > 1"}, r"cannot compare column 'lang' \(text\) > 1"),
         ({"where": 3}, "expected a condition such as"),
         ({"subset": (5, 500)}, "no such samples; the data set has 170"),
-        ({"subset": (0.5, 0.2)}, "expected two rising shares"),
-        ({"subset": (True, 3)}, "expected two rising shares"),
-        ({"subset": "0:3"}, "expected two rising shares"),
+        ({"subset": (0.5, 0.2)}, "expected two ascending shares"),
+        ({"subset": (True, 3)}, "expected two ascending shares"),
+        ({"subset": "0:3"}, "expected two ascending shares"),
         *(({"exclude": wrong}, "exclude: expected keys .str., or the path of a file of them, got")
           for wrong in (3, np.array(0.5), b"ab", {"a": 1}, [None])),
         ({"view": "gone"}, "no view 'gone'.*there are: none"),
@@ -283,7 +283,7 @@ def test_a_sample_table_of_a_shard_of_the_same_size_is_refused(tmp_path: Path) -
     assert (tmp_path / "000001.tar").stat().st_size == (tmp_path / "000002.tar").stat().st_size
     tables = tmp_path / "_shardstream/samples"
     (tables / "000001.tar.parquet").write_bytes((tables / "000002.tar.parquet").read_bytes())
-    with pytest.raises(IndexMismatchError, match=r"000001.tar: its sample table is not of the shard"):
+    with pytest.raises(IndexMismatchError, match=r"000001.tar: its sample table does not match the shard"):
         StreamingDataset(data, where=CONDITION)
 
 

@@ -137,7 +137,9 @@ def test_after_an_error_it_says_so(kind: str, prefetch: bool, samples: SampleSet
         with pytest.raises(LookupError):
             next(batches)
         for _ in range(2):
-            with pytest.raises(IteratorEndedError, match=r"ended with an error before \(LookupError: .*no row today"):
+            with pytest.raises(
+                IteratorEndedError, match=r"has already ended with an error \(LookupError: .*no row today"
+            ):
                 next(batches)
         assert (loader.epoch, loader.state_dict()["samples_seen"]) == (0, 0)
 

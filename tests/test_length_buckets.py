@@ -217,7 +217,7 @@ def test_a_mixture_of_them(folder: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_cure(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"field=None: samples that are no tokens.*add padded=True"):
+    with pytest.raises(ConfigError, match=r"field=None: samples that are not tokens.*add padded=True"):
         Packed(clips(folder), BUDGET, column="frames", field=None)
     with pytest.raises(ConfigError, match=r"overlong='split' with field=None.*use overlong=.drop"):
         buckets(clips(folder), overlong="split")
@@ -228,7 +228,7 @@ def test_what_cannot_work_is_refused_with_the_cure(folder: Path) -> None:
         {"labels_across": True},
         {"pad_id": 1},
     ):
-        with pytest.raises(ConfigError, match=f"{next(iter(option))}=.* with field=None: it is about tokens"):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}=.* with field=None: it applies to tokens"):
             buckets(clips(folder), **option)
     packed = buckets(clips(folder))
     with pytest.raises(

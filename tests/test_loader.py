@@ -335,7 +335,7 @@ def test_an_error_of_the_users_function_names_shard_and_sample(
             next(batches)
         assert isinstance(caught.value.__cause__, LookupError)
         assert loader.state_dict()["samples_seen"] == 72  # the batch that failed is not counted
-        with pytest.raises(IteratorEndedError, match=r"ended with an error before \(DecodeError"):
+        with pytest.raises(IteratorEndedError, match=r"has already ended with an error \(DecodeError"):
             next(batches)
 
 

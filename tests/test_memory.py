@@ -111,12 +111,12 @@ def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
                 break
         assert len(list(loader)) == 3
         over_bytes = loader.metrics().get("batches_over_bytes", 0)
-    told = [one.getMessage() for one in caplog.records if "is large for it" in one.getMessage()]
+    told = [one.getMessage() for one in caplog.records if "is too large for it" in one.getMessage()]
     assert len(told) == is_told, "once, not in every epoch"
     assert (over_bytes > 5 * MIB) == is_told, "three of 2 MiB and 4 MiB to make one, less a quarter of the limit"
     if told:
         assert "a batch of 2.0 MiB" in told[0]
-        assert "take up to 10.0 MiB, batches get 4.0 MiB of the limit" in told[0]
+        assert "take up to 10.0 MiB, but batches get only 4.0 MiB of the limit" in told[0]
         assert 'Use memory_limit="48MiB"' in told[0]
 
 

@@ -489,7 +489,7 @@ def documents_are_packed(folder: Path) -> None:
         for number in range(8):
             writer.write({"__key__": f"{number}", "tok": np.arange(5, dtype="<u2").tobytes(), "n": 5})
     documents = StreamingDataset(folder)
-    said(lambda: Packed(documents, length=10), "Name it with column=…", "there are: n, odd")
+    said(lambda: Packed(documents, length=10), "Name the column with column=…", "there are: n, odd")
     assert len(Packed(documents, length=10, column="n")) == 4
     said(lambda: Packed(documents, length=10, column="odd"), 'give dtype="uint16" or "uint32"')
     assert Packed(documents, length=10, column="odd", dtype="uint16").shape.token_bytes == 2

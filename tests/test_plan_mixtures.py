@@ -112,15 +112,15 @@ def test_training_and_tool_read_the_same_file(sets: dict[str, SampleSet], descri
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "no description of a mixture in JSON"),
+        ("{", "not a description of a mixture in JSON"),
         ('{"sources": {"a": "x/", "a": "y/"}}', "'a' comes twice"),
         ("[]", 'expected an object with "sources"'),
         ('{"sources": {"a": {"uri": "x/"}}}', "'a': expected a URL"),
-        ('{"sources": {"a": {"url": "x/", "seed": 1}}}', "'seed' is the mixture's"),
+        ('{"sources": {"a": {"url": "x/", "seed": 1}}}', "'seed' belongs to the mixture"),
         ('{"sources": {"a": {"url": "x/", "transform": "os.remove"}}}', "transform' is code"),
         ('{"sources": {"a": "URL"}, "weigths": {}}', "did you mean 'weights'"),
         ('{"sources": {"a": {"url": "URL", "feilds": []}}}', "did you mean 'fields'"),
-        ('{"sources": {"a": "URL"}, "weights": {"shape": "linear"}}', "no schedule"),
+        ('{"sources": {"a": "URL"}, "weights": {"shape": "linear"}}', "expected a schedule as"),
         ('{"sources": {"a": "URL"}, "shuffle": {"lane": 2}}', "did you mean 'lanes'"),
     ],
 )

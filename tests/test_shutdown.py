@@ -70,7 +70,7 @@ class Case:
         if self.loader is not None:
             self.loader.close()
         assert time.monotonic() - begun_s < LIMIT_S
-        told = [one.getMessage() for one in caplog.records if "a run was ended" in one.getMessage()]
+        told = [one.getMessage() for one in caplog.records if "a run has ended" in one.getMessage()]
         if self.keeps_threads:
             assert len(told) == 1
             assert f", {hanging.__file__}:" in told[0]

@@ -232,7 +232,7 @@ def check(lines: list[str], state: State) -> None:
     if state.left == BUILD:
         (warning,) = told
         assert warning.startswith(
-            "a run was ended, but a function that it called has not returned: thread shardstream-"
+            "a run has ended, but a function that it called has not returned: thread shardstream-"
         )
         assert "hanging.py:" in warning
     else:

@@ -431,7 +431,7 @@ def test_errors_name_shard_key_and_stage(compressed: SampleSet, hands: dict[str,
         assert check_batch(next(batches)) == list(compressed.keys[:4])
         with pytest.raises(DecodeError, match=r"000000\.tar\.gz: sample '00007': transform raised ZeroDivisionError"):
             next(batches)
-        with pytest.raises(IteratorEndedError, match="ended with an error before"):
+        with pytest.raises(IteratorEndedError, match="has already ended with an error"):
             next(batches)
         with pytest.raises(DecodeError, match="'00007'"):
             list(loader)

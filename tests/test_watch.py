@@ -297,7 +297,7 @@ def test_a_device_that_hangs_is_named(samples: SampleSet, reports: Reports) -> N
         copier.step.gate.set()
         thread.join(60)
     assert len(found) == 16
-    assert text.startswith("cpu gets no further for ")
+    assert text.startswith("cpu has made no progress for ")
     assert "prefetcher to cpu: waits for the device to come within depth steps; 2 batches ahead, 5 copies" in text
 
 

@@ -33,12 +33,12 @@ _UNIT = 2**32  # weights computed from power are rounded to this grid, so that t
 _SHOWN = 8
 _ELSEWHERE = ELSEWHERE | {
     "num_samples": ELSEWHERE["epoch_size"],
-    "replacement": "every sample of a class comes once before one comes again; leave it out",
+    "replacement": "every sample of a class is read once before any is read again; leave it out",
     "temperature": "write power=1 / temperature",
     "alpha": "write power=…",
     "column": "write by=…",
     "labels": "write by=…, the name of a column",
-    "metric": "write by=…; for easy samples first there is Curriculum",
+    "metric": "write by=…; to read easy samples first use Curriculum",
     "class_weights": "write weights=…",
 }
 _log = logging.getLogger("streaming")
@@ -131,12 +131,12 @@ class _Classes:
         kind = str(self.labels.type)
         if kind not in {"int64", "string", "bool", "null"}:
             raise ConfigError(
-                f"Balanced: by: column {self.by!r} holds {kind}, no classes: they are whole numbers, text or booleans. "
-                "Add a column of these with `shard_tools column add`"
+                f"Balanced: by: column {self.by!r} holds {kind}, but classes must be whole numbers, text or booleans. "
+                "Add such a column with `shard_tools column add`"
             )
         if not 1 <= self.num_groups <= MAX_CLASSES:
             raise ConfigError(
-                f"Balanced: by: column {self.by!r} has {self.num_groups:,} different values; there can be 1 to "
+                f"Balanced: by: column {self.by!r} has {self.num_groups:,} different values, expected 1 to "
                 f"{MAX_CLASSES:,} classes. Add a coarser column with `shard_tools column add`"
             )
 
@@ -174,7 +174,7 @@ class _Classes:
         unknown, missing = [sorted(some) for some in (given.keys() - set(self.names), set(self.names) - given.keys())]
         if unknown or missing:
             said = [f"{some_names(unknown)}: no such class"] if unknown else []
-            said += [f"{some_names(missing)} missing: give 0 to a class that is not to be read"] if missing else []
+            said += [f"{some_names(missing)} missing: give 0 to a class that should not be read"] if missing else []
             raise ConfigError(
                 f"Balanced: weights: {'; '.join(said)}. The classes are {some_names(self.names)}, from column "
                 f"{self.by!r}"
@@ -190,7 +190,9 @@ def _name(label: Any) -> str:
 
 def _check_choice(weights: Any, power: Any) -> None:
     if weights is not None and power is not None:
-        raise ConfigError("Balanced: weights and power: give one of them; power makes weights of the classes' sizes")
+        raise ConfigError(
+            "Balanced: weights and power: give only one; power computes weights from the sizes of the classes"
+        )
     is_schedule = isinstance(weights, Schedule) and bool(weights.names)
     if not (weights is None or weights == "balanced" or isinstance(weights, Mapping) or is_schedule):
         raise ConfigError(
@@ -198,4 +200,4 @@ def _check_choice(weights: Any, power: Any) -> None:
             f"{weights!r}"
         )
     if power is not None and not (is_number(power) and 0 <= power < math.inf):
-        raise ConfigError(f"Balanced: power: expected a number from 0 on, such as 0.5, got {power!r}")
+        raise ConfigError(f"Balanced: power: expected a number of at least 0, such as 0.5, got {power!r}")

@@ -44,10 +44,10 @@ _ELSEWHERE = ELSEWHERE | {
     "min_difficulty": "it is where the schedule begins: Schedule.linear(min, max, over=…)",
     "max_difficulty": "it is where the schedule ends: Schedule.linear(min, max, over=…)",
     "difficulty_step": "write buckets=…, or Schedule.steps({0: …, …})",
-    "total_curriculum_step": "it is over= of the schedule, in samples: steps times the global batch size",
+    "total_curriculum_step": "write it as over= of the schedule, in samples: steps times the global batch size",
     "root_degree": "write Schedule.root(…, degree=…)",
     "column": "write metric=…",
-    "weights": "write schedule=…, of the difficulty; shares of classes are for Balanced, of data sets for Mixture",
+    "weights": "write schedule=…, for the difficulty; to weight classes use Balanced, to weight data sets Mixture",
 }
 _log = logging.getLogger("streaming")
 
@@ -118,7 +118,8 @@ class Curriculum(GroupedMixture):
         cells = {int(cell): self.grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
         if not cells:
             raise ConfigError(
-                "Curriculum: no sample of the data set has a value of the metric; add them: `shard_tools column add`"
+                "Curriculum: no sample of the data set has a value for the metric; add values with `shard_tools "
+                "column add`"
             )
         pools = self.grid.pools(list(cells))
         _check_pools(self.grid, pools)
@@ -253,8 +254,9 @@ class _Grid:
         if self.num_groups > MAX_CELLS:
             counts = " x ".join(str(len(one.borders)) for one in self.metrics)
             raise ConfigError(
-                f"Curriculum: buckets: {counts} cells of the metrics' buckets; there can be {MAX_CELLS:,}. Give fewer, "
-                f"such as buckets={max(int(MAX_CELLS ** (1 / len(self.metrics))), 1)}"
+                f"Curriculum: buckets: the metrics' buckets make {counts} cells, but at most {MAX_CELLS:,} are "
+                f"allowed. Give "
+                f"fewer, such as buckets={max(int(MAX_CELLS ** (1 / len(self.metrics))), 1)}"
             )
 
     @property
@@ -310,9 +312,11 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
     """
     if isinstance(metric, Mapping):
         if schedule is not None:
-            raise ConfigError("Curriculum: schedule: with several metrics each has its own; leave it out")
+            raise ConfigError(
+                "Curriculum: schedule: each of several metrics has its own schedule in metric=; leave this one out"
+            )
         if not metric:
-            raise ConfigError('Curriculum: metric: none is named; write metric="tokens", schedule=…')
+            raise ConfigError('Curriculum: metric: expected at least one, got none; write metric="tokens", schedule=…')
         schedules = dict(metric)
     elif isinstance(metric, str) and metric:
         schedules = {metric: schedule}
@@ -324,7 +328,8 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
     for what, given in (("by", by), ("buckets", buckets)):
         if isinstance(given, Mapping) and set(given) != set(schedules):
             raise ConfigError(
-                f"Curriculum: {what}: expected a dict of {', '.join(map(str, schedules))}, as metric=, got one of "
+                f"Curriculum: {what}: expected a dict with the keys of metric=, {', '.join(map(str, schedules))}, "
+                f"got the keys "
                 f"{', '.join(map(str, given)) or 'none'}"
             )
     asked = []
@@ -361,16 +366,17 @@ def _checked_buckets(given: Any, by: By) -> Buckets:
         return int(given)
     borders = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
     if not is_list(borders) or not 1 <= len(borders) < MAX_CELLS:
-        raise ConfigError(f"Curriculum: buckets: expected a number of them, or a list of borders, got {given!r}")
+        raise ConfigError(f"Curriculum: buckets: expected how many, or a list of borders, got {given!r}")
     borders = list(borders)
     if not all(is_number(one) and math.isfinite(one) for one in borders) or any(
         low >= high for low, high in pairwise(borders)
     ):
-        raise ConfigError(f"Curriculum: buckets: expected borders that rise, got {borders}")
+        raise ConfigError(f"Curriculum: buckets: expected ascending borders, got {borders}")
     if by == "percentile" and not 0 < borders[0] <= borders[-1] <= 1:
         raise ConfigError(
-            f'Curriculum: buckets: borders by percentile lie above 0 and go up to 1, got {borders}; by="value" takes '
-            "values of the column"
+            f"Curriculum: buckets: borders by percentile must be above 0 and at most 1, got {borders}; for values of "
+            f"the "
+            'column write by="value"'
         )
     return [float(one) for one in borders]
 
@@ -380,6 +386,6 @@ def _check_pools(grid: _Grid, pools: Sequence[tuple[int, npt.NDArray[np.bool_]]]
         if not pool.any():
             names = " and ".join(one.name for one in grid.metrics)
             raise ConfigError(
-                f"Curriculum: schedule: at row {row:,} no sample is easy enough by {names} at once; let one of the "
-                "schedules begin with a higher difficulty"
+                f"Curriculum: schedule: at row {row:,} no sample is easy enough by {names} at once; start one of the "
+                "schedules at a higher difficulty"
             )

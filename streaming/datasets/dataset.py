@@ -44,14 +44,14 @@ from streaming.storage import Storage, mirrors_of, redact
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 
-_AT_THE_LOADER = "it is an option of the loader; write DataLoader(dataset, {}=…)"
+_AT_THE_LOADER = "it belongs to the loader; write DataLoader(dataset, {}=…)"
 _ELSEWHERE = {
     name: _AT_THE_LOADER.format(name)
     for name in ("batch_size", "global_batch_size", "num_workers", "device_mesh", "last_batch", "drop_last",
                  "epoch_size", "collate_fn", "prefetch_factor", "pin_memory", "memory_limit", "replicate")
 } | {
     "remote": "give the URL as the first argument",
-    "local": "the folder on disk is cache_dir=, the URL the first argument",
+    "local": "write cache_dir= for the folder on disk, and give the URL as the first argument",
     "path": "give it as the first argument",
     "split": "put it into the URL, or use dataset[a:b]",
     "shuffle_seed": "write seed=…",
@@ -255,7 +255,7 @@ class StreamingDataset(ChunkSource):
     def _view(self, wanted: builtins.slice) -> StreamingDataset:
         first, stop, step = wanted.indices(len(self))
         if step != 1:
-            raise ConfigError(f"dataset[{first}:{stop}:{step}]: a view is a range, without a step; leave it out")
+            raise ConfigError(f"dataset[{first}:{stop}:{step}]: a view is a range without a step; leave the step out")
         view = copy.copy(self)
         if self._selected is not None:
             view._selected = self._selected.between(first, stop)

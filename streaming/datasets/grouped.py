@@ -25,8 +25,8 @@ from streaming.types import Sample, Transform
 
 Nulls: TypeAlias = Literal["error", "drop"]
 ELSEWHERE = {
-    name: f"it is an option of the data set: StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
-} | {"epoch_size": "it is an option of the loader: DataLoader(…, epoch_size=…)"}
+    name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
+} | {"epoch_size": "it belongs to the loader; write DataLoader(…, epoch_size=…)"}
 """Options that a data set by groups does not have, and where they are given."""
 LARGE_AMPLIFICATION = 2.0
 """Bytes read for one that is used, beyond which the log says so: about what a window's chunks in memory cost, too."""
@@ -63,8 +63,8 @@ class GroupedMixture(Mixture):
         )  # fmt: skip
         if self.read_amplification > LARGE_AMPLIFICATION:
             _log.warning(
-                "%s reads about %.1f bytes for one that it uses: samples of %d groups lie mixed in the shards' chunks, "
-                "and each group is read on its own. %s", type(self).__name__, self.read_amplification, len(self.names),
+                "%s reads about %.1f bytes for each byte that it uses: samples of %d groups share the shards' chunks, "
+                "and each group is read separately. %s", type(self).__name__, self.read_amplification, len(self.names),
                 self._cure,
             )  # fmt: skip
 
@@ -76,7 +76,7 @@ class GroupedMixture(Mixture):
         """
         raise TypeError(
             f"this {type(self).__name__} has no len(): it is drawn from without end. Give the loader an epoch_size, or "
-            f"count steps; len(dataset) is the number of samples of what it was made of"
+            f"count steps; for the number of samples take len() of the data set that it was made of"
         )
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
@@ -88,7 +88,7 @@ class GroupedMixture(Mixture):
         """
         if isinstance(index, builtins.slice):
             raise ConfigError(
-                f"a {type(self).__name__} has no ranges; take that of the data set: {type(self).__name__}(dataset[a:b])"
+                f"a {type(self).__name__} cannot be sliced; slice the data set: {type(self).__name__}(dataset[a:b])"
             )
         return self.dataset[operator.index(index)]
 
@@ -112,16 +112,16 @@ class GroupedMixture(Mixture):
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing:
             raise StateError(
-                f"this state drew from the groups {some_names(missing)}, which this {type(self).__name__} lacks: it "
-                f"has {some_names(self.names)}. Make it of the same columns, in the same groups, over the same "
-                "samples; its schedule and weights may change"
+                f"this state drew from the groups {some_names(missing)}, but this {type(self).__name__} has "
+                f"{some_names(self.names)}. Build it from the same columns, groups and samples; only its schedule and "
+                "weights may change"
             )
         others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
         if others:
             raise StateError(
-                f"this state was saved over other samples: the group {others[0]!r} is another one. Open the same "
-                "shards in the same order, with the same filter; a column that was added again since needs the values "
-                "that it had"
+                f"this state was saved over other samples: the group {others[0]!r} differs. Open the same shards in "
+                f"the "
+                "same order, with the same filter; if a column was added again since, give it back its old values"
             )
         super().check_ledger(ledger)
 
@@ -147,7 +147,7 @@ class GroupedMixture(Mixture):
     def _source_in_words(self) -> str:
         said = [repr(self.dataset), f"{len(self.names)} groups"]
         if self.read_amplification > LARGE_AMPLIFICATION:
-            said.append(f"about {self.read_amplification:.1f} bytes read for one that is used")
+            said.append(f"about {self.read_amplification:.1f} bytes read for each one used")
         return ", ".join(said)
 
 
@@ -174,15 +174,16 @@ def check_dataset(dataset: Any, owner: str) -> None:
     """
     if isinstance(dataset, Mixture):
         raise ConfigError(
-            f"{owner}: expected a StreamingDataset, got a {type(dataset).__name__}; make one of each source, and mix "
-            f'these: Mixture({{"web": {owner}(web, …)}}, weights=…)'
+            f"{owner}: expected a StreamingDataset, got a {type(dataset).__name__}; make a {owner} of each source, and "
+            f'mix these: Mixture({{"web": {owner}(web, …)}}, weights=…)'
         )
     if getattr(dataset, "is_packed", False):
         raise ConfigError(
             f"{owner}: expected a StreamingDataset of documents, got a {type(dataset).__name__}: a pack holds "
-            f"documents of many values of a column, so neither can be inside the other. Give {owner} the documents, "
-            'unpacked; or pack parts of them by where=, and mix these: Mixture({"easy": Packed(StreamingDataset(…, '
-            'where="tokens <= 512"), length=…), "hard": …}, weights=…), where weights= takes a Schedule'
+            f"documents with many values of a column, so neither can wrap the other. Give {owner} the unpacked "
+            'documents; or pack parts of them, chosen by where=, and mix these: Mixture({"easy": '
+            'Packed(StreamingDataset(…, where="tokens <= 512"), length=…), "hard": …}, weights=…), whose weights= '
+            "also takes a Schedule"
         )
     if not isinstance(dataset, StreamingDataset):
         hint = "; write StreamingDataset(…)" if isinstance(dataset, str) else ""
@@ -199,7 +200,8 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
     for name, column in counted.items():
         if column.num_missing and nulls == "error":
             raise ConfigError(
-                f"{owner}: column {name!r} has no value for {column.num_missing:,} samples, some of {column.lacking}. "
+                f"{owner}: column {name!r} has no value for {column.num_missing:,} samples, some of them in "
+                f"{column.lacking}. "
                 'Leave them out with nulls="drop", or give them values with `shard_tools column add`'
             )
         if column.num_missing:

@@ -37,7 +37,7 @@ def read_description(path: str | PathLike[str], storage_options: Mapping[str, ob
     try:
         content = json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{redact(where)}: no description of a mixture in JSON: {error}") from error
+        raise ConfigError(f"{redact(where)}: not a description of a mixture in JSON: {error}") from error
     return _mixture(content, redact(where))
 
 
@@ -52,7 +52,7 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
         try:
             made["weights"] = Schedule.from_dict(made["weights"])
         except StateError as error:
-            raise ConfigError(f"weights: no schedule as Schedule.to_dict() gives it: {error}") from error
+            raise ConfigError(f"weights: expected a schedule as Schedule.to_dict() returns it: {error}") from error
     if isinstance(made.get("shuffle"), Mapping):
         made["shuffle"] = ShuffleConfig(**made["shuffle"])
     return made
@@ -89,10 +89,11 @@ def _source(content: Any, place: str) -> dict[str, Any]:
         raise ConfigError(f'{place}: expected a URL, or an object with "url" or "sources", got {_kind(content)}')
     for name in _AT_THE_MIXTURE:
         if name in content:
-            raise ConfigError(f'{place}: {name!r} is the mixture\'s: put it beside "sources"')
+            raise ConfigError(f'{place}: {name!r} belongs to the mixture: put it beside "sources"')
     if _IN_CODE in content:
         raise ConfigError(
-            f"{place}: {_IN_CODE!r} is code, which a file cannot name: Mixture.from_file(path, transforms={{…: …}})"
+            f"{place}: {_IN_CODE!r} is code, which a file cannot hold; write Mixture.from_file(path, transforms={{…: "
+            f"…}})"
         )
     return content
 

@@ -49,21 +49,21 @@ from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-_AT_THE_DOCUMENTS = "it is an option of the documents; write Packed(StreamingDataset(…, {}=…), …)"
+_AT_THE_DOCUMENTS = "it belongs to the documents; write Packed(StreamingDataset(…, {}=…), …)"
 _ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(StreamingDataset)} | {
-    "batch_size": "it is an option of the loader; write DataLoader(packed, batch_size=…)",
+    "batch_size": "it belongs to the loader; write DataLoader(packed, batch_size=…)",
     "max_length": "write length=…",
     "max_tokens": "write length=…; with padded=True it is a budget of padded tokens for each batch",
-    "overlap": "write stride=…, the tokens between the beginnings of two windows: length less their overlap",
+    "overlap": "write stride=…, the tokens from the start of one window to the next: length minus the overlap",
     "window": "write length=…, and stride=… for windows that overlap",
     "seq_length": "write length=…",
     "sequence_length": "write length=…",
     "block_size": "write length=…",
-    "transform": "a function of whole packs is the loader's collate_fn, which gets a list of them",
+    "transform": "to change whole packs use the loader's collate_fn, which gets a list of them",
 }
 _NO_TRANSFORM = (
-    "Packed: transform (or map): packs do not call it, tokens go from the shards into the batch. Leave it out; change "
-    "tokens when shards are written, or whole packs in the loader's collate_fn"
+    "Packed: transform (or map) would not be called, since tokens go straight from the shards into the batch. Leave it "
+    "out; change tokens when shards are written, or whole packs in the loader's collate_fn"
 )
 _NO_MAP = "Packed: map: functions of samples belong to the data set; write Packed(StreamingDataset(…, transform=…), …)"
 _REQUESTS = 16
@@ -285,7 +285,7 @@ class Packed(PackedSource):
             ConfigError: A range is asked for.
         """
         if isinstance(index, builtins.slice):
-            raise ConfigError("packed[a:b]: packs have no ranges; take those of the documents: Packed(dataset[a:b], …)")
+            raise ConfigError("packed[a:b]: packs cannot be sliced; slice the documents: Packed(dataset[a:b], …)")
         return self.sample_at(checked_number(index, len(self), "pack", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
@@ -375,9 +375,10 @@ class Packed(PackedSource):
         for one in _DTYPES.values():
             if found == np.dtype(one).itemsize:
                 return one
-        why = f"it has {found:g} bytes for each token of the column" if found else "no sample table tells its sizes"
+        why = f"it has {found:g} bytes for each token of the column" if found else "no sample table has its sizes"
         raise ConfigError(
-            f'dtype: of field {field!r} it cannot be told, {why}; give dtype="uint16" or "uint32". Where neither fits, '
+            f'dtype: it cannot be inferred for field {field!r}: {why}; give dtype="uint16" or "uint32". If neither '
+            f"fits, "
             "the column counts something else, or was made with another tokenizer"
         )
 
@@ -431,9 +432,9 @@ class Packed(PackedSource):
             _log.info("%s", told)
             return
         _log.warning(
-            "%s: each of %s groups (at most %d MiB of a shard) leaves a batch of each kind that is not full. Fewer "
-            "kinds, a smaller length, or shards in which like samples lie beside each other (shard_tools reshard "
-            "SOURCE TARGET --sort COLUMN) make fuller ones",
+            "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "
+            "kinds, a smaller length, or shards in which similar samples are adjacent (shard_tools reshard SOURCE "
+            "TARGET --sort COLUMN)",
             told, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
         )  # fmt: skip
 
@@ -519,7 +520,8 @@ class _Work:
         has = "no value" if least == UNKNOWN else f"{least} tokens"
         return ConfigError(
             f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; "
-            f'leave such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or make it anew '
+            f'leave such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or rebuild the '
+            f"column "
             "(`shard_tools column add`)"
         )
 
@@ -537,15 +539,16 @@ def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Over
     """
     if not padded:
         raise ConfigError(
-            "field=None: samples that are no tokens cannot be laid end to end in rows; add padded=True, for batches of "
-            "like sizes under a budget, or name the field of tokens"
+            "field=None: samples that are not tokens cannot be laid end to end in rows; add padded=True, for batches "
+            "of "
+            "similar sizes under a budget, or name the field of tokens"
         )
     if overlong not in (None, "drop"):
         raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')
     for option, value in of_tokens.items():
         if value is not None:
             raise ConfigError(
-                f"{option}={value!r} with field=None: it is about tokens, and there are none; leave it out"
+                f"{option}={value!r} with field=None: it applies to tokens, and there are none; leave it out"
             )
     return True
 
@@ -559,9 +562,9 @@ def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
     if budgets is None:
         return {}
     if not isinstance(budgets, Mapping) or not all(isinstance(name, str) and name for name in budgets):
-        raise ConfigError(f'budgets: expected a number by column, such as {{"image_tokens": 4096}}, got {budgets!r}')
+        raise ConfigError(f'budgets: expected a number per column, such as {{"image_tokens": 4096}}, got {budgets!r}')
     if column in budgets:
-        raise ConfigError(f"budgets: column {column!r} is bounded by length=; name other columns")
+        raise ConfigError(f"budgets: column {column!r} is already bounded by length=; name other columns")
     return {name: checked_int(f"budgets: {name}", limit, 0, MAX_LENGTH) for name, limit in budgets.items()}
 
 
@@ -588,7 +591,7 @@ def _check_labels(rules: PackRules, *, labels_across: bool, overlap_labels: bool
             "leave one of them out"
         )
     if not overlap_labels and rules.stride is None:
-        raise ConfigError("overlap_labels=False is about windows that overlap; add stride=…, or leave it out")
+        raise ConfigError("overlap_labels=False applies to windows that overlap; add stride=…, or leave it out")
 
 
 def _check_documents(documents: Any, *, whole: bool) -> None:

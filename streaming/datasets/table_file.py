@@ -177,7 +177,7 @@ def _kind_of(url: str, kind: str | None) -> str:
         f"{redact(url)}: "
         + ("compressed files cannot be read out of order; unpack it" if compressed else f"expected {', '.join(_KINDS)}")
         + f", or pack it into shards: shard_tools convert {redact(url)} TARGET"
-        + ("" if compressed else "; kind= says what a file of another name is")
+        + ("" if compressed else "; for a file of another name give kind=")
     )
 
 

@@ -339,7 +339,8 @@ class DevicePrefetcher(Closable):
             return f"prefetcher to {self.device}: not running"
         return (
             f"prefetcher to {self.device}: {flight.stage}; {len(flight.ahead)} batches ahead, {len(flight.held)} "
-            f"copies not known to be done, {len(flight.steps)} steps given to the device and not known to be done"
+            f"copies "
+            f"not yet known to be done, {len(flight.steps)} steps queued on the device and not yet known to be done"
         )
 
     def close(self) -> None:
@@ -364,7 +365,7 @@ class DevicePrefetcher(Closable):
             alive = this()
             return "" if alive is None else alive.describe()
 
-        return Watchdog(after_s, f"{self.device} gets no further", describe)
+        return Watchdog(after_s, f"{self.device} has made no progress", describe)
 
     def _move(self, what: str) -> None:
         """End the current iteration, because the method named ``what`` moves the loader."""
@@ -453,7 +454,7 @@ class _DeviceBatches:
             self._end()
             if not isinstance(error, StopIteration):
                 raise
-            why = f"StopIteration was raised by what makes a batch, and must not pass for the end: {error}"
+            why = f"StopIteration was raised while a batch was made, and must not be taken for the end: {error}"
             raise RuntimeError(why) from error
         self._end()
         raise StopIteration

@@ -134,11 +134,12 @@ class LocalBuilder:
             return
         if not self._metrics.get("batches_in_turn"):
             _log.warning(
-                "transform, decode or collate_fn draws from process-wide random generators (%s). The thread that asks "
-                "for batches calls it, one batch after the other, seeded by each sample's position, so that "
-                "augmentations do not depend on timing, nor disturb what the training draws. Two faster ways: let it "
-                "take a second argument, transform(sample, rng), and draw from rng alone; or num_workers=%d, "
-                "processes, where it is seeded in the same way",
+                "transform, decode or collate_fn draws from process-wide random generators (%s). It is therefore "
+                "called "
+                "on the thread that asks for batches, one batch after the other, seeded by each sample's position, so "
+                "that augmentations neither depend on timing nor disturb the training's own random numbers. Two faster "
+                "ways: give it a second argument, transform(sample, rng), and draw from rng only; or use "
+                "num_workers=%d processes, where it is seeded in the same way",
                 drawn, min(8, os.cpu_count() or 1),
             )  # fmt: skip
         self._metrics.add("batches_in_turn")

@@ -383,9 +383,10 @@ class Delivery(ABC):
         self._metrics.peak("batches_over_bytes", least_bytes - self._batch_bytes)
         if not is_told:
             _log.warning(
-                "memory_limit: a batch of %s is large for it. Two that the loop holds, one ahead and the making of it "
-                "take up to %s, batches get %s of the limit, so memory may go beyond the limit by the difference. Use "
-                'memory_limit="%dMiB", or a smaller batch',
+                "memory_limit: a batch of %s is too large for it. Two batches that the loop holds, one ahead and the "
+                "one "
+                "being made take up to %s, but batches get only %s of the limit, so memory may exceed the limit by the "
+                'difference. Use memory_limit="%dMiB", or a smaller batch',
                 format_bytes(num_bytes), format_bytes(least_bytes), format_bytes(self._batch_bytes),
                 enough_for_batches_mib(least_bytes),
             )  # fmt: skip
@@ -446,7 +447,7 @@ class Delivery(ABC):
     def describe(self) -> str:
         """Describe what the next batch waits for and what every stage is doing; from any thread."""
         if not self._changed.acquire(timeout=_LOCK_S):
-            return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
+            return "\n".join(["a thread is holding the engine's lock", *thread_lines("shardstream-")])
         try:
             lines = self._standing()
         finally:

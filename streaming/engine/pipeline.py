@@ -230,9 +230,9 @@ class Pipeline(Delivery):
         other = "lower lanes or window in ShuffleConfig" if self._plan.settings.shuffle else "use a smaller batch"
         return MemoryLimitError(
             f"batch {need.first_batch} needs {wanted.shown_url} bytes {wanted.byte_start}-{wanted.byte_end} "
-            f"({format_bytes(wanted.num_bytes)}) together with what it already holds "
-            f"({format_bytes(arena.used_bytes)}), which is more than the {format_bytes(self._store.limit_bytes)} that "
-            f"chunks may have. Raise memory_limit, or {other}"
+            f"({format_bytes(wanted.num_bytes)}) in addition to what it already holds "
+            f"({format_bytes(arena.used_bytes)}), more than the {format_bytes(self._store.limit_bytes)} that chunks "
+            f"may take. Raise memory_limit, or {other}"
         )
 
     def _block_of(self, batch: int) -> Block:

@@ -328,7 +328,7 @@ class Batches:
 
 def failed(error: BaseException) -> str:
     """Return the message for an iterator that is used again after ``error``."""
-    return f"this iterator ended with an error before ({type(error).__name__}: {error}); call iter() again"
+    return f"this iterator has already ended with an error ({type(error).__name__}: {error}); call iter() again"
 
 
 def close_at_exit(this: weakref.ref[Any]) -> None:

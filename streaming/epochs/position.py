@@ -77,25 +77,29 @@ class Turn:
         """End the turn because another iterator is being made."""
         self._end(
             IteratorSupersededError,
-            f"this iterator was superseded: another one was made by {_caller()} before it came to its end. One loader "
-            "has one iterator at a time. Finish or drop one before the next is made; for two loops side by side make "
-            "two loaders; for a look at a sample use dataset[i]",
+            f"this iterator was superseded: another one was made by {_caller()} before this one was exhausted. A "
+            f"loader "
+            "has one iterator at a time: finish or drop one before making the next. For two loops side by side make "
+            "two "
+            "loaders; to look at a sample use dataset[i]",
         )
 
     def move(self, what: str) -> None:
         """End the turn because the method named ``what`` moves the loader."""
         self._end(
             IteratorSupersededError,
-            f"this iterator was superseded: {what} was called by {_caller()} before it came to its end. Call iter() "
-            "again after it",
+            f"this iterator was superseded: {what} was called by {_caller()} before it was exhausted. Call iter() "
+            f"again "
+            "afterwards",
         )
 
     def close(self) -> None:
         """End the turn because the loader is being closed."""
         self._end(
             IteratorEndedError,
-            f"this iterator was ended: the loader was closed by {_caller()}. Call iter() again to go on with the next "
-            "epoch, or load_state_dict() first to go on where this one was",
+            f"this iterator was ended: the loader was closed by {_caller()}. Call iter() again to start the next "
+            f"epoch, "
+            "or load_state_dict() first to resume where this one was",
         )
 
     def _end(self, kind: type[IteratorEndedError], why: str) -> None:
@@ -250,7 +254,7 @@ class Position:
         held = self._num_held + change
         if not 0 <= held < len(self._places):
             raise ConfigError(
-                f"hold_back: {held} batches cannot be held back of {self._num_handed_out} handed out; call it with 1 "
+                f"hold_back: cannot hold back {held} of {self._num_handed_out} batches handed out; call it with 1 "
                 "right after each batch that is kept, and with -1 when one is passed on"
             )
         self._num_held = held
@@ -334,7 +338,7 @@ class Position:
         place = self.place
         if self._is_loaded and place.epoch == self._start.epoch:
             _log.warning(
-                "epoch %d, loaded at sample %d, is left at sample %d: %s (by %s). Its rest is not read",
+                "epoch %d, resumed at sample %d, is abandoned at sample %d: %s (by %s). The rest of it is not read",
                 place.epoch, self._start.samples_seen, place.samples_seen, why, _caller(),
             )  # fmt: skip
 

@@ -154,8 +154,8 @@ def fetch_unit(
     read = _Read(storage, wanted, part or _whole_of(wanted))
     if len(out) < read.plan.pieces.num_bytes:
         raise IndexMismatchError(
-            f"{wanted.shown_url}: this shard's sample table was there when the epoch began, and is gone; without it "
-            f"fields cannot be left out, and there is no room for all of them. Build it anew: "
+            f"{wanted.shown_url}: this shard's sample table existed when the epoch began, and is now gone; without it "
+            f"fields cannot be left out, and there is no room for all of them. Rebuild it: "
             f"shard_tools index {wanted.shown_url}"
         )
     later = part is None and cache is None and bool(wanted.sums)
@@ -300,8 +300,8 @@ class _Read:
                 self.check(out)
         except NotFoundError as error:
             raise IndexMismatchError(
-                f"{wanted.shown_url}: the index lists this shard, but the store does not have it. Bring the shard "
-                f"back, or rebuild the index: shard_tools index <urls of the shards that there are>"
+                f"{wanted.shown_url}: the index lists this shard, but the store does not have it. Restore the shard, "
+                f"or rebuild the index: shard_tools index <urls of the shards that exist>"
             ) from error
         except StorageError as error:
             _check_size(self._storage, wanted, error)

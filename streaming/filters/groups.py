@@ -138,7 +138,7 @@ def group_samples(
     counted = once.joined(shared_parts(peers, f"values/{place}", once.values), option)
     chosen = coding(counted)
     if chosen.num_groups > MAX_GROUPS:
-        raise ConfigError(f"{option}: {chosen.num_groups:,} groups; there can be {MAX_GROUPS:,}")
+        raise ConfigError(f"{option}: {chosen.num_groups:,} groups, but at most {MAX_GROUPS:,} are allowed")
     parts = shared_parts(peers, f"codes/{place}", partial(once.codes, coding=chosen))
     codes = np.concatenate([np.frombuffer(part, "<u2") for part in parts]).astype(np.uint16)
     groups = SampleGroups(table, codes, chosen.num_groups)

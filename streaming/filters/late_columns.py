@@ -137,8 +137,9 @@ def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -
         lacking = [home for home in homes if home not in there]
         if lacking:
             raise IndexMismatchError(
-                f"column {name!r} is missing in {redact(lacking[0])} ({len(lacking)} of {len(homes)} directories are "
-                f"like that), but there in {redact(next(iter(there)))}. Add it to all of them: "
+                f"column {name!r} is missing in {redact(lacking[0])} (in {len(lacking)} of {len(homes)} "
+                f"directories), but "
+                f"present in {redact(next(iter(there)))}. Add it to all of them: "
                 f"shard_tools column add URL… {name} --from FILE --on KEY"
             )
     return {name: LateColumn(name=name, documents=there) for name, there in found.items()}
@@ -185,7 +186,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
     home = home_of(url, index)
     name = shard_name(url, index)
     source = join_url(home, column_path(column.name, name))
-    again = f"run the command that added it again: shard_tools column add {redact(home) or '.'} {column.name} …"
+    again = f"rerun the command that added it: shard_tools column add {redact(home) or '.'} {column.name} …"
     try:
         values, facts = read_column(storage.read(source), redact(source))
     except NotFoundError as error:
@@ -194,14 +195,14 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
         ) from error
     if facts["fingerprint"] != rows.fingerprint:
         raise IndexMismatchError(
-            f"column {column.name!r}: its values for shard {redact(url)} are those of another shard, which was there "
-            f"when the column was added; {again}"
+            f"column {column.name!r}: its values for shard {redact(url)} belong to another shard, which was in its "
+            f"place when the column was added; {again}"
         )
     if facts["column_version"] != column.documents[home].column_version:
         raise IndexMismatchError(
             f"column {column.name!r}: its values for shard {redact(url)} are of another version "
-            f"({facts['column_version']}) than the column ({column.documents[home].column_version}): it was being "
-            f"added again, and that was stopped; {again}"
+            f"({facts['column_version']}) than the column ({column.documents[home].column_version}): adding it again "
+            f"was interrupted; {again}"
         )
     return values
 

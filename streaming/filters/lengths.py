@@ -78,11 +78,11 @@ class Lengths:
         if column not in columns:
             known = sorted({*there, *late_names(self._storage, self._shards)})
             raise ConfigError(
-                f"Packed: no column {column!r} in the sample table of {shown}, which says how many tokens each "
-                f"sample has; there are: {', '.join(known) or 'none'}. Name it with column=…, or make it: of text "
-                "`shard_tools convert --tokenizer` writes tokens and the column, of tokens that there are "
-                f"`shard_tools column add URL {column} --compute tokens` counts them by the size of their field; "
-                f'your own writer takes ShardWriter(columns={{"{column}": …}})'
+                f"Packed: no column {column!r} in the sample table of {shown} to say how many tokens each sample "
+                f"has; there are: {', '.join(known) or 'none'}. Name the column with column=…, or make it: "
+                "`shard_tools convert --tokenizer` turns text into tokens and writes the column, "
+                f"`shard_tools column add URL {column} --compute tokens` counts existing tokens by the size of their "
+                f'field, and a writer of your own takes ShardWriter(columns={{"{column}": …}})'
             )
         values = columns[column]
         if str(values.type) not in _TYPES and len(values) != values.null_count:

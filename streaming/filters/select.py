@@ -143,7 +143,7 @@ def checked_subset(subset: Any) -> Subset | None:
     if subset is None:
         return None
     wrong = ConfigError(
-        "subset: expected two rising shares, such as (0.0, 0.8), or sample numbers, such as (1000, 2000), got "
+        "subset: expected two ascending shares, such as (0.0, 0.8), or sample numbers, such as (1000, 2000), got "
         f"{subset!r}"
     )
     if not is_list(subset) or len(subset) != 2:
@@ -209,7 +209,7 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
                 key = json.loads(line)["key"]
             except (ValueError, KeyError, RecursionError) as error:
                 raise ConfigError(
-                    f"exclude: {redact(fspath(exclude))}, line {number}: no member key: {error}"
+                    f"exclude: {redact(fspath(exclude))}, line {number}: not a sample key: {error}"
                 ) from error
             found.add(str(key))
         elif line:
@@ -292,7 +292,7 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
         late.update(find_columns(storage, homes, names - late.keys() - {KEY}))
     _check_once(storage, shards, sorted(late))
     for name, version in asked.versions.items():
-        now = f"version {late[name].version}" if name in late else "it is no late column any more"
+        now = f"version {late[name].version}" if name in late else "it is no longer a late column"
         if name not in late or late[name].version != version:
             raise IndexMismatchError(
                 f"column {name!r} is newer than {asked.words}: {now}, the view was saved with version {version}. Save "
@@ -534,7 +534,7 @@ class _Work:
         if lacking and self.asked.where is not None and self.asked.where.names is None:
             raise ConfigError(
                 f"where: column {lacking[0]!r} is missing in the sample table of {redact(self.shards.urls[shard])}; a "
-                f"condition in text would take it as NULL there"
+                f"condition written as text would treat it as NULL there"
             )
         return {name: no_values(self._sizes[shard]) for name in lacking}
 
@@ -561,7 +561,7 @@ class _Work:
             chunks.get("crc32c") != self.table.crc32c[low:high].tolist()
         ):
             raise IndexMismatchError(
-                f"{redact(self.shards.urls[shard])}: its sample table is not of the shard that the chunk table "
+                f"{redact(self.shards.urls[shard])}: its sample table does not match the shard that the chunk table "
                 f"describes; one of them is out of date. Rebuild both: shard_tools index --force "
                 f"{redact(self.shards.urls[shard])}"
             )

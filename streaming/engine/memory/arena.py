@@ -124,8 +124,8 @@ class Arena:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         limit = "none" if soft == resource.RLIM_INFINITY else format_bytes(soft)
         raise MemoryLimitError(
-            f"memory_limit: the system does not grant the address space for {format_bytes(self.budget_bytes)} of "
-            f"chunks (`ulimit -v`: {limit}). Lower memory_limit, or raise `ulimit -v`: what is reserved takes no "
+            f"memory_limit: the system refuses the address space for {format_bytes(self.budget_bytes)} of chunks "
+            f"(`ulimit -v`: {limit}). Lower memory_limit, or raise `ulimit -v`: reserved address space takes no "
             "memory until it is used"
         )
 

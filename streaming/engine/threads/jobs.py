@@ -110,9 +110,9 @@ def tell_of(left: Iterable[threading.Thread]) -> None:
         f"thread {thread.name} in {where_is(thread.ident) or 'a function that has just returned'}" for thread in left
     ]
     _log.warning(
-        "a run was ended, but a function that it called has not returned: %s. A thread cannot be stopped from outside: "
-        "it stays, with the memory that it reads from, until that function returns; its batch is thrown away. Give the "
-        "function a time limit, or use num_workers: processes can be killed",
+        "a run has ended, but a function that it called has not returned: %s. A thread cannot be stopped from outside: "
+        "it and the memory that it reads from stay until that function returns; its batch is then discarded. Give the "
+        "function a time limit, or use num_workers, since processes can be killed",
         "; ".join(places),
     )
 

@@ -220,7 +220,7 @@ class WorkerPool:
             return
         if worker.pid is None:
             raise WorkerDiedError(
-                f"decode workers do not start: {'; '.join(deaths)}. What they wrote to stderr says why; "
+                f"decode workers do not start: {'; '.join(deaths)}. Their output on stderr says why; "
                 f"num_workers=0 works without them"
             )
         rows = job.rows
@@ -228,8 +228,8 @@ class WorkerPool:
             f"{redact(url)} {key!r}" for url, key in list(zip(rows.urls, rows.keys, strict=True))[:_LISTED]
         )
         raise WorkerDiedError(
-            f"{len(job.deaths)} decode workers, one after the other, died of the same batch of "
-            f"{describe_rows(rows.keys, rows.urls)}: {'; '.join(job.deaths)}. Killed by SIGKILL: lower num_workers, "
+            f"{len(job.deaths)} decode workers in a row died on the same batch of "
+            f"{describe_rows(rows.keys, rows.urls)}: {'; '.join(job.deaths)}. If killed by SIGKILL, lower num_workers, "
             f"batch_size or memory_limit, or give the job more memory. Otherwise a decoder or transform crashes or "
             f"exits on one of its samples ({listed}{', …' if len(rows.keys) > _LISTED else ''}): "
             f"num_workers=0 shows where"
