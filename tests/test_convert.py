@@ -513,6 +513,10 @@ def test_target_with_other_data_is_refused(tmp_path: Path) -> None:
         convert(str(other), str(target), options=ConvertOptions(max_samples=5))
     with pytest.raises(TargetNotEmptyError, match="max_samples: there 5, here 4"):
         convert(str(source), str(target), options=ConvertOptions(max_samples=4))
+    with source.open("a") as grown:
+        grown.write("{}\n")
+    with pytest.raises(TargetNotEmptyError, match="source sha256_of_names"):
+        convert(str(source), str(target), options=ConvertOptions(max_samples=5))
     assert tree(target) == before
     convert(str(other), str(target), options=ConvertOptions(max_samples=100, overwrite=True))
     assert sorted(path.name for path in target.glob("*.tar")) == ["000000.tar"]

@@ -15,6 +15,7 @@ import tarfile
 import textwrap
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import crc32c
 import numpy as np
@@ -480,6 +481,17 @@ def test_an_existing_shard_is_refused_or_replaced(tmp_path):
     write_all(tmp_path, some_samples(1, size=9), overwrite=True)
     assert members(f"{tmp_path}/train-0000.tar")["000000.txt"] == b"x" * 9
     assert files_of(tmp_path)["train-0001.tar"] == before["train-0001.tar"]
+
+
+def test_no_sample_table_outlives_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that replaces shards and is stopped leaves no table of an older shard, which may be of the same size."""
+    write_all(tmp_path, some_samples(1, size=9))
+    table = tmp_path / "_shardstream" / "samples" / "train-0000.tar.parquet"
+    assert table.exists()
+    monkeypatch.setattr(Storage, "put", Mock(side_effect=StorageError("stopped")))
+    with pytest.raises(StorageError, match="stopped"):
+        write_all(tmp_path, some_samples(1, size=9), overwrite=True)
+    assert not table.exists()
 
 
 def _write_three_and_stop(writer):

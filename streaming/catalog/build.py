@@ -163,8 +163,7 @@ def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
             if other != url:
                 raise ConfigError(
                     f"{redact(url)} and {redact(other)} would have the same name in the index at {redact(home)}; "
-                    f"index them "
-                    "separately"
+                    "give each folder an index directory of its own"
                 )
     return {home: list(dict.fromkeys(group)) for home, group in homes.items()}
 
