@@ -1,4 +1,4 @@
-"""Count and time what one loader does: the numbers behind "why is it waiting"."""
+"""Count and time what one loader does: the numbers that explain what it waits for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from streaming.forks import in_children, renew_lock
 
 
 class Metrics:
-    """Named numbers that threads add to. Thread-safe; one addition costs about a quarter of a microsecond.
+    """Named numbers that threads add to. Thread-safe; one addition takes about a quarter of a microsecond.
 
-    Names end in their unit: ``_bytes``, ``_s`` (seconds) or, without one of these, a count.
+    Names end in their unit: ``_bytes``, ``_s`` (seconds), or none for a count.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Metrics:
             self._values[name] = self._values.get(name, 0) + amount
 
     def peak(self, name: str, value: float) -> None:
-        """Raise the number called ``name`` to ``value`` if that is more."""
+        """Raise the number called ``name`` to ``value`` if that is larger."""
         with self._lock:
             self._values[name] = max(self._values.get(name, 0), value)
 
@@ -34,18 +34,18 @@ class Metrics:
         return _Timed(self, name)
 
     def get(self, name: str) -> float:
-        """Return the number called ``name``; 0 if nothing was added yet."""
+        """Return the number called ``name``; 0 if nothing has been added yet."""
         with self._lock:
             return self._values.get(name, 0)
 
     def snapshot(self) -> dict[str, float]:
-        """Return all numbers as they stand now."""
+        """Return the current values of all numbers."""
         with self._lock:
             return dict(self._values)
 
 
 class _Timed:
-    """See :meth:`Metrics.timed`. A class: a generator takes three times as long, once per batch."""
+    """See :meth:`Metrics.timed`. A class, because a generator takes three times as long."""
 
     __slots__ = ("_metrics", "_name", "_start_s")
 

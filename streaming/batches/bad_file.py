@@ -1,4 +1,4 @@
-"""List bad samples on disk: one JSON object a line, which ``shard_tools verify`` and ``reshard`` take."""
+"""Record bad samples on disk, one JSON object per line; ``shard_tools verify`` and ``reshard`` read these files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Name: TypeAlias = tuple[str, str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRecord:
-    """One sample (or a range of a shard) that could not be delivered. What nobody knows is -1 or ``""``.
+    """One sample (or a range of a shard) that could not be delivered. Unknown values are -1 or ``""``.
 
     Attributes:
         url: The shard, by :func:`shown_url`.
-        key: The sample.
-        number: Of the sample in the data set that was read.
-        sample_in_shard: Of the sample in its shard.
-        byte_start: Where its record begins in the shard.
-        byte_end: Where it ends, exclusive.
+        key: Key of the sample.
+        number: Number of the sample in the data set that was read.
+        sample_in_shard: Number of the sample in its shard.
+        byte_start: First byte of its record in the shard.
+        byte_end: End of the record (exclusive).
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
         reason: What was wrong.
-        epoch: In which it was found.
-        rank: Of the process that found it, in the world.
-        time: When, in UTC, as in ``"2026-01-31T23:59:59Z"``.
+        epoch: Epoch in which it was found.
+        rank: Global rank of the process that found it.
+        time: Time in UTC, such as ``"2026-01-31T23:59:59Z"``.
     """
 
     url: str
@@ -54,11 +54,11 @@ class BadRecord:
 
     @property
     def name(self) -> Name:
-        """What tells the sample from every other one; the same in every run."""
+        """Identifies the sample; the same in every run."""
         return self.url, self.key, self.sample_in_shard, -1 if self.key else self.byte_start
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
+        """Return a JSON-serialisable dict."""
         return asdict(self)
 
     def to_line(self) -> bytes:
@@ -67,10 +67,10 @@ class BadRecord:
 
     @classmethod
     def from_line(cls, line: bytes) -> BadRecord:
-        """Return the inverse of :meth:`to_line`; names that this release does not know are left out.
+        """Parse the result of :meth:`to_line`; unknown names are ignored.
 
         Raises:
-            DataError: It is no such line.
+            DataError: The line is malformed.
         """
         try:
             content = json.loads(line)
@@ -87,12 +87,15 @@ _TYPES = {item.name: str if item.type == "str" else int for item in fields(BadRe
 
 
 def shown_url(url: str) -> str:
-    """Return the name under which records know a shard: without secrets, and absolute if it is a local path."""
+    """Return the name of a shard in records: without secrets, and absolute if it is a local path."""
     return os.path.abspath(local_path(url)) if scheme_of(url) == "file" else redact(url)
 
 
 def iter_records(content: bytes) -> Iterator[BadRecord | DataError]:
-    """Yield the records of a whole file, line by line; an error where a line is none (a full disk cut it off, say)."""
+    """Yield the records of a whole file.
+
+    Raises an error for a malformed line (truncated by a full disk, for example).
+    """
     for line in content.splitlines():
         if line.strip():
             try:
@@ -102,15 +105,15 @@ def iter_records(content: bytes) -> Iterator[BadRecord | DataError]:
 
 
 class BadFile:
-    """Appends records to a file that several processes of one machine may share. Thread-safe.
+    """Append records to a file that several processes of one machine may share. Thread-safe.
 
-    A record is one ``write`` with O_APPEND, under a lock (flock, where the file system has it), so that lines never
-    mix. A sample that the file lists already for the same epoch is not listed again: restarts and replicas add
-    nothing. A disk that fails costs the record and, once, a warning; never the run.
+    A record is one ``write`` with O_APPEND, under a lock (flock, if the file system supports it), so that lines never
+    interleave. A sample that the file already lists for the same epoch is not added again, so restarts and replicas add
+    nothing. A failing disk costs the record and, once, a warning; never the run.
 
     Args:
-        path: The file; ``{rank}`` in it stands for ``rank``. It and its folder are made when first needed.
-        rank: Of this process in the world.
+        path: The file; ``{rank}`` in it is replaced by ``rank``. It and its folder are made when first needed.
+        rank: Global rank of this process.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -123,7 +126,7 @@ class BadFile:
         self._warned = False
 
     def add(self, record: BadRecord) -> None:
-        """Append ``record`` unless the file lists its sample already for its epoch."""
+        """Append ``record`` unless the file already lists its sample for its epoch."""
         with self._lock:
             try:
                 self._append(record)
@@ -140,7 +143,7 @@ class BadFile:
             size_bytes = self._catch_up(file, record.epoch)
             if record.name in self._listed:
                 return
-            # A line that was cut off elsewhere must not swallow this one.
+            # A truncated line of another process must not swallow this one.
             line = b"\n" * (size_bytes != self._read_bytes) + record.to_line()
             if os.write(file, line) < len(line):
                 if locked:
@@ -151,7 +154,10 @@ class BadFile:
             os.close(file)
 
     def _catch_up(self, file: int, epoch: int) -> int:
-        """Read what was appended since last time; the file's size. ``_read_bytes`` counts whole lines only."""
+        """Read what was appended since last time and return the file's size.
+
+        ``_read_bytes`` counts whole lines only.
+        """
         size_bytes = os.fstat(file).st_size
         if epoch != self._epoch or size_bytes < self._read_bytes:
             self._epoch, self._read_bytes = epoch, 0
@@ -171,7 +177,7 @@ class BadFile:
 
 
 def _lock(file: int) -> bool:
-    """Tell whether ``file`` could be locked; closing it unlocks."""
+    """Lock ``file`` if possible and tell whether that worked; closing it unlocks."""
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
         return True

@@ -1,4 +1,4 @@
-"""Keep account of samples that could not be delivered, and the limit on them."""
+"""Account for samples that could not be delivered, and enforce the limit on them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _DROPS = (
 
 
 class BadSamples:
-    """This epoch's bad samples on this rank, each counted once. Thread-safe.
+    """The bad samples of this epoch on this rank, each counted once. Thread-safe.
 
     Args:
-        limit: A count (int) or a share of the epoch (float), beyond which the run stops.
-        metrics: Where they are counted.
-        sample_in_shard: Tells the number, within its shard, of a sample of the data set; None: nobody knows it.
-        file: Where they are written down too, or None.
-        rank: Of this process in the world.
-        on_error: What becomes of them.
-        packed: They are documents of packs.
+        limit: Number (int) or fraction of the epoch (float) beyond which the run stops.
+        metrics: Where to count them.
+        sample_in_shard: Returns the number within its shard of a sample of the data set; None: unknown.
+        file: File to record them in, or None.
+        rank: Global rank of this process.
+        on_error: What happens to them.
+        packed: Whether they are documents of packs.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class BadSamples:
     def start_epoch(
         self, num_samples: int, epoch: int, tally: Tally | None = None, allowed_of: Mapping[str, int] | None = None
     ) -> None:
-        """Begin anew.
+        """Start counting from zero.
 
         Args:
             num_samples: Samples of the epoch over all ranks.
             epoch: The epoch.
-            tally: Over all ranks; None: nobody knows of others, and the limit is that of this rank alone.
-            allowed_of: How many this rank may find in each source of a mixture; all ranks together no more than in all.
+            tally: Sum over all ranks; None: other ranks are unknown, and the limit applies to this rank alone.
+            allowed_of: Number allowed in each source of a mixture, on this rank; all ranks together may find no more
+                than all.
         """
         self._log.start(epoch)
         self._tally = tally
@@ -101,10 +102,10 @@ class BadSamples:
                 self._allowed, self._allows = together, "max_bad_samples of its sources allow together"
 
     def report(self, bad: BadSample) -> None:
-        """Take note of one sample.
+        """Record one sample.
 
         Raises:
-            TooManyBadSamplesError: It was one too many.
+            TooManyBadSamplesError: The limit is exceeded.
         """
         shown = f"sample {bad.key or bad.number!r} of {shown_url(bad.url)}"
         if bad.dropped:
@@ -143,7 +144,9 @@ class BadSamples:
             )  # fmt: skip
 
     def check(self) -> None:
-        """Look whether all ranks together have found too many; on the thread that asks for batches, between two.
+        """Check whether all ranks together have found too many.
+
+        On the thread that asks for batches, between two batches.
 
         Raises:
             TooManyBadSamplesError: They have.
@@ -156,11 +159,11 @@ class BadSamples:
                 raise self._too_many(total, f"over all ranks, {len(self._seen)} of them on this one")
 
     def finish(self, num_rows: int) -> None:
-        """Sum up in the log what the epoch, or the part of it that was read, lost of so many samples of this rank."""
+        """Log a summary of what the epoch, or the part that was read, lost of ``num_rows`` samples of this rank."""
         self._log.finish(num_rows)
 
     def _too_many(self, count: int, where: str) -> TooManyBadSamplesError:
-        """Name the last ones; under the lock."""
+        """Make the error that lists the latest ones; under the lock."""
         recent = list(self._seen.values())[-_LISTED:]
         listing = "".join(f"\n  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
         return TooManyBadSamplesError(
@@ -170,7 +173,7 @@ class BadSamples:
         )
 
     def _too_many_in(self, source: str) -> TooManyBadSamplesError:
-        """Name the last ones; under the lock."""
+        """Make the error that lists the latest ones; under the lock."""
         last = list(self._seen.values())[-1]
         return TooManyBadSamplesError(
             f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, but its "

@@ -1,4 +1,4 @@
-"""Build a batch of its rows: decode, transform, collate; what is unreadable is substituted, masked or raised."""
+"""Build a batch from its rows: decode, transform, collate; unreadable samples are substituted, masked or raised."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from streaming.types import Batch, Int64Array, Sample, Transform
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
 LENGTH = "length"
-"""Stage of a document that has another number of tokens than its column says: it is read, so it is no bad sample."""
+"""Stage of a document whose number of tokens differs from its column; it can be read, so it is not a bad sample."""
 Mask: TypeAlias = "npt.NDArray[np.bool_] | None"
 MAX_SUBSTITUTES = 256
-"""Neighbours tried in place of one unreadable sample before the search is given up: a few chunks of damage."""
+"""Number of neighbours tried in place of an unreadable sample before giving up: a few damaged chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class BadSample:
     """One sample that could not be delivered.
 
     Attributes:
-        url: Shard.
-        key: Sample; "" where even the key could not be read, and no sample table names it.
+        url: URL of the shard.
+        key: Key of the sample; "" if even the key could not be read, and no sample table has it.
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``; or ``LENGTH``.
         reason: The error's message.
         dropped: The user's transform dropped it: nothing is wrong with it.
-        number: Of the sample in the data set; -1 where nobody knows it.
-        byte_start: First byte of its record in the shard; -1 where there is no sample table.
-        byte_end: One past the last; -1 where there is no sample table.
-        source: Of a mixture; "" of a single data set.
+        number: Number of the sample in the data set; -1 if unknown.
+        byte_start: First byte of its record in the shard; -1 without a sample table.
+        byte_end: End of the record (exclusive); -1 without a sample table.
+        source: Source in a mixture; "" for a single data set.
         trace: Traceback of the user's code, "" if there is none; depends on who builds, so it is not compared.
     """
 
@@ -65,16 +65,16 @@ class BadSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """How the samples of one source become objects.
+    """How the samples of one source are decoded and transformed.
 
     Attributes:
         decoders: Decoder of every field.
         transform: Function of one sample, or of a sample and ``rng``, or None; becomes a ``Chain``.
-        on_error: What becomes of samples that cannot be delivered.
+        on_error: What to do with samples that cannot be delivered.
         fields: Fields to read; None: all.
-        name: Of the source in a mixture, as ``__source__`` gives it; "" of a single data set and of its groups.
-        packs: What a batch looks like whose rows are packs of tokens; None: samples are its rows.
-        budget: What a batch of whole samples of like sizes holds at most; None: any samples make a batch.
+        name: Name of the source in a mixture, as in ``__source__``; "" for a single data set and for its groups.
+        packs: Shape of a batch whose rows are packs of tokens; None: rows are samples.
+        budget: Limit of a batch of whole samples of similar size; None: no limit.
     """
 
     decoders: FieldDecoder
@@ -90,7 +90,7 @@ class Part:
 
     @property
     def functions_of_user(self) -> list[Any]:
-        """All that runs code of the user on the way from bytes to a sample."""
+        """All functions that run user code between bytes and a sample."""
         chained = as_chain(self.transform)
         functions: list[Any] = [] if chained is None else list(chained.functions)
         return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
@@ -98,16 +98,17 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How bytes become a batch: what users choose about it. Thread-safe as far as the user's functions are.
+    """How bytes become a batch: the user's options. Thread-safe as far as the user's functions are.
 
-    What is asked of all parts is asked once: a mixture may have hundreds, and batches come by the thousand.
+    What is derived from all parts is computed once: a mixture may have hundreds of parts, and batches come by the
+    thousand.
 
     Attributes:
-        parts: How samples are made, for each source; one of a single data set.
+        parts: How samples are made, for each source; one for a single data set.
         collate_fn: Function of a list of samples, or None: the default.
-        portion: What this rank uses of a batch; cut out where the batch is built.
+        portion: What this rank uses of a batch; taken where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
-        jagged: Fields of the default batch whose values are laid end to end, and the form of each.
+        jagged: Fields of the default batch whose values are concatenated, and the form of each.
     """
 
     parts: tuple[Part, ...]
@@ -118,28 +119,28 @@ class Recipe:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether a batch is made of columns, each on its own: no function of the user sees whole samples."""
+        """Whether a batch consists of independent columns: no user function sees whole samples."""
         return self.collate_fn is None and all(part.transform is None for part in self.parts)
 
     @property
     def packs(self) -> PackShape | None:
-        """What a batch of packs looks like, the same for all sources; None: samples are its rows."""
+        """Shape of a batch of packs, the same for all sources; None: rows are samples."""
         return self.parts[0].packs
 
     @cached_property
     def skips(self) -> bool:
-        """Whether samples that stand in are marked, so that every batch has ``__valid__``."""
+        """Whether substitutes are marked, so that every batch has ``__valid__``."""
         return any(part.on_error == "skip" for part in self.parts)
 
     @property
     def functions_of_user(self) -> list[Any]:
-        """All that runs code of the user on the way from bytes to a batch."""
+        """All functions that run user code between bytes and a batch."""
         functions = [function for part in self.parts for function in part.functions_of_user]
         return functions if self.collate_fn is None else [*functions, self.collate_fn]
 
     @property
     def fields(self) -> tuple[str, ...] | None:
-        """What is read of any source; None: all that there is."""
+        """Fields that are read of any source; None: all."""
         if any(part.fields is None for part in self.parts):
             return None
         return tuple(dict.fromkeys(name for part in self.parts for name in part.fields or ()))
@@ -153,7 +154,7 @@ class Recipe:
     ) -> Columns | PackColumns:
         """Return the rows, none of them damaged, as columns from which plain batches are cut.
 
-        Those of packs are all ``as_planned``.
+        Rows of packs must be ``as_planned``.
         """
         if rows.packs is not None and self.packs is not None:
             names = [part.name for part in self.parts]
@@ -162,7 +163,7 @@ class Recipe:
         return Columns(rows, decoders, allocate, place, [part.name for part in self.parts], self.jagged)
 
     def narrowed(self, rows: Rows) -> Rows:
-        """Return the rows without what their sources' ``fields`` leave out, where these differ."""
+        """Return the rows without fields that their sources' ``fields`` leave out, if sources differ in these."""
         if rows.sources is None or len({part.fields for part in self.parts}) == 1:
             return rows
         fields: dict[str, FieldRange] = {}
@@ -174,28 +175,28 @@ class Recipe:
         return replace(rows, fields=fields)
 
     def mask_of(self, num_rows: int, valid: Mask) -> Mask:
-        """Return what becomes ``__valid__`` of a batch of so many rows: ``valid``, or all True, or None."""
+        """Return ``__valid__`` for a batch of ``num_rows`` rows: ``valid``, or all True, or None."""
         if valid is not None:
             return valid.copy()
         return np.ones(num_rows, np.bool_) if self.skips else None
 
     def whole(self, batch: Batch, mask: Mask, num_rows: int) -> Any:
-        """Make a default batch of so many rows, with its mask, cut down to this rank's portion, after its last step."""
+        """Finish a default batch: add its mask, take this rank's portion, and apply the last step."""
         if mask is not None:
             batch["__valid__"] = torch.from_numpy(mask)
         return self.cut(batch, num_rows)
 
     def cut(self, batch: Any, num_rows: int) -> Any:
-        """Return this rank's portion of a batch, after its last step."""
+        """Return this rank's portion of a batch, after the last step."""
         return self.finished(self.portion(batch, num_rows))
 
     def finished(self, batch: Any) -> Any:
-        """Return the batch, after its last step."""
+        """Return the batch after the last step."""
         return batch if self.finish is None else self.finish(batch)
 
 
 BadSampleReport: TypeAlias = Callable[[BadSample], None]
-"""Told of every sample that could not be delivered; may raise to stop the run."""
+"""Called for every sample that could not be delivered; may raise to stop the run."""
 
 
 class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the program
@@ -211,13 +212,13 @@ class BatchBuilder:
     """Build one batch; used once.
 
     Args:
-        recipe: What to do.
+        recipe: How to build.
         substitutes: For row i of the batch, single-row ``Rows`` to try in its place, in order.
-        report: Told of every sample that could not be delivered; may raise to stop the run.
-        allocate: Where the memory of the default batch's tensors comes from; None: fresh memory. Not used for a batch
-            of which only a portion is kept.
-        place: Told which row is being decoded; None: nobody asks.
-        draws: What functions draw; None: as at the start of epoch 0, and nothing is seeded.
+        report: Called for every sample that could not be delivered; may raise to stop the run.
+        allocate: Allocator for the tensors of the default batch; None: fresh memory. Not used for a batch of which only
+            a portion is kept.
+        place: Receives the row that is being decoded; None: not needed.
+        draws: Random numbers of functions; None: those at the start of epoch 0, without seeding anything.
     """
 
     def __init__(
@@ -241,11 +242,11 @@ class BatchBuilder:
         recipe = self._recipe
         if rows.packs is not None and recipe.packs is not None:
             return self._packed(rows, rows.packs, recipe.packs, valid)
-        if rows.packs is not None:  # of whole samples, which are marked one by one
+        if rows.packs is not None:  # packs of whole samples, which are marked one by one
             valid = None if valid is None else valid[rows.packs.packs]
         mask = recipe.mask_of(len(rows.keys), valid)
         if recipe.is_plain and not rows.damage and not self._draws.seeds:
-            with suppress(DecodeError):  # row by row it will say which value
+            with suppress(DecodeError):  # building row by row will find out which value
                 columns = recipe.columns(rows, self._allocate, self._place)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
@@ -261,11 +262,11 @@ class BatchBuilder:
     # --- packs ---
 
     def _packed(self, rows: Rows, packs: PackRows, shape: PackShape, valid: Mask) -> Any:
-        """Return the batch of ``packs``, whose pieces are ``rows``; where a document cannot be read it has padding."""
+        """Return the batch of ``packs``, whose pieces are ``rows``; documents that cannot be read become padding."""
         available = self._tokens_there(rows, packs, shape)
         is_plain = self._recipe.collate_fn is None
         of, count = packs.packs, packs.num_packs
-        if shape.padded and is_plain:  # its rows are documents, and so marked
+        if shape.padded and is_plain:  # its rows are documents, which are marked
             valid = None if valid is None else valid[of]
             of, count = np.arange(len(of)), len(of)
         mask = self._recipe.mask_of(count, valid)
@@ -282,9 +283,9 @@ class BatchBuilder:
         return PackColumns(rows, packs, shape, available, allocate, [part.name for part in self._recipe.parts])
 
     def _tokens_there(self, rows: Rows, packs: PackRows, shape: PackShape) -> Int64Array:
-        """Count the tokens that the document of each piece has, int64[n].
+        """Return the number of tokens of each piece's document, int64 [n].
 
-        0 where it cannot be delivered, which is reported.
+        It is 0 for a document that cannot be delivered, which is reported.
         """
         if as_planned(rows, packs, shape):
             return packs.lengths
@@ -356,13 +357,13 @@ class BatchBuilder:
             raise
 
     def empty(self, prototypes: Iterator[Rows]) -> Any:
-        """Make the batch of no rows, shaped like one of the first of ``prototypes`` (single rows) that can be had.
+        """Make the batch of no rows, using the first of ``prototypes`` (single rows) that can be read as a template.
 
-        Those that cannot are passed over in silence: they are no samples of this batch. A function of the user is never
-        called without samples, see :func:`without_rows`.
+        Unreadable prototypes are skipped silently, because they are not samples of this batch. A user's function is
+        never called without samples, see :func:`without_rows`.
 
         Raises:
-            TooManyBadSamplesError: None can be had.
+            TooManyBadSamplesError: None can be read.
         """
         if self._recipe.packs is not None:
             return self._no_packs(self._recipe.packs)
@@ -445,7 +446,7 @@ class BatchBuilder:
         """Decode and transform row i.
 
         Raises:
-            _Bad: If it cannot be delivered.
+            _Bad: It cannot be delivered.
         """
         damage = rows.damage.get(i)
         if damage is not None:
@@ -492,7 +493,7 @@ class BatchBuilder:
 
 
 def _others_of_pack(rows: Rows, i: int) -> Iterator[Rows]:
-    """Yield single rows that may stand in for row i: intact ones of its pack, of like size, from the next one on."""
+    """Yield single rows that may replace row i: intact ones of its pack, of similar size, starting with the next."""
     if rows.packs is None:
         return
     pack = int(rows.packs.packs[i])
@@ -519,7 +520,7 @@ def _only_row(batch: Batch) -> Sample:
 
 
 def _no_tokens(rows: Rows, i: int, shape: PackShape, num_bytes: int, mask_bytes: int) -> DecodeError:
-    """Say why the tokens of a document cannot be used."""
+    """Describe why the tokens of a document cannot be used."""
     what = f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}"
     if num_bytes < 0:
         return DecodeError(f"{what} has no field {shape.field!r}, which should hold its tokens")

@@ -1,4 +1,4 @@
-"""Collate samples into a batch: arrays of one shape and numbers become tensors, all else stays a list."""
+"""Collate samples into a batch: numbers and arrays of equal shape become tensors, everything else stays a list."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def default_collate(
       and ``float`` mixed: float64);
     - fields that ``jagged`` names: see :class:`streaming.batches.jagged.Jagged`;
     - arrays or tensors that differ in shape or dtype: a list of B tensors;
-    - all else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__``,
+    - everything else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__``,
       ``__url__`` and ``__source__``: a list of B values. A sample that lacks the field has None there.
 
     Stacked tensors share no memory with the samples; what stays in a list does.
@@ -71,7 +71,7 @@ def default_collate(
 def empty_like(batch: Mapping[str, object]) -> Batch:
     """Return the batch with the same fields and no samples: tensors ``[0, ...]`` of the same dtype, empty lists.
 
-    The tensors own their (no) memory, so they do not keep the batch alive.
+    The tensors own their (empty) memory, so they do not keep the batch alive.
     """
     return {name: _without_values(value) for name, value in batch.items()}
 
@@ -86,20 +86,20 @@ def _without_values(column: object) -> object:
 
 
 def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """Make the batch that ``collate_fn`` would make of no samples, without calling it with none.
+    """Make the batch that ``collate_fn`` would return for an empty list, without calling it with one.
 
-    It is called with one sample and with two: what grows with the number of samples is cut back by as much, whatever
-    axis it is (rows, tokens laid end to end, borders between them); what does not grow stays.
+    It is called with one sample and with two: each dimension is cut by as much as it grows per sample, whichever axis
+    that is (rows, concatenated tokens, offsets); what does not grow stays.
 
     Example:
         ``without_rows(torch.utils.data.default_collate, (image, 3))`` gives ``[float32 [0, 3, 224, 224], int64 [0]]``.
 
     Args:
-        collate_fn: Of a list of samples. It gets shallow copies, which it may change.
-        sample: One that can be had; nothing of it is in the result.
+        collate_fn: Function of a list of samples. It gets shallow copies, which it may change.
+        sample: Any readable sample; nothing of it is in the result.
 
     Raises:
-        ConfigError: The batch holds something of which nobody can tell what belongs to a sample.
+        ConfigError: For some object in the batch it cannot be determined what belongs to a sample.
     """
     one = collate_fn([copy.copy(sample)])
     two = collate_fn([copy.copy(sample), copy.copy(sample)])
@@ -107,7 +107,7 @@ def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def _cut_back(one: Any, two: Any, where: str) -> Any:
-    """Return the part of a batch of one sample, cut back by what the same part of a batch of two has more."""
+    """Return the part of a batch of one sample, cut by what the same part of a batch of two has more."""
     if type(one) is not type(two):
         raise _cannot_cut(one, where)
     left: Any
@@ -131,7 +131,7 @@ def _cut_back(one: Any, two: Any, where: str) -> Any:
 
 
 def _cut_array(one: Any, two: Any, where: str) -> Any:
-    """Return a tensor or array, cut back along each axis that grows with the number of samples."""
+    """Return a tensor or array, cut along each axis that grows with the number of samples."""
     if tuple(one.shape) == tuple(two.shape):
         return one
     if one.ndim != two.ndim or (isinstance(one, torch.Tensor) and one.layout != torch.strided):
@@ -141,7 +141,7 @@ def _cut_array(one: Any, two: Any, where: str) -> Any:
 
 
 def _cut_sequence(one: Any, two: Any, where: str) -> Any:
-    """Return a list or tuple: of samples, if it grows with their number, else of parts that may."""
+    """Return a list or tuple: empty if it grows with the number of samples, otherwise with each element cut."""
     if len(one) != len(two):
         return one[: max(0, 2 * len(one) - len(two))]
     parts = [_cut_back(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(one, two, strict=True))]
@@ -149,7 +149,7 @@ def _cut_sequence(one: Any, two: Any, where: str) -> Any:
 
 
 def _like(mapping: Any, left: dict[Any, Any]) -> Any:
-    """Return ``left`` as a mapping of that type, where it can be made of a dict."""
+    """Return ``left`` as a mapping of the same type, if that can be made from a dict."""
     try:
         return type(mapping)(left)
     except Exception:  # noqa: BLE001  a type of the user's; a dict serves as well
@@ -165,12 +165,12 @@ def _cannot_cut(part: object, where: str) -> ConfigError:
 
 
 def collate_field(values: list[object], *, allocate: Allocate | None = None) -> object:
-    """Return the values of one field, one per sample, as :func:`default_collate` does it."""
+    """Collate the values of one field, one per sample, as :func:`default_collate` does."""
     return _collate_field(values, _allocate if allocate is None else _checking(allocate))
 
 
 def _collate_field(values: list[object], make: Allocate) -> object:
-    """Return the values of one field as a tensor where all agree, else as a list."""
+    """Return the values of one field as a tensor if all agree, otherwise as a list."""
     kinds = set(map(type, values))
     if len(kinds) > 1:
         return _collate_mixed(values, make)
@@ -187,7 +187,7 @@ def _collate_field(values: list[object], make: Allocate) -> object:
 
 
 def _collate_mixed(values: list[object], make: Allocate) -> object:
-    """Return values of several types: float64 for int with float, one tensor for arrays and tensors, else a list."""
+    """Collate values of several types: float64 for int with float, one tensor for arrays and tensors, else a list."""
     types = {type(value) for value in values}
     if types == {int, float}:
         return _floats(cast("list[float]", values), make)
@@ -260,7 +260,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _checking(allocate: Allocate) -> Allocate:
-    """Return ``allocate``, with what it gives compared to what was asked."""
+    """Return ``allocate``, with a check that the result is what was requested."""
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = allocate(shape, dtype)

@@ -1,7 +1,7 @@
-"""Take values of a field for many rows at once, where they are only cut out of memory or decoded in turn.
+"""Read the values of a field for many rows at once, if they are only copied from memory or decoded one by one.
 
-What is common to the rows (are they complete, are they of one size, which blocks hold them) is looked up once, for the
-rows of several batches; then each batch is cut.
+What rows have in common (whether they are complete, of one size, which blocks hold them) is looked up once for the rows
+of several batches; then each batch is cut.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from streaming.packing.padded import rows_of_padded
 from streaming.types import Batch, Decoder, Int64Array
 
 Cut: TypeAlias = Callable[[int, int], Any]
-"""The collated values of rows [low, high)."""
+"""Returns the collated values of rows [low, high)."""
 
 _BLOCK_BYTES = 512
 _BYTE = np.dtype(np.uint8)
 _GATHER_BYTES = 1 << 10
-"""Up to this mean size bytes are gathered first and cut then: rows that lie far apart keep the memory waiting one after
-the other if each is cut where it lies (256 records of 430 bytes: 56 against 144 us, benchmarks/bench_cut.py)."""
+"""Up to this mean size, bytes are gathered before they are cut: cutting scattered rows in place suffers one memory
+latency after the other (256 records of 430 bytes: 56 instead of 144 us, benchmarks/bench_cut.py)."""
 _COPY_ROWS_BYTES = 8 << 10
-"""From this size on copying row by row costs less than a gather of blocks."""
+"""From this size on, copying row by row is faster than gathering blocks."""
 
 
 class Columns:
-    """Batches of rows, by the default collation. For one thread.
+    """Make batches of rows, with the default collation. For one thread.
 
     Args:
-        rows: All of them; none damaged.
-        decoders: Decoder of every field, of each source; one of a single data set.
-        allocate: Where the memory of tensors comes from; None: fresh memory.
-        place: Told which row is being decoded; None: nobody asks.
-        names: Of the sources of a mixture, as batches say them; all "": batches say nothing.
-        jagged: Fields whose values are laid end to end, and the form of each.
+        rows: All rows; none damaged.
+        decoders: Decoder of every field, for each source; one for a single data set.
+        allocate: Allocator for tensors; None: fresh memory.
+        place: Receives the row that is being decoded; None: not needed.
+        names: Names of a mixture's sources, for ``__source__``; all "": no such entry.
+        jagged: Fields whose values are concatenated, and the form of each.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Columns:
         """Return the batch of rows ``[low, high)``.
 
         Raises:
-            DecodeError: A value does not decode; which one is to be found out row by row.
+            DecodeError: A value cannot be decoded; decode row by row to find which.
         """
         rows = self._rows
         batch: Batch = {"__key__": rows.keys[low:high], "__url__": rows.urls[low:high]}
@@ -84,15 +84,15 @@ class Columns:
 
 
 class PackColumns:
-    """Batches of packs, whose pieces are the rows: all of them are laid out at once. For one thread.
+    """Make batches of packs, whose pieces are the rows: all of them are laid out at once. For one thread.
 
     Args:
         rows: The pieces.
-        packs: What they make.
-        shape: What a batch looks like.
-        available: int64[n], tokens that the document of each piece has; 0 where it cannot be read.
-        allocate: Where the memory of tensors [B, T] comes from; None: fresh memory.
-        names: Of the sources of a mixture, as batches say them.
+        packs: The packs that they make up.
+        shape: Shape of a batch.
+        available: int64 [n], number of tokens of each piece's document; 0 if it cannot be read.
+        allocate: Allocator for tensors [B, T]; None: fresh memory.
+        names: Names of a mixture's sources, for ``__source__``.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PackColumns:
         self._masks = None if mask is None else self._filler.find(self._starts(mask), np.dtype(np.uint8))
 
     def batch(self, low: int, high: int) -> Batch:
-        """Return the batch of packs ``[low, high)``, as ``Packed`` has it; of padded packs one at a time."""
+        """Return the batch of packs ``[low, high)``, as described in ``Packed``; padded packs one at a time."""
         borders = list(pairwise(self._splits[low : high + 1]))
         return self._matrix(*borders) if self._is_padded else self._entries(low, high, borders)
 
@@ -134,7 +134,7 @@ class PackColumns:
         return batch
 
     def _entries(self, low: int, high: int, borders: list[tuple[int, int]]) -> Batch:
-        """Return all entries of packs ``[low, high)``, whose pieces lie between ``borders``."""
+        """Return all entries of packs ``[low, high)``, whose pieces are between ``borders``."""
         keys, urls, read, pieces = self._rows.keys, self._rows.urls, self._is_read, self._pieces
         named = [keys[a:b] if read is None else [keys[i] for i in range(a, b) if read[i]] for a, b in borders]
         batch: Batch = {"__key__": named, "__url__": [urls[a] if a < b else "" for a, b in borders]}
@@ -148,7 +148,7 @@ class PackColumns:
         return batch
 
     def _tensors(self, low: int, high: int) -> Batch:
-        """Return what holds tokens, or says where documents are."""
+        """Return the entries that hold tokens, or the positions of documents."""
         shape, filler, segments = self._shape, self._filler, self._segments
         width = shape.length if self._widths is None or low == high else int(self._widths[low])
         tensors = {name: self._allocate((high - low, width), torch.int64)
@@ -164,7 +164,7 @@ class PackColumns:
 
 
 def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
-    """Tell whether all documents can be read, and have as many tokens, and as long masks, as their column says."""
+    """Tell whether all documents can be read, and their tokens and masks have the lengths that the column says."""
     missing = np.full(len(rows.keys), -1)
     sizes = rows.fields[shape.field].sizes if shape.field in rows.fields else missing
     if rows.damage or not np.array_equal(sizes, packs.lengths * shape.token_bytes):
@@ -178,10 +178,10 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
-    """Return the decoder of a field; where the sources of the rows differ in it, one for each row."""
+    """Return the decoder of a field; if the sources of the rows differ in it, one for each row."""
     if rows.sources is None or len(decoders) == 1:
         return decoders[0].decoder_for(name)
-    # A source whose samples lack the field need not be able to decode it.
+    # A source whose samples lack the field need not have a decoder for it.
     having = rows.sources[where.sizes >= 0]
     there = np.flatnonzero(np.bincount(having)).tolist()
     known: dict[int, Decoder] = {source: decoders[source].decoder_for(name) for source in there}
@@ -214,9 +214,9 @@ def _cut_of(
 def _values_of(
     rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, place: DecodedRow
 ) -> Callable[[int, int], list[Any]]:
-    """Return the decoded values of rows [low, high), None where a sample lacks the field.
+    """Return the decoded values of rows [low, high), None if a sample lacks the field.
 
-    A list has a decoder of each row.
+    If ``decoder`` is a list, it has one for each row.
     """
     starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
     if not isinstance(decoder, list):
@@ -235,13 +235,13 @@ def _jagged(
     name: str, form: Form, rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None,
     place: DecodedRow,
 ) -> Cut:  # fmt: skip
-    """Return values end to end; bytes and plain items go from where they lie into the batch by one copy."""
+    """Return concatenated values; bytes and plain items are copied into the batch once, from where they are."""
     values = _values_of(rows, decoder, where, place)
     plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder is raw else decoder
     if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
         return lambda low, high: collate_jagged(name, values(low, high), form, rows.keys[low:high], allocate)
     stored, to, sizes = plain.dtype, plain.to, where.sizes.clip(0)
-    if (sizes % stored.itemsize).any():  # the decoder says why
+    if (sizes % stored.itemsize).any():  # the decoder reports why
         return values
     counts = (sizes // stored.itemsize).tolist()
     starts = np.where(sizes > 0, where.starts, 0).tolist()
@@ -255,7 +255,7 @@ def _jagged(
 
 
 def cut_in_place(memory: Any, where: FieldRange) -> Cut:
-    """Return payloads as bytes, each cut where it lies; None where the sample lacks the field."""
+    """Return payloads as bytes, each copied from its place; None if the sample lacks the field."""
     starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
     if (where.sizes >= 0).all():
         return lambda low, high: [memory[a:b] for a, b in zip(starts[low:high], stops[low:high], strict=True)]
@@ -265,7 +265,7 @@ def cut_in_place(memory: Any, where: FieldRange) -> Cut:
 
 
 def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
-    """Return payloads that begin at multiples of 512 as bytes, by one gather of the blocks that they lie in."""
+    """Return payloads that begin at multiples of 512 as bytes, by one gather of their blocks."""
     blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
     counts = -(-where.sizes // _BLOCK_BYTES)
     splits = sums(counts)
@@ -297,7 +297,7 @@ def _decoded(
 
 
 def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None) -> Cut | None:
-    """Gather payloads of one size and type as tensors [n, ...], or None where the values are not alike."""
+    """Gather payloads of one size and type as tensors [n, ...]; None if the values differ in these."""
     size = int(where.sizes[0]) if len(where.sizes) else 0
     if not size or size % decoder.dtype.itemsize or (where.sizes != size).any() or (where.starts % _BLOCK_BYTES).any():
         return None
@@ -328,7 +328,7 @@ def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, alloca
 
 
 Fill: TypeAlias = Callable[[int, int, npt.NDArray[Any]], None]
-"""Write rows [low, high) into an array [high - low, items]."""
+"""Writes rows [low, high) into an array [high - low, items]."""
 
 
 def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
@@ -342,7 +342,7 @@ def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num
 
 
 def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
-    """Gather blocks of 512 bytes, which stay as they are, straight to their places, all rows at once."""
+    """Gather blocks of 512 bytes, unchanged, directly to their places, all rows at once."""
     blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
     num_blocks = size // _BLOCK_BYTES
     wanted = ((where.starts // _BLOCK_BYTES)[:, None] + np.arange(num_blocks)).reshape(-1)
@@ -355,7 +355,7 @@ def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
 
 
 def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
-    """Gather others that start at multiples of 512 bytes, as in any tar: rows of the windows that begin at each."""
+    """Gather values that start at multiples of 512 bytes, as in any tar: rows of the windows that begin at each."""
     size = num_items * decoder.dtype.itemsize
     shape = ((len(view) - size) // _BLOCK_BYTES + 1, num_items)
     windows: npt.NDArray[Any] = np.ndarray(shape, decoder.dtype, view, 0, (_BLOCK_BYTES, decoder.dtype.itemsize))

@@ -1,20 +1,21 @@
-"""Find functions that draw from the generators of the whole process: ``random``, ``numpy.random``, ``torch``.
+"""Detect functions that use the global random generators of the process: ``random``, ``numpy.random``, ``torch``.
 
-They get the same numbers everywhere, too: these generators are seeded before each sample, by its position in the epoch.
-It takes 10 us, so it is done only for functions that do draw, and only of the generators that they draw from. Who draws
-is found out batch by batch: the generators are set to a known state, the batch is built, and what they give next tells
-whether somebody drew. If so, the batch is built again, seeded. Nothing that draws slips through, however rarely it
-does; a batch of functions that draw nothing pays 25 us.
+These functions, too, get the same numbers everywhere: the generators are seeded before each sample, by its position in
+the epoch. That takes 10 us, so it is done only for functions that draw, and only for the generators that they use.
+Drawing is detected batch by batch: the generators are set to a known state, the batch is built, and their next numbers
+show whether something was drawn. If so, the batch is built again, seeded. No draw escapes, however rare; a batch of
+functions that draw nothing costs 25 us.
 
-That is safe only where nobody else draws meanwhile: in worker processes, and on the thread that asks for a batch while
-it waits for it. The generators of the training process belong to the training, so there their state is put back
-afterwards, and builder threads, beside which the training goes on, never touch them. So without worker processes the
-asking thread builds the first batch, under watch, and goes on to build them all if functions draw. Code that names a
-drawing function is taken for one that draws: one that draws rarely is not mistaken for one that never does.
+This is safe only if nothing else draws at the same time: in worker processes, and on the thread that asks for a batch
+while it waits for it. In the training process the generators belong to the training: their state is restored
+afterwards, and builder threads, which run in parallel with the training, never touch them. So without worker processes
+the asking thread builds the first batch, under watch, and continues to build all batches if functions draw. Code that
+names a drawing function is assumed to draw, so that a function that draws rarely is not mistaken for one that never
+does.
 
-What code names is found without a call: what bytecode loads is followed through closures, globals, modules, methods,
-attributes and partials, into all code but torch's, NumPy's and Python's own. That may miss what is reached in other
-ways (``getattr``, compiled code), and take code for drawing that never comes to it.
+Names are found without calling anything: what bytecode loads is followed through closures, globals, modules, methods,
+attributes and partials, into all code except that of torch, NumPy and Python. This may miss what is reached in other
+ways (``getattr``, compiled code), and may report code that never actually draws.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _EXPECTED = {
 
 
 class DrawWatch:
-    """Build batches so that what functions draw from the process's generators depends on the samples alone.
+    """Build batches so that random numbers from the process's generators depend only on the samples.
 
-    Not thread-safe: nobody else may draw while it builds.
+    Not thread-safe: nothing else may draw while it builds.
 
     Attributes:
         found: Generators that functions were seen to draw from so far.
@@ -61,11 +62,13 @@ class DrawWatch:
     def build(
         self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object]
     ) -> _T:
-        """Return what ``attempt`` gives, or raises: called again while it draws from generators that were not seeded.
+        """Return what ``attempt`` returns, or raise what it raises.
+
+        Call it again while it draws from unseeded generators.
 
         Args:
-            attempt: Gets the generators that it is to seed before each sample, and a function to report to.
-            report: Told at the end what the last attempt reported; may raise.
+            attempt: Receives the generators to seed before each sample, and a function to report to.
+            report: Receives at the end what the last attempt reported; may raise.
         """
         while True:
             reports: list[_R] = []
@@ -88,7 +91,7 @@ class DrawWatch:
 
 
 def _drawn() -> frozenset[str]:
-    """Return the generators that do not stand where ``_KNOWN`` put them."""
+    """Return the generators that are no longer in the state ``_KNOWN``."""
     got = {
         "random": random.getrandbits(64),
         "numpy": np.random.mtrand._rand._bit_generator.random_raw(),
@@ -99,7 +102,7 @@ def _drawn() -> frozenset[str]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Put the state of the process's generators back at the end, whatever was drawn inside; takes 0.1 ms."""
+    """Restore the state of the process's generators at the end, whatever was drawn inside; takes 0.1 ms."""
     states = generator_states()
     try:
         yield
@@ -108,12 +111,12 @@ def kept_generators() -> Iterator[None]:
 
 
 def generator_states() -> tuple[Any, Any, Any]:
-    """Return the states of the process's generators, of torch's that of the CPU alone."""
+    """Return the states of the process's generators; for torch, only that of the CPU."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  the global one
 
 
 def set_generator_states(states: tuple[Any, Any, Any]) -> None:
-    """Go on from ``generator_states``."""
+    """Restore the result of ``generator_states``."""
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002  the global one
     torch.set_rng_state(states[2])
@@ -133,15 +136,15 @@ _TENSOR_DRAWS = frozenset(
     )
 )
 _MOST_OBJECTS = 2_000
-"""Looked at for one data set: at most some tenths of a second."""
+"""Maximum number of objects examined for one data set: some tenths of a second."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
 _ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 def named_draw(functions: Iterable[Any]) -> str:
-    """Find the first drawing function that code reachable from ``functions`` names: ``"random.gauss"``, say, or ""."""
-    seen: dict[int, Any] = {}  # keeps them alive, so that no number comes twice
+    """Return the first drawing function that code reachable from ``functions`` names (``"random.gauss"``), or ""."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     todo = list(functions)
     while todo and len(seen) < _MOST_OBJECTS:
         one = todo.pop()
@@ -159,7 +162,7 @@ def named_draw(functions: Iterable[Any]) -> str:
 
 
 def as_draw(one: Any) -> str:
-    """Return the name of ``one``, if it draws from a generator of the process; else ""."""
+    """Return the name of ``one`` if it draws from a generator of the process; otherwise ""."""
     owner = getattr(one, "__self__", None)
     name = getattr(one, "__name__", "")
     if owner is not None and owner is getattr(random.random, "__self__", None):
@@ -176,7 +179,7 @@ def as_draw(one: Any) -> str:
 
 
 def _parts(one: Any) -> list[Any]:  # noqa: PLR0911  one per kind
-    """Return what an object is made of, as far as it may hold functions."""
+    """Return the components of an object that may hold functions."""
     if isinstance(one, functools.partial):
         return [one.func, *one.args, *one.keywords.values()]
     if isinstance(one, types.MethodType):
@@ -200,7 +203,7 @@ def _parts(one: Any) -> list[Any]:  # noqa: PLR0911  one per kind
 
 
 def _in_function(function: types.FunctionType) -> tuple[str, list[Any]]:
-    """Return a drawing function that it names, or ""; and what else of the user's it refers to."""
+    """Return a drawing function that it names, or "", and the user's other objects that it refers to."""
     if _is_foreign(function):
         return "", []
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
@@ -210,10 +213,10 @@ def _in_function(function: types.FunctionType) -> tuple[str, list[Any]]:
 
 
 def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]) -> str:  # noqa: C901  one per kind
-    """Follow each ``a.b.c`` that is loaded, as far as ``known`` names tell what it is; see ``_in_function``."""
-    known = known.new_child(dict.fromkeys(code.co_varnames))  # not known before they are stored
+    """Follow each ``a.b.c`` that is loaded as far as ``known`` names resolve it; see ``_in_function``."""
+    known = known.new_child(dict.fromkeys(code.co_varnames))  # unknown until they are stored
     own_generator = any(isinstance(names, tuple) and "generator" in names for names in code.co_consts)
-    one: Any = None  # what has just been loaded
+    one: Any = None  # the object that was just loaded
     importing: Any = None  # the module from which names are being imported
     constant: Any = None
     for opname, name in _steps(code):
@@ -244,9 +247,9 @@ def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any])
 
 @functools.lru_cache(maxsize=1024)
 def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
-    """Return what a code does, and with what.
+    """Return the instructions of a code object, with their arguments.
 
-    Kept, for it takes a millisecond, and every loader looks at the same ones.
+    Cached, because it takes a millisecond, and every loader examines the same code.
     """
     return tuple((step.opname, step.argval) for step in dis.get_instructions(code))
 

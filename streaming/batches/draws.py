@@ -1,13 +1,13 @@
-"""Draw the random numbers of users' functions from seed, epoch and the sample's position in the epoch alone.
+"""Draw the random numbers of users' functions from the seed, the epoch and the sample's position in the epoch only.
 
-So they are the same on any number of ranks, workers and threads, on tensor-parallel peers, and after a resume::
+So they are the same on any number of ranks, workers and threads, on tensor-parallel ranks, and after a resume::
 
     def transform(sample, rng):                     # rng: a numpy.random.Generator of this call's own
         sample["jpg"] = crop(sample["jpg"], rng.integers(32, size=2))
         return sample
 
-What functions draw from the generators of the whole process (``random``, ``numpy.random``, ``torch``) in place of
-``rng`` is in :mod:`streaming.batches.draw_watch`.
+Functions that use the global generators of the process (``random``, ``numpy.random``, ``torch``) instead of ``rng``
+are handled in :mod:`streaming.batches.draw_watch`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from streaming.types import Int64Array, Sample, Transform
 
 _EPOCH, _COLLATE, _GLOBAL, _ATTEMPT, _RNG = 4, 5, 6, 7, 8  # purposes; from _RNG on, the functions of a chain
 ALL_GENERATORS = frozenset(("random", "numpy", "torch"))
-_WORDS = 4  # of the seed of a PCG64
+_WORDS = 4  # words in the seed of a PCG64
 _Passes: TypeAlias = Literal["no", "second", "named"]
-"""How a function gets ``rng``: not at all, as its second argument, by its name."""
+"""How a function gets ``rng``: not at all, as its second argument, or by name."""
 
 
 def epoch_key(seed: int, epoch: int) -> int:
-    """Return the key of all that is drawn in one epoch."""
+    """Return the key of all random numbers of one epoch."""
     return hash_words(seed, _EPOCH, epoch)
 
 
 class BatchDraws:
-    """What the functions of one batch draw. For one thread.
+    """Random numbers for the functions of one batch. For one thread.
 
     Args:
-        key: Of the epoch, by :func:`epoch_key`.
-        positions: int64 [n], of each row in the epoch's global order; None: the rows are numbered.
+        key: Key of the epoch, by :func:`epoch_key`.
+        positions: int64 [n], position of each row in the epoch's global order; None: rows are numbered from 0.
         seeds: Generators of the process that are seeded before each sample (see ``draw_watch``).
     """
 
@@ -58,12 +58,12 @@ class BatchDraws:
         self.seeds = seeds
 
     def begin_sample(self, row: int, attempt: int = 0) -> None:
-        """Go to the sample of a row; seed the generators of the process if its functions draw from them.
+        """Go to the sample of a row, and seed the generators of the process if its functions use them.
 
         Args:
-            row: Of the batch: its position counts.
-            attempt: Samples that were tried in vain for this row: one that stands in draws numbers of its own, for with
-                the same ones a function that fails at random would fail again.
+            row: Row of the batch, whose position counts.
+            attempt: Number of samples tried in vain for this row. A substitute gets different numbers: with the same
+                ones, a function that fails at random would fail again.
         """
         self._row, self._attempt = row, attempt
         if self.seeds:
@@ -71,18 +71,18 @@ class BatchDraws:
             seed_generators(seed, self.seeds)
 
     def generator(self, number: int) -> Generator:
-        """Yield a generator of its own for function ``number`` and the sample; takes 3 us."""
+        """Yield a new generator for function ``number`` and the current sample; takes 3 us."""
         return Generator(PCG64(cast("SeedSequence", _Words(self._of_row(_RNG + number, _WORDS)))))
 
     def begin_collate(self) -> None:
-        """Seed them for ``collate_fn``: by the first row."""
+        """Seed the generators for ``collate_fn``, by the first row."""
         if self.seeds:
             positions = self._positions
             first = 0 if positions is None or not len(positions) else int(positions[0])
             seed_generators(hash_words(self._key, _COLLATE, first), self.seeds)
 
     def _of_row(self, purpose: int, count: int) -> npt.NDArray[np.uint64]:
-        """Draw so many random words for the sample; those of all rows are made at once."""
+        """Return ``count`` random words for the sample; those of all rows are made at once."""
         words = self._words.get(purpose)
         if words is None or self._row >= len(words):
             positions = np.arange(self._row + 1) if self._positions is None else self._positions
@@ -93,14 +93,14 @@ class BatchDraws:
 
 
 class _Words(ISpawnableSeedSequence):
-    """Give a PCG64 the words that are its seed, as they are: NumPy's own hashing of them takes ten times as long."""
+    """Seed a PCG64 directly with given words: NumPy's own hashing of them takes ten times as long."""
 
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words
         self._spawning: SeedSequence | None = None
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> npt.NDArray[Any]:
-        """Return the words, if these are asked for."""
+        """Return the words, if the request matches them."""
         if n_words == _WORDS and dtype == np.uint64:
             return self._words
         return self._sequence().generate_state(n_words, dtype)
@@ -116,7 +116,7 @@ class _Words(ISpawnableSeedSequence):
 
 
 class Chain:
-    """Functions of a sample, one after the other, each of a sample or of a sample and ``rng``. Picklable if they are.
+    """Apply functions one after the other, each of a sample or of a sample and ``rng``. Picklable if they are.
 
     Args:
         functions: Each returns the sample for the next one, or None to drop it.
@@ -125,7 +125,7 @@ class Chain:
         functions: The same.
 
     Raises:
-        ConfigError: One of them is no function, or needs more than a sample and ``rng``.
+        ConfigError: One of them is not a function, or requires more than a sample and ``rng``.
     """
 
     def __init__(self, functions: Sequence[Transform]) -> None:
@@ -133,11 +133,11 @@ class Chain:
         self._steps = tuple((function, how_it_gets_rng(function)) for function in self.functions)
 
     def __call__(self, sample: Sample, draws: BatchDraws | None = None) -> Sample | None:
-        """Return the sample after all of them; None: one of them dropped it.
+        """Return the sample after all functions; None: one of them dropped it.
 
         Args:
             sample: The sample.
-            draws: Of the batch, gone to the sample; None: ``rng`` is that of position 0.
+            draws: Random numbers of the batch, positioned at the sample; None: ``rng`` is that of position 0.
         """
         result: Any = sample
         for number, (function, how) in enumerate(self._steps):
@@ -158,24 +158,24 @@ def as_chain(transform: Transform | Chain | None) -> Chain | None:
     """Return ``transform`` as a chain.
 
     Raises:
-        ConfigError: It is no function, or needs more than a sample and ``rng``.
+        ConfigError: It is not a function, or requires more than a sample and ``rng``.
     """
     return transform if transform is None or isinstance(transform, Chain) else Chain((transform,))
 
 
 def how_it_gets_rng(function: Transform) -> _Passes:
-    """Tell whether and how a function of a sample takes ``rng``.
+    """Return whether and how a function of a sample takes ``rng``.
 
-    It does where it has a parameter named ``rng``, or a second positional one without a default. A parameter with a
+    It does if it has a parameter named ``rng``, or a second positional one without a default. A parameter with a
     default (``def f(sample, size=224)``) is the function's own.
 
     Raises:
-        ConfigError: It is no function, or needs more than a sample and ``rng``.
+        ConfigError: It is not a function, or requires more than a sample and ``rng``.
     """
     if not callable(function):
         raise ConfigError(f"transform: expected a function of one sample, got {function!r}")
     if isinstance(function, partial) and "rng" in function.keywords:
-        return "no"  # the user gave it one
+        return "no"  # the user has bound it already
     asked = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = list(inspect.signature(asked).parameters.values())
@@ -197,7 +197,7 @@ def how_it_gets_rng(function: Transform) -> _Passes:
 
 
 def seed_generators(seed: int, names: frozenset[str]) -> None:
-    """Seed generators of the process, of ``random``, ``numpy`` and ``torch`` (of the CPU alone), with 64 bits."""
+    """Seed generators of the process (``random``, ``numpy``, and ``torch`` on the CPU) with 64 bits."""
     if "random" in names:
         random.seed(seed)
     if "numpy" in names:

@@ -1,7 +1,7 @@
-"""Tell in the log what an epoch lost: samples that did not come because they were bad, or a transform dropped them.
+"""Log what an epoch lost: samples that were bad, or that a transform dropped.
 
-The first one of an epoch is a warning with the user's traceback, then every power of ten, and the end sums up. So
-nothing that changes what is trained on happens without a word, and no log is filled with the same line.
+The first one of an epoch is a warning with the user's traceback, then every power of ten, and the end brings a summary.
+So nothing that changes the training data happens silently, and the log is not flooded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _MOST_TRACE = 4_000
-"""Characters of a traceback: its end says most."""
+"""Characters of a traceback that are kept, from its end."""
 DROP_SHARE = 0.01
-"""Share of dropped samples from which on the sum says what to do."""
+"""Fraction of dropped samples from which the summary says what to do."""
 DROPPED = "dropped by transform"
 
 
@@ -28,9 +28,9 @@ class LossLog:
     """Write the warnings of one rank. Thread-safe.
 
     Args:
-        rank: Of this process in the world.
-        fate: What became of the places of lost samples, for people.
-        cure: What to do where a transform drops many.
+        rank: Global rank of this process.
+        fate: What happened to the places of lost samples, as a sentence.
+        cure: What to do if a transform drops many.
         listed: Where all of them are listed.
     """
 
@@ -42,16 +42,16 @@ class LossLog:
         self._counts: Counter[str] = Counter()
 
     def start(self, epoch: int) -> None:
-        """Begin anew, for an epoch or the rest of one."""
+        """Start again, for an epoch or the rest of one."""
         with self._lock:
             self._epoch = epoch
             self._counts.clear()
 
     def lost(self, sample: str, stage: str, reason: str, trace: str = "") -> None:
-        """Take note of one lost sample.
+        """Record one lost sample.
 
         Args:
-            sample: Its name, for people.
+            sample: Its name, for messages.
             stage: Where it was lost: ``"fetch"``, ``"decode"``, ``"transform"``, ``"get"`` or ``DROPPED``.
             reason: Why.
             trace: The user's traceback.
@@ -71,10 +71,10 @@ class LossLog:
             )
 
     def finish(self, num_rows: int) -> None:
-        """Sum up.
+        """Log the summary.
 
         Args:
-            num_rows: Samples that this rank was to get since ``start``.
+            num_rows: Samples that this rank should have received since ``start``.
         """
         with self._lock:
             counts, number, dropped, where = self._told(), self._counts.total(), self._counts[DROPPED], self._where()
@@ -96,7 +96,7 @@ class LossLog:
 
 
 def user_trace(error: BaseException) -> str:
-    """Return the traceback of an error of users' code, without our own calls before it."""
+    """Return the traceback of an error of users' code, without our own frames before it."""
     cause = error.__cause__ or error
     trace = cause.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):

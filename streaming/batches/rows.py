@@ -1,4 +1,4 @@
-"""Hold what a batch is built from: its samples as places in a buffer, and which of them is being decoded."""
+"""Represent what a batch is built from: locations of its samples in a buffer, and the row being decoded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldRange:
-    """Where one field lies for each of n rows.
+    """Location of one field for each of n rows.
 
     Attributes:
-        starts: int64 [n], first byte in the arena; meaningless where ``sizes`` is -1.
-        sizes: int64 [n], number of bytes; -1 where the sample lacks the field.
+        starts: int64 [n], first byte in the arena; meaningless if ``sizes`` is -1.
+        sizes: int64 [n], number of bytes; -1 if the sample lacks the field.
     """
 
     starts: Int64Array
@@ -26,20 +26,21 @@ class FieldRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The samples of one batch, as places in a buffer.
+    """The samples of one batch, as locations in a buffer.
 
     Attributes:
-        memory: The buffer; slicing gives ``bytes`` of its own (``bytes`` or an ``mmap``).
-        view: The same buffer; slicing gives a view.
+        memory: The buffer; slicing it copies to ``bytes`` (``bytes`` or an ``mmap``).
+        view: The same buffer; slicing it gives a view.
         keys: ``__key__`` of each of n rows.
         urls: ``__url__`` of each row.
-        fields: Where each field lies in the buffer.
+        fields: Location of each field in the buffer.
         damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
-        numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
-        positions: int64 [n], of each row in the epoch's global order: decides what functions draw; None: 0 to n.
-        sources: int64 [n], which source of a mixture each row is of; None: there is one data set.
-        packs: The rows are documents, or pieces of them, that make packs, which are the rows of the batch; None: they
-            are its rows themselves.
+        numbers: int64 [n], number of each row's sample in the data set; None if unknown.
+        positions: int64 [n], position of each row in the epoch's global order, which determines random numbers; None: 0
+            to n.
+        sources: int64 [n], source of each row in a mixture; None: there is one data set.
+        packs: The packs that the rows (documents, or pieces of them) make up, which are the rows of the batch; None:
+            the rows themselves are.
     """
 
     memory: Any
@@ -55,6 +56,6 @@ class Rows:
 
 
 class DecodedRow(Protocol):
-    """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs nothing worth a name."""
+    """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs almost nothing."""
 
     def __setitem__(self, index: int, row: int, /) -> None: ...

@@ -1,4 +1,4 @@
-"""Make a data set a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
+"""Turn a data set into a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Nulls: TypeAlias = Literal["error", "drop"]
 ELSEWHERE = {
     name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
 } | {"epoch_size": "it belongs to the loader; write DataLoader(…, epoch_size=…)"}
-"""Options that a data set by groups does not have, and where they are given."""
+"""Options that a grouped data set does not have, and where they belong."""
 LARGE_AMPLIFICATION = 2.0
-"""Bytes read for one that is used, beyond which the log says so: about what a window's chunks in memory cost, too."""
+"""Read amplification above which the log warns; the chunks of a window take about as much memory, too."""
 _SHARDS_LOOKED_AT, _PIECES_LOOKED_AT = 8, 64
 _log = logging.getLogger("streaming")
 
 
 class GroupedMixture(Mixture):
-    """A data set whose samples are drawn from by groups, each a source of a mixture, in shares by a schedule.
+    """Draw the samples of a data set by groups, each a source of a mixture, with scheduled shares.
 
     Args:
         dataset: The data set.
         grouping: The group of each sample.
-        names: Of the groups that are sources, by number.
-        weights: Of these.
-        name_sources: Whether batches say the group in ``__source__``.
-        cure: The command by which a sample's neighbours become those of its group.
+        names: Names of the groups that are sources, by number.
+        weights: Weights of the groups.
+        name_sources: Whether batches name the group in ``__source__``.
+        cure: A command that places the samples of a group next to each other.
         quotas: See ``Mixture``.
     """
 
@@ -69,7 +69,7 @@ class GroupedMixture(Mixture):
             )  # fmt: skip
 
     def __len__(self) -> int:
-        """Refuse: it has no end.
+        """Raise, because it has no end.
 
         Raises:
             TypeError: Always.
@@ -80,11 +80,11 @@ class GroupedMixture(Mixture):
         )
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Return sample number ``index`` of the set that it was made of, in storage order; see ``StreamingDataset``.
+        """Return sample number ``index`` of the underlying data set, in storage order; see ``StreamingDataset``.
 
         Raises:
             IndexError: There is no such sample.
-            ConfigError: A range is asked for.
+            ConfigError: ``index`` is a slice.
         """
         if isinstance(index, builtins.slice):
             raise ConfigError(
@@ -93,21 +93,21 @@ class GroupedMixture(Mixture):
         return self.dataset[operator.index(index)]
 
     def map(self, function: Transform) -> Self:
-        """Return the same with ``function`` called on each sample, after what the data set calls."""
+        """Return the same with ``function`` called on each sample, after the functions of the data set."""
         made = super().map(function)
         made.dataset = self.dataset.map(function)
         return made
 
     @property
     def shown_names(self) -> dict[str, str]:
-        """See ``Mixture``: nothing, unless ``name_sources`` asks for it."""
+        """See ``Mixture``: empty unless ``name_sources`` is set."""
         return {name: name if self.name_sources else "" for name in self.names}
 
     def check_ledger(self, ledger: Ledger) -> None:
         """See ``Mixture``.
 
         Raises:
-            StateError: The groups are others than those of the state.
+            StateError: The groups differ from those of the state.
         """
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing:
@@ -127,9 +127,10 @@ class GroupedMixture(Mixture):
 
     @cached_property
     def read_amplification(self) -> float:
-        """About how many bytes are read for one that is used, over a pass of all groups.
+        """Approximate number of bytes read per byte used, over a pass of all groups.
 
-        By the chunk table alone where whole chunks would cost little; else some pieces of some shards are looked at.
+        Computed from the chunk table if whole chunks would cost little; otherwise from a sample of pieces of some
+        shards.
         """
         whole, chunks = self.dataset.shards.table, self._piece_chunks
         if whole is None:
@@ -157,7 +158,7 @@ def grouped(
     """Return the groups of a data set's samples by some columns.
 
     Raises:
-        ConfigError: It is no data set of samples with columns.
+        ConfigError: The data set has no samples with columns.
     """
     peers = job_peers(agent_store())
     return group_samples(
@@ -167,10 +168,10 @@ def grouped(
 
 
 def check_dataset(dataset: Any, owner: str) -> None:
-    """Refuse what is no ``StreamingDataset``.
+    """Check that ``dataset`` is a ``StreamingDataset``.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not.
     """
     if isinstance(dataset, Mixture):
         raise ConfigError(
@@ -191,10 +192,10 @@ def check_dataset(dataset: Any, owner: str) -> None:
 
 
 def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> None:
-    """Refuse samples without a value, unless they are to be left out, which is said in the log.
+    """Refuse samples without a value, or log how many are left out.
 
     Raises:
-        ConfigError: There are some.
+        ConfigError: There are some, and ``nulls`` is ``"error"``.
     """
     check_choice(f"{owner}: nulls", nulls, get_args(Nulls))
     for name, column in counted.items():
@@ -209,7 +210,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
 
 
 def resharding(dataset: StreamingDataset, column: str) -> str:
-    """Return the command that writes samples of like values next to each other."""
+    """Return the command that writes samples of similar values next to each other."""
     url = redact(dataset.urls[0]).rpartition("/")[0] or "."
     return (
         f"Shards that are sorted by the column, which then lies in their sample tables, are read about once: "

@@ -179,7 +179,7 @@ class Mixture(JoinedSource):
 
     @classmethod
     def _described(cls, content: Mapping[str, Any], place: str, storage_options: dict[str, object]) -> Mixture:
-        """Return the mixture that ``content`` describes; ``place`` says in messages where that stands."""
+        """Return the mixture that ``content`` describes; ``place`` is its location in the file, for messages."""
         sources: dict[str, StreamingDataset | Mixture] = {}
         for name, given in content["sources"].items():
             here = f"{place}/{name}" if place else name
@@ -195,7 +195,7 @@ class Mixture(JoinedSource):
         return cls(sources, **arguments_of(content))
 
     def _with_transforms(self, transforms: Mapping[str, Transform], place: str) -> Mixture:
-        """Return the same mixture whose leaves call these functions, by their names under ``place``."""
+        """Return the same mixture with these functions on its leaves, by their names below ``place``."""
         made = copy.copy(self)
         made.sources = {
             name: one._with_transforms(transforms, f"{place}{name}/") if isinstance(one, Mixture)
@@ -260,7 +260,7 @@ class Mixture(JoinedSource):
         return made._of_sources()
 
     def _of_sources(self) -> Self:
-        """Return this mixture, which is a copy, over what ``sources`` holds now."""
+        """Rebuild this mixture, which is a copy, over the current ``sources``."""
         self.leaves = _leaves(self.sources)
         JoinedSource.__init__(self, self.leaves)
         self._take_over()
@@ -287,7 +287,7 @@ class Mixture(JoinedSource):
     def _take_over(self) -> None:
         """Set the options of all sources together, for callers that do not ask each source.
 
-        ``decode`` and ``transform`` are what ranks compare, ``on_error`` is the mildest.
+        ``decode`` and ``transform`` are compared between ranks; ``on_error`` is the most tolerant one.
         """
         leaves = list(self.leaves.values())
         self.fields: tuple[str, ...] | None = None
@@ -308,10 +308,10 @@ class Mixture(JoinedSource):
         return super().has_packs(chunk_ids, self._companies(passes), seed)
 
     def _companies(self, passes: Int64Array) -> Int64Array:
-        """Return the passes by which documents change company.
+        """Return the pass numbers that determine which documents share a pack.
 
         A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
-        documents would come twice, and others not at all: unless passes hold whole sources, company never changes.
+        documents would come twice, and others not at all. So unless passes hold whole sources, packs never change.
         """
         quotas = self._blend.quotas
         if quotas is None or self.batches == "one_source":
@@ -322,13 +322,13 @@ class Mixture(JoinedSource):
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
-        """How the samples of each source become objects."""
+        """How the samples of each source are decoded and transformed."""
         shown = self.shown_names
         return tuple(replace(part, name=shown[name]) for name in self.names for part in self.leaves[name].recipe_parts)
 
     @property
     def shown_names(self) -> dict[str, str]:
-        """What batches say of each leaf in ``__source__``."""
+        """The name of each leaf in ``__source__``."""
         found: dict[str, str] = {}
         for name, one in self.sources.items():
             within = one.shown_names if isinstance(one, Mixture) else {}
@@ -341,7 +341,7 @@ class Mixture(JoinedSource):
         """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
         if self.batches == "one_source" and self.shuffle_config.lanes is None:
-            # Each lane gives as many samples to every batch.
+            # Each lane gives equally many samples to every batch.
             found = replace(found, lanes=next(n for n in range(found.lanes, 0, -1) if global_batch_size % n == 0))
         return found
 
@@ -357,7 +357,7 @@ class Mixture(JoinedSource):
 
     @cached_property
     def units_per_sample(self) -> dict[str, float]:
-        """What a sample of each leaf counts on average; said once in the log."""
+        """What a sample of each leaf counts on average; logged once."""
         return units_per_sample(self.leaves, self.unit)
 
     @property
@@ -365,12 +365,12 @@ class Mixture(JoinedSource):
         return None if self.unit == "samples" else lambda: self.units_per_sample
 
     def weighed(self, weights: Any) -> Schedule:
-        """Return the weights per sample of each leaf of other ``weights`` of this mixture.
+        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
 
-        Mixtures within go on by their own schedules, which count the rows of the run.
+        Nested mixtures keep their own schedules, which count the rows of the run.
 
         Raises:
-            ConfigError: The mixture ends, or they are no weights of its sources.
+            ConfigError: The mixture has an end, or the weights are not valid for its sources.
         """
         if not self.is_endless:
             raise ConfigError(
@@ -402,10 +402,10 @@ class Mixture(JoinedSource):
         return Ledger((entry,))
 
     def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
-        """Count the samples of each source in an epoch that ends: of batches of one source, those of whole batches.
+        """Return the samples of each source in an epoch that ends; for batches of one source, those in whole batches.
 
         Raises:
-            ConfigError: A source has too few for one.
+            ConfigError: A source has fewer samples than a batch.
         """
         quotas, size = self._blend.quotas, global_batch_size
         if quotas is None or size is None or self.batches == "mixed":
@@ -420,9 +420,10 @@ class Mixture(JoinedSource):
         return {name: count - count % size for name, count in quotas.items()}
 
     def needed(self, ledger: Ledger) -> list[str]:
-        """Return sources that this mixture lacks, and of whose chunks the ledger says too little to do without them.
+        """Return sources that this mixture lacks but needs, because the ledger says too little about their chunks.
 
-        Dealt by chunks, where the others stand follows from theirs; unless what they laid is written down.
+        If shares are dealt in chunks, the positions of the other sources follow from theirs, unless what they laid is
+        recorded.
         """
         if ledger.last.dealt != "chunks":
             return []
@@ -430,7 +431,7 @@ class Mixture(JoinedSource):
         return sorted(missing if ledger.last.quotas is not None else missing & (ledger.drawn - ledger.laid.keys()))
 
     def check_ledger(self, ledger: Ledger) -> None:
-        """Refuse the ledger of a run that cannot go on with this mixture, whatever changes in it.
+        """Check that the run of a ledger can continue with this mixture, apart from changes that are allowed.
 
         Raises:
             StateError: Chunks of a source that it lacks are needed for what was drawn before.
@@ -445,14 +446,14 @@ class Mixture(JoinedSource):
             )
 
     def grown(self, ledger: Ledger) -> list[str]:
-        """Return sources that have the shards of the ledger, and others behind them."""
+        """Return the sources that have the shards of the ledger and more after them."""
         own, shards = self.fingerprints, ledger.shards
         changed = {name: was for name, was in ledger.sources.items() if own.get(name, was) != was}
         return [name for name, was in changed.items() if self._chunks_when(name, was, shards) is not None]
 
     @property
     def memory_cure(self) -> str:
-        """What makes this mixture need less memory, for messages; "" where nothing does."""
+        """What makes this mixture need less memory, for messages; "" if nothing does."""
         if self.batches == "one_source":
             needs = 'batches="one_source"', 'batches="mixed"'
         elif self.quotas == "exact":
@@ -462,10 +463,10 @@ class Mixture(JoinedSource):
         return ". {} keeps chunks of each source in every lane; {} keeps those of one data set".format(*needs)
 
     def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
-        """Tell of each source of the ledger from which pass on it has how many of its chunks; see ``Sources``.
+        """Return, for each source of the ledger, how many of its chunks it has from which pass on; see ``Sources``.
 
         Raises:
-            StateError: A source is not the one of the ledger, nor that one with more shards behind it.
+            StateError: A source is neither the one of the ledger nor that one with more shards after it.
         """
         found: dict[str, list[tuple[int, int]]] = {}
         known: dict[tuple[str, str], int | None] = {}
@@ -493,7 +494,7 @@ class Mixture(JoinedSource):
         return self.leaves[name].chunks_when(fingerprint, shards.get(name))
 
     def forecast(self, ledger: Ledger) -> Forecast:
-        """Tell what is due of each source, with the shards that it had, by the shares of a ledger."""
+        """Forecast what is due of each source, by the shares of a ledger and with the shards that it had."""
         eras, found = self.eras(ledger), {}
         for name, one in self.leaves.items():
             samples = sums(one.chunk_samples)
@@ -502,7 +503,7 @@ class Mixture(JoinedSource):
         return Forecast(ledger, found)
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """Tell how many bad samples each source, as batches name it, may have in so many rows."""
+        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows."""
         drawn, found = self.forecast(ledger).drawn(row, num_samples), dict[str, list[str]]()
         for name, shown in self.shown_names.items():
             found.setdefault(shown, []).append(name)
@@ -514,7 +515,7 @@ class Mixture(JoinedSource):
         return limits
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
-        """Return the order of every pass, or of the one that has no end; None: of a run that begins."""
+        """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""
         ledger = self.begun() if ledger is None else ledger
         bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
@@ -533,7 +534,7 @@ class Mixture(JoinedSource):
             )
             for row, weights in ledger.segments()
         ]
-        lock = threading.RLock()  # the reader plans beside the consumer
+        lock = threading.RLock()  # the reader plans in parallel with the consumer
         if dealt == "chunks":
             return MixedLanes(sources, schedule, lock=lock)
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
@@ -550,7 +551,7 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
 
 
 def _check_sources(sources: Any) -> None:
-    """Refuse what is no dict of data sets with an index.
+    """Check that ``sources`` is a dict of data sets with an index.
 
     Raises:
         ConfigError: It is not.
@@ -573,15 +574,15 @@ def _check_sources(sources: Any) -> None:
                 f"sources: {name!r}: expected a StreamingDataset, a Packed or a Mixture, got {one!r}"
                 + ("; write StreamingDataset(…)" if isinstance(one, (str, PathLike)) else "")
             )
-        if not one.chunk_samples.sum():  # raises where there is no index
+        if not one.chunk_samples.sum():  # raises if there is no index
             raise ConfigError(f"sources: {name!r} has no samples; leave it out, or look at it with `shard_tools info`")
 
 
 def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
-    """Refuse sources of which a batch could not be one tensor: packs beside samples, or packs of several kinds.
+    """Refuse sources that could not form one tensor in a batch: packs beside samples, or packs of several kinds.
 
     Raises:
-        ConfigError: They are such.
+        ConfigError: The sources are such.
     """
     packed = {name: one.shape for name, one in leaves.items() if isinstance(one, Packed)}
     if not packed:

@@ -21,15 +21,15 @@ from streaming.plan.settings import ShuffleConfig
 from streaming.storage import Storage, redact
 
 _AT_THE_MIXTURE = ("shuffle", "seed")
-"""Options of a data set that mean nothing within a mixture, whose order is its own."""
+"""Options of a data set that have no effect within a mixture, which has its own order."""
 _IN_CODE = "transform"
 
 
 def read_description(path: str | PathLike[str], storage_options: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Return the content of a file that describes a mixture; sources are dicts, a URL alone has become ``{"url": …}``.
+    """Return the content of a file that describes a mixture. Every source is a dict; a URL becomes ``{"url": …}``.
 
     Raises:
-        ConfigError: It is not JSON, or no mixture.
+        ConfigError: The file is not JSON, or does not describe a mixture.
         NotFoundError: There is no such file.
     """
     where = fspath(path)
@@ -42,10 +42,10 @@ def read_description(path: str | PathLike[str], storage_options: Mapping[str, ob
 
 
 def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a described mixture says beside its sources, as ``Mixture`` takes it.
+    """Return the arguments of ``Mixture`` that a description gives besides its sources.
 
     Raises:
-        ConfigError: A schedule or the shuffling is none.
+        ConfigError: A schedule or the shuffling is invalid.
     """
     made = {name: value for name, value in content.items() if name != "sources"}
     if isinstance(made.get("weights"), Mapping) and isinstance(made["weights"].get("shape"), str):
@@ -59,7 +59,7 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; a name that comes twice would silently lose a source."""
+    """Make a JSON object, and refuse duplicate names, which would silently lose a source."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -68,7 +68,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _mixture(content: Any, place: str) -> dict[str, Any]:
-    """Return a mixture's object, checked as far as it can be without its sources."""
+    """Validate a mixture's object as far as possible without its sources, and return it."""
     if not isinstance(content, dict) or not isinstance(content.get("sources"), dict):
         raise ConfigError(
             f'{place}: expected an object with "sources", such as {{"sources": {{"web": "s3://bucket/web/"}}}}, got '

@@ -1,4 +1,4 @@
-"""Weigh the samples of data sets: what one counts on average, in tokens or bytes, where weights count these."""
+"""Weigh the samples of data sets: what one counts on average if weights count tokens or bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from streaming.storage import redact
 
 Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
 _TABLES_READ = 8
-"""Shards of a source whose column is read for the mean number of tokens of its samples."""
+"""Number of shards of a source whose column is read to estimate the mean number of tokens per sample."""
 _log = logging.getLogger("streaming")
 
 
 def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Unit) -> dict[str, float]:
-    """Return what a sample of each source counts on average; what is not counted itself is said in the log.
+    """Return what a sample of each source counts on average; values that are estimated are logged.
 
     Raises:
-        ConfigError: Tokens are to be counted, and a source does not have their column, or none of them.
+        ConfigError: Tokens are to be counted, but a source has no such column, or no tokens.
     """
     if unit == "samples":
         return dict.fromkeys(sources, 1.0)
@@ -35,14 +35,14 @@ def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Uni
 
 
 def _mean_bytes(dataset: StreamingDataset | Packed) -> float:
-    """Take the mean of the chunk table: chunks hold what a filter leaves out, too."""
+    """Return the mean size from the chunk table; chunks include what a filter leaves out."""
     stored = dataset.documents if isinstance(dataset, Packed) else dataset
     kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
     return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
 
 
 def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
-    """Take the mean of the column ``tokens`` over some shards, evenly spread: the same ones on every rank."""
+    """Return the mean of the column ``tokens`` over some evenly spaced shards, the same ones on every rank."""
     if isinstance(dataset, Packed):
         return dataset.num_tokens / len(dataset)
     num_shards = len(dataset.urls)

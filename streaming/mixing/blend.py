@@ -1,4 +1,4 @@
-"""Work out what is drawn of each source of a mixture, from what its user asks for: ``Blend``."""
+"""Compute what is drawn from each source of a mixture, given the user's options: ``Blend``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from streaming.plan.schedule import Schedule, checked_weights, value_at
 
 Ends: TypeAlias = Literal["first", "all"]
 Units: TypeAlias = Callable[[], Mapping[str, float]]
-"""Gives what a sample of each source counts on average."""
+"""Returns what a sample of each source counts on average."""
 _SHORT = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """What is drawn of each source: ``quotas`` in a pass, or weights per sample, without end.
+    """What is drawn from each source: ``quotas`` in a pass, or weights per sample, without an end.
 
-    Sources are those that hold samples: of a mixture within, its own by names such as ``"web/en"``.
+    Sources are leaves, which hold samples; those of a nested mixture have names such as ``"web/en"``.
     """
 
     quotas: Mapping[str, int] | None = None
     weights: Schedule | None = None
 
     def segments(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Return rows, and the weights per sample from each one on; those of quotas never change."""
+        """Return rows, and the weights per sample from each on; those of quotas never change."""
         if self.weights is not None:
             return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
         return [(0, dict(self.quotas or {}))]
 
     def within(self, name: str) -> Blend:
-        """Return what is drawn of each source of a mixture that is itself one, by their names outside of it."""
+        """Return what is drawn from each source of a mixture that is itself a source, by their outer names."""
         if self.quotas is not None:
             return Blend({f"{name}/{leaf}": count for leaf, count in self.quotas.items()})
         steps = {row: {f"{name}/{leaf}": share for leaf, share in found.items()} for row, found in self.segments()}
@@ -49,7 +49,7 @@ def blend_of(
     """Return what a mixture draws.
 
     Args:
-        sources: What is drawn within each source: of a data set, all its samples.
+        sources: What is drawn within each source; for a data set, all its samples.
         sizes: Samples of each data set in them.
         weights: See ``Mixture``.
         repeats: See ``Mixture``.
@@ -57,7 +57,7 @@ def blend_of(
         units: What weights count; None: samples.
 
     Raises:
-        ConfigError: The arguments contradict each other, or are of no use for these sources.
+        ConfigError: The arguments contradict each other, or are not valid for these sources.
     """
     if weights is not None and repeats is not None:
         raise ConfigError("weights and repeats: give one of them; weights are shares, repeats passes an epoch")
@@ -97,14 +97,14 @@ def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None
 
 
 def by_weight(sources: Mapping[str, Blend], weights: Mapping[str, float] | Schedule, units: Units | None) -> Schedule:
-    """Return weights per sample of each leaf, of weights per unit of each source.
+    """Convert weights per unit of each source into weights per sample of each leaf.
 
     Raises:
-        ConfigError: They are none, or do not name the sources.
+        ConfigError: They are not weights, or do not name the sources.
     """
     given = _schedule_of(weights, sources)
     if units is None and all(within.quotas is not None and name in within.quotas for name, within in sources.items()):
-        return given  # of data sets, none is a mixture
+        return given  # all sources are data sets, none a mixture
     per_sample = None if units is None else units()
     parts = {name: within.segments() for name, within in sources.items()}
     rows = sorted({row for row, _ in given.segments()} | {row for steps in parts.values() for row, _ in steps})
@@ -128,7 +128,7 @@ def _weights_at(
 
 
 def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Count the samples of each source until the first one, or all, have been read once."""
+    """Return the samples of each source until the first one, or all, have been read once."""
     exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
     unread = sorted(set(sizes) - set(exact))
     if unread and ends == "all":
@@ -145,10 +145,10 @@ def _rounded(number: Fraction) -> int:
 
 
 def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
-    """Return weights of all sources as a schedule.
+    """Return the weights of all sources as a schedule.
 
     Raises:
-        ConfigError: They are none, or do not name the sources.
+        ConfigError: They are not weights, or do not name the sources.
     """
     if isinstance(weights, Schedule):
         if not weights.names:
@@ -160,10 +160,10 @@ def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
 
 
 def check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
-    """Refuse what is no dict of numbers by the names of the sources.
+    """Check that ``given`` is a dict of numbers by the names of the sources.
 
     Raises:
-        ConfigError: It is none; names that are unknown, or missing, are listed.
+        ConfigError: It is not; the message lists names that are unknown or missing.
     """
     if not isinstance(given, (Mapping, tuple)):
         example = ", ".join(f'"{name}": 1' for name in sorted(sources)[:2]) + (", …" if len(sources) > 2 else "")
@@ -184,6 +184,6 @@ def check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
 
 
 def shown_value(given: object) -> str:
-    """Return what somebody gave, for a message: short values as they are, others by their type."""
+    """Format a user's value for a message: short values as they are, others by their type."""
     shown = repr(given)
     return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"

@@ -1,4 +1,4 @@
-"""Share what orders of mixtures without end have: sources, weights by time, and where these may still change."""
+"""Share what the orders of endless mixtures have: sources, weights by time, and where these may still change."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from streaming.types import Int64Array
 
 
 class Endless(ABC):
-    """Hold what is drawn of each source by time, and up to where it is planned. One pass, number 0, without end.
+    """Track what is drawn from each source by time, and how far it is planned. A single pass, number 0, without an end.
 
-    Thread-safe but for ``append``, and with a ``lock`` that too. What was planned stays as it is: weights are only ever
-    appended behind it.
+    Thread-safe except ``append``, which is thread-safe with a ``lock``. What has been planned never changes: weights
+    are only appended after it.
 
     Args:
         sources: The sources.
-        schedule: Weights by time, counted in samples of one lane: L times as many over all. The first from 0 on; a
-            source that is not named has no share.
-        lock: A ``threading.RLock``, to be given where one thread appends weights while another plans.
+        schedule: Weights by time, counted in samples of one lane: L times as many over all lanes. The first apply from
+            0 on; a source that is not named has no share.
+        lock: A ``threading.RLock``, needed if one thread appends weights while another plans.
 
     Attributes:
-        schedule: Weights by time, the appended ones included.
+        schedule: Weights by time, including appended ones.
 
     Raises:
-        ConfigError: The weights are none.
+        ConfigError: The weights are invalid.
     """
 
     is_endless = True
@@ -48,7 +48,7 @@ class Endless(ABC):
 
     @abstractmethod
     def _weigh(self) -> None:
-        """Rebuild what follows from the schedule, which has changed behind the frontier alone."""
+        """Recompute what depends on the schedule, which has changed only beyond the frontier."""
 
     def of_pass(self, number: int) -> Self:
         """Return the order itself: there is one pass.
@@ -61,7 +61,7 @@ class Endless(ABC):
         return self
 
     def apart(self) -> Self:
-        """Return the same order for looking ahead: it leaves this one's frontier alone, and shares what is laid."""
+        """Return the same order for looking ahead: it does not move this one's frontier, and shares what is laid."""
         made = copy.copy(self)
         made._frontier = 0
         return made
@@ -81,16 +81,16 @@ class Endless(ABC):
 
     @abstractmethod
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source due at positions ``[0, place)`` of a lane, int64[``Sources.every_name``]."""
+        """Count the samples of each source at positions ``[0, place)`` of a lane, int64 [``Sources.every_name``]."""
 
     @property
     @abstractmethod
     def known_from(self) -> int:
-        """The first time, in samples of a lane, from which on no position needs a source that is absent; or later."""
+        """A time, in samples of a lane, from which no position needs an absent source; not necessarily the first."""
 
     @abstractmethod
     def free_pass(self, name: str) -> int:
-        """Find the first pass over a source that nothing planned is of: from there on it may have more chunks."""
+        """Return the first pass over a source of which nothing is planned; it and later ones may have more chunks."""
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""
@@ -99,14 +99,14 @@ class Endless(ABC):
     # --- weights that change ---
 
     def settle(self, place: int) -> None:
-        """Move the frontier behind all that positions before ``place`` depend on, in every lane."""
+        """Move the frontier beyond everything that positions before ``place`` depend on, in every lane."""
         for lane in range(self.settings.lanes if place else 0):
             self.lane_samples(lane, max(place - 2 * self.settings.window - 1, 0), place)
 
     def first_free_row(self, row: int) -> int:
-        """Return the first row from which on other weights may apply, if rows before ``row`` are to stay as they are.
+        """Return the first row from which other weights may apply if rows before ``row`` are to stay as they are.
 
-        The window mixes what lies around a row, and chunks are laid whole: so it lies some chunks behind ``row``.
+        It is some chunks after ``row``, because the window mixes neighbouring rows and chunks are used whole.
         """
         lanes = self.settings.lanes
         self.settle(-(-row // lanes))
@@ -123,24 +123,24 @@ class Endless(ABC):
 
     @property
     def frontier(self) -> int:
-        """The first time, in samples of a lane, from which on other weights may still apply: nothing is planned there.
+        """The first time, in samples of a lane, from which nothing is planned, so that other weights may still apply.
 
-        Other ranks have frontiers of their own; a change must lie behind all of them.
+        Other ranks have frontiers of their own; a change must be beyond all of them.
         """
         with self._lock:
             return self._frontier
 
     @contextmanager
     def held(self) -> Iterator[int]:
-        """Hold the frontier where it is, and yield it; who plans beyond it waits until the ``with`` block ends."""
+        """Hold the frontier in place and yield it; planning beyond it waits until the ``with`` block ends."""
         with self._lock:
             yield self._frontier
 
     def append(self, *weights: Weights) -> None:
-        """Apply other weights, the first from a time on, in place of those that were to apply then or later.
+        """Apply other weights from a time on, in place of those scheduled for then or later.
 
         Raises:
-            ConfigError: Something is planned there already, or the weights are none.
+            ConfigError: Something is already planned there, or the weights are invalid.
         """
         with self._lock:
             start = weights[0].start
@@ -149,16 +149,16 @@ class Endless(ABC):
                     f"weights from {start} on: planned up to {self._frontier}; give a start that is not before"
                 )
             kept = [entry for entry in self.schedule if entry.start < start]
-            # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
+            # Nothing stamped at or after the start has been handed out, and what comes before does not depend on it.
             self.schedule = checked_schedule(self.sources.every_name, (*kept, *weights))
             self._weigh()
 
 
 def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:
-    """Return weights by time; of several from one time on, the last.
+    """Validate and return weights by time; of several at one time, the last.
 
     Raises:
-        ConfigError: The first do not apply from 0 on, times fall, or a source is named that is none.
+        ConfigError: The first do not apply from 0 on, times decrease, or an unknown source is named.
     """
     kept: list[Weights] = []
     for entry in schedule:

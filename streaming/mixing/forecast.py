@@ -1,4 +1,4 @@
-"""Tell what a run draws of each source of a mixture: by the shares of its ledger, or exactly, from its orders."""
+"""Compute what a run draws from each source of a mixture: approximately from its ledger, or exactly from its orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
     """Count the samples of each source among the first ``row`` of a run, by arithmetic.
 
     Args:
-        orders: Of the mixture.
+        orders: Orders of the mixture.
         row: Samples of the run, over all ranks and epochs.
     """
     names, lanes = orders.sources.every_name, orders.settings.lanes
@@ -35,23 +35,23 @@ def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Count the passes over one source, of which later ones are larger where the source grew.
+    """Count the passes over one source; later passes are larger if the source has grown.
 
     Attributes:
-        sizes: First pass, and samples of each pass from it on; by pass, the first one 0.
+        sizes: First pass, and samples of each pass from it on; ascending, the first for pass 0.
     """
 
     sizes: tuple[tuple[int, int], ...]
 
     def draws(self, number: int) -> int:
-        """Count the samples of all passes before pass ``number``."""
+        """Return the number of samples in all passes before pass ``number``."""
         stops = [*(first for first, _ in self.sizes[1:]), number]
         return sum(
             max(min(stop, number) - first, 0) * size for (first, size), stop in zip(self.sizes, stops, strict=True)
         )
 
     def read(self, count: float) -> float:
-        """Tell how many passes the first ``count`` samples are."""
+        """Return how many passes the first ``count`` samples are."""
         first, size = next(era for era in reversed(self.sizes) if self.draws(era[0]) <= count)
         return first + (count - self.draws(first)) / size
 
@@ -67,11 +67,11 @@ class _Segment:
 
 
 class Forecast:
-    """Say when what is due of each source, by its share: what comes strays from it by a chunk or so of a lane.
+    """Predict when what is due of each source, by its share; the actual order deviates by about a chunk per lane.
 
     Args:
-        ledger: Of the run.
-        passes: Over each source that there is, by name.
+        ledger: Ledger of the run.
+        passes: Passes over each source, by name.
     """
 
     def __init__(self, ledger: Ledger, passes: Mapping[str, Passes]) -> None:
@@ -85,7 +85,7 @@ class Forecast:
         ]
 
     def drawn(self, row: int, num_samples: int) -> dict[str, float]:
-        """Count the samples of each source that rows ``[row, row + num_samples)`` come to."""
+        """Return the samples of each source in rows ``[row, row + num_samples)``, by its share."""
         found: dict[str, float] = dict.fromkeys(self.passes, 0.0)
         for one in self._segments:
             length = max(min(one.stop, row + num_samples) - max(one.start, row), 0)
@@ -94,7 +94,7 @@ class Forecast:
         return found
 
     def pass_rows(self, row: int, most: int = 1) -> dict[str, list[tuple[int, int]]]:
-        """Tell at which rows behind ``row`` each source begins its next passes, at most so many, and their numbers.
+        """Return the rows after ``row`` at which sources begin their next passes (up to ``most`` each), with numbers.
 
         A pass that never comes is left out.
         """
@@ -108,7 +108,7 @@ class Forecast:
         return found
 
     def joins(self, row: int) -> list[tuple[int, str]]:
-        """Tell at which row behind ``row`` shards that a source got in mid-run are first read; by row."""
+        """Return the rows after ``row`` at which shards added to a source during the run are first read, in order."""
         drawn, found = self.drawn(0, row), []
         for name, passes in self.passes.items():
             missing = passes.draws(passes.sizes[-1][0]) - drawn[name]
@@ -118,7 +118,7 @@ class Forecast:
         return sorted(found)
 
     def openings(self, row: int) -> list[tuple[int, str]]:
-        """Tell at which row behind ``row`` sources without a weight get one, and all that do so there; by row."""
+        """Return the rows after ``row`` at which sources without a weight get one, with these sources, in order."""
         found = []
         for before, one in pairwise(self._segments):
             opened = [name for name in self.passes if one.weights[name] and not before.weights[name]]
@@ -127,7 +127,7 @@ class Forecast:
         return found
 
     def _row_of(self, row: int, name: str, missing: float) -> int | None:
-        """Return the row behind ``row`` up to which so many more samples of a source are drawn; None: never."""
+        """Return the row after ``row`` by which ``missing`` more samples of a source are drawn; None: never."""
         for one in self._segments:
             begin, weight = max(one.start, row), one.weights.get(name, 0)
             if one.stop <= begin or not weight:

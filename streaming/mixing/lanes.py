@@ -1,9 +1,9 @@
-"""Lay the lanes of a mixture without end: every lane is a stream of chunks of all sources, by weight.
+"""Lay out the lanes of an endless mixture: every lane is a stream of chunks of all sources, by weight.
 
 Each source is a stream of its own, cut into lanes (:mod:`streaming.mixing.source_lanes`). In a lane, the chunks of all
-sources are laid in the order of their stamps (see :mod:`streaming.mixing.passes`): the times, in samples of the lane,
-at which the source's share has grown to them. How much a source has given by some time is arithmetic too; so what
-stands at a position is found without what comes before it::
+sources are ordered by their stamps (see :mod:`streaming.mixing.passes`): the times, in samples of the lane, at which
+the source's share has grown to them. How much a source has given by some time follows by arithmetic too, so any
+position can be evaluated without its predecessors::
 
     time            0 ------ t --------->
     share of web    0 ... 0.7 t              laid by t: web's chunks of its first 0.7 t samples, one more or less
@@ -30,26 +30,26 @@ from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place
 from streaming.plan.permutation import permutations
 from streaming.types import Int64Array
 
-_LEAST_GROUP = 16  # lanes laid at once: NumPy takes as long for one
+_LEAST_GROUP = 16  # lanes laid out together: NumPy takes as long for one
 _MOST_GROUPS = 32  # of all lanes: each group draws the rounds of all sources anew, which hold all lanes
-_KEPT_BLOCKS = 256  # laid, of a group of lanes each
-_BLOCKS_AHEAD = 64  # of which a source's runs are drawn at once: one block costs as much
+_KEPT_BLOCKS = 256  # blocks that are laid out, each of one group of lanes
+_BLOCKS_AHEAD = 64  # number of blocks for which a source's runs are drawn together: one block costs as much
 _CHUNKS_AHEAD = 64  # of a source and lane that these are at most
 _KEPT_PARTS = 2**20  # of rounds, over all sources: groups of lanes ask for the same ones; some 32 MiB
 _LEAST_BLOCK = 1024  # samples of a lane
-_LEAST_STRETCH = 512  # samples of a lane; half of it costs a third more per row
+_LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
 
 class MixedLanes(Endless):
-    """The order of a mixture without end: one pass, number 0, in which every lane is a stream of chunks by weight.
+    """The order of an endless mixture: one pass, number 0, in which every lane is a stream of chunks by weight.
 
-    After ``n`` samples of a lane a source has given ``n`` times its share, give or take one of its chunks, and its
-    share of one chunk of every source. Any position is found by arithmetic and a pass's permutation of each source.
+    After ``n`` samples of a lane, a source has given ``n`` times its share, to within one of its chunks plus its share
+    of one chunk of every source. Any position is found by arithmetic and one permutation per pass and source.
     """
 
     @property
     def stretch(self) -> int:
-        """See ``Orders``: as little as costs little, so that other weights may soon apply."""
+        """See ``Orders``: as short as is efficient, so that other weights can take effect soon."""
         return max(self.settings.window // 2, _LEAST_STRETCH)
 
     def __init__(
@@ -72,12 +72,12 @@ class MixedLanes(Endless):
         self._growths = growths(sorted(self.sources.names), self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
         self._weigh_absent()
-        # What is laid behind the frontier was given to nobody; the rest is laid again as it was.
-        self._kept: dict[int, Drawn] = {}  # others than those that a look ahead still has
+        # What is laid beyond the frontier has not been handed out; the rest is laid out again exactly as before.
+        self._kept: dict[int, Drawn] = {}  # separate from those that an order for looking ahead still has
         self._blocks: dict[tuple[int, int], LaneBlock] = {}
 
     def _weigh_absent(self) -> None:
-        """Tell from when on absent sources give nothing more, and what of all of them lies in each lane by then."""
+        """Compute from when on absent sources give nothing more, and how much of each is in each lane by then."""
         absent = growths(self.sources.every_name[len(self._names) :], self.schedule)
         self._absent_until, self._absent_laid, due = 0.0, np.zeros(self.settings.lanes, np.int64), 0.0
         for name, growth in absent.items():
@@ -93,10 +93,10 @@ class MixedLanes(Endless):
         self._absent_slack = int(np.ceil(np.abs(self._absent_laid - due).max()))
 
     def laid_at_the_end(self, name: str) -> Int64Array:
-        """Count the samples of a source in each lane when all of it is laid, int64[L]; it has no share any more.
+        """Return the samples, int64 [L], that a source without a share has in each lane when all of it is laid.
 
         Raises:
-            ConfigError: It has one.
+            ConfigError: It still has a share.
         """
         growth, lanes = self._growths[name], self._lanes[name]
         if growth.ends_at == np.inf:
@@ -141,7 +141,7 @@ class MixedLanes(Endless):
         )
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """See ``Order``. Moves the frontier up to what is looked at."""
+        """See ``Order``. Moves the frontier up to what is examined."""
         name = self.sources.names[int(self.sources.source_of(np.array([chunk_id]))[0])]
         growth, lanes, window = self._growths[name], self._lanes[name], self.settings.window
         slack = self._slack
@@ -152,12 +152,12 @@ class MixedLanes(Endless):
         )
         found = []
         with self._lock:
-            # Where the sample is not found it must not come either: nothing is laid otherwise up to here.
+            # If the sample is not found here, it must never come here: so nothing up to here may change any more.
             self._frontier = max(self._frontier, until + 1)
         for lane, place in lanes.find(chunk_id, offset, *stream):
             run = lanes.runs(lane, lane + 1, place, place + 1)
             stamp = float(growth.stamps(run.begins + lanes.mean_chunk * self._phases[name][run.lanes])[0])
-            if stamp > until or (stamp <= self._behind_absent <= start - window - slack):  # or due before the start
+            if stamp > until or (stamp <= self._behind_absent <= start - window - slack):  # or is due before the start
                 continue
             number = max(-(-int(np.ceil(stamp)) // self._block_time) - 1, 0)
             block = self._block(lane // self._group, number)
@@ -171,7 +171,7 @@ class MixedLanes(Endless):
         return sorted(set(found))
 
     def laid(self, lane: int, start: int, stop: int) -> Runs:
-        """Return the runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
+        """Return the runs at positions ``[start, stop)`` of a lane as laid out, before the window moves samples."""
         group, within = lane // self._group, lane % self._group
         with self._lock:
             found = list(self._blocks_of(group, slice(within, within + 1), start, stop))
@@ -185,15 +185,16 @@ class MixedLanes(Endless):
     def _give(self, stamps: Floats) -> None:
         """Count runs with these stamps as planned."""
         if len(stamps):
-            # All that was given is stamped before the frontier: weights from there on leave it as it is.
+            # Invariant: everything handed out is stamped before the frontier, so weights from there on do not change
+            # it.
             self._frontier = max(self._frontier, int(np.ceil(stamps.max())) + 1)
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
+        """Count the samples of each source on positions ``[0, place)`` of a lane as laid out, int64 [sources]."""
         group, within = lane // self._group, lane % self._group
         counts = np.zeros(len(self.sources.every_name), np.int64)
         for number, name in enumerate(self.sources.every_name):
-            if name in self.sources.laid:  # all of it lies before any position that can be asked for
+            if name in self.sources.laid:  # all of it is before any position that can be requested
                 counts[number] = self.sources.laid[name][lane]
         with self._lock:
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
@@ -220,7 +221,7 @@ class MixedLanes(Endless):
         """See ``Endless``."""
         with self._lock:
             due = self._growths[name].due(self._frontier)
-        # All that is laid is stamped before the frontier: it begins before what is due there.
+        # Everything laid out is stamped before the frontier, so it begins before what is due there.
         return self._lanes[name].free_pass(int(due) + 2) if due else 0
 
     def _block_starts(self, group: int, block: LaneBlock) -> int:
@@ -244,7 +245,7 @@ class MixedLanes(Endless):
             number += 1
 
     def _block(self, group: int, number: int) -> LaneBlock:
-        """Return what a group of lanes lays in one stretch of time; the latest are kept."""
+        """Return what a group of lanes lays out in one stretch of time; the latest blocks are cached."""
         with self._lock:
             found = self._blocks.get((group, number))
             if found is None:
@@ -257,7 +258,7 @@ class MixedLanes(Endless):
         """Return the runs stamped in ``(start, stop]``, by lane and stamp.
 
         Raises:
-            StateError: Some are of a source that is not there any more.
+            StateError: Some belong to a source that is no longer there.
         """
         if start < self._absent_until:
             raise self._still_needed(start)
@@ -284,25 +285,25 @@ class MixedLanes(Endless):
 
     @property
     def _slack(self) -> int:
-        """By how much positions and times differ at most: less than a chunk of each source."""
+        """Upper bound of the difference between positions and times: less than a chunk of each source."""
         return sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values()) + self._absent_slack
 
     @property
     def _free(self) -> int:
-        """The time from which on a run goes on without the absent sources.
+        """The time from which a run can continue without the absent sources.
 
-        From the block behind on, as far as the window and what counts drawn samples look back.
+        It is that of the next block, plus what the window and the counting of drawn samples look back.
         """
         return self._behind_absent + 3 * self.settings.window + self._absent_slack
 
     @property
     def known_from(self) -> int:
-        """See ``Endless``. What :meth:`find` looks through lies behind that, too."""
+        """See ``Endless``. What :meth:`find` searches is after that, too."""
         looked_at = self._behind_absent + self.settings.window + self._slack
         return max(self._free, looked_at) if self._absent_until else 0
 
     def _still_needed(self, time: int) -> StateError:
-        """Make the error of a stretch of time in which absent sources may have runs."""
+        """Make the error for a stretch of time in which absent sources may have runs."""
         lanes, names = self.settings.lanes, self.sources.every_name[len(self._names) :]
         advice = "Give it the source"
         if self._absent_until < np.inf:
@@ -313,16 +314,14 @@ class MixedLanes(Endless):
         )
 
     def _drawn(self, group: int, start: int, stop: int) -> tuple[Drawn, npt.NDArray[np.bool_]]:
-        """Return the runs of all sources that may be stamped in ``[start, stop]``, and others.
+        """Return at least the runs of all sources stamped in ``[start, stop]``, and which sources have any.
 
-        Also, which sources have given any.
-
-        Those of a few chunks more, and of so many blocks, are kept: most sources have nothing new in most blocks.
+        Runs of a few more chunks, and of several blocks, are cached: most sources have nothing new in most blocks.
         """
         drawn = self._kept.get(group) or Drawn.none(len(self._lanes))
         due = self._growth.due(stop)
         more = ((due - self._growth.due(start)) * _BLOCKS_AHEAD).astype(np.int64)
-        # A run is stamped when up to a mean chunk more is due than comes before it.
+        # When a run is stamped, up to a mean chunk more is due than comes before it.
         since = np.maximum(self._growth.due(start).astype(np.int64) - self._mean_chunks - 1, 0)
         until, counted = due.astype(np.int64) + 2, due != 0
         missing = np.flatnonzero(counted & ((drawn.since > since) | (until > drawn.until)))
@@ -338,13 +337,13 @@ class MixedLanes(Endless):
         lanes = self._lanes[name]
         ahead = max(stop + min(more, _CHUNKS_AHEAD * lanes.mean_chunk), start + 4 * lanes.mean_chunk)
         runs = lanes.runs(low, high, start, ahead)
-        # The phase counts in mean chunks, not in those that come: else small ones would come first everywhere.
+        # The phase is in units of the mean chunk, not of the actual one, or small chunks would come first everywhere.
         marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
         return start, ahead, runs, self._growths[name].stamps(marks)
 
 
 def _phases(name: str, settings: OrderSettings) -> Floats:
-    """Return where in a chunk's length a source begins in each lane: ``(i + 1/2) / lanes``, permuted over the lanes."""
+    """Return the fraction of a chunk at which a source begins in each lane: a permutation of ``(i + 1/2) / lanes``."""
     places = permutations(keyed_number(settings.seed, "phases", name), np.array([0]), settings.lanes)[0]
     phases: Floats = (2 * places + 1) / (2 * settings.lanes)
     return phases

@@ -1,16 +1,16 @@
 """Deal the positions of a lane to named sources in given shares: exact, seekable, in integers alone.
 
-A balanced binary tree stands over the sources. A node that has been passed ``k`` times in a lane has sent::
+The sources are the leaves of a balanced binary tree. A node that has been passed ``k`` times in a lane has sent::
 
     left(k) = (P(k) + phase(node, lane)) >> 32,    P(k) = sum over segments of p(node, segment) * (passages in it)
 
 to its left side and the rest to its right side, where ``p`` is the share of the left side in units of 2**-32. The
-function grows by 0 or 1, so it also says where passage ``k`` goes, without its predecessors. Over the lanes the phases
-of a node are a permutation of ``(i + 1/2) / lanes``: by Hermite's identity the counts over all lanes are then the
-rounded shares of the whole, and no two lanes deal alike.
+function grows by 0 or 1, so it also determines where passage ``k`` goes, independently of earlier ones. Over the lanes,
+the phases of a node are a permutation of ``(i + 1/2) / lanes``: by Hermite's identity the counts over all lanes are
+then the rounded shares of the whole, and no two lanes deal alike.
 
-Sources are known by name: seeds and phases depend on names and never on the order in which sources are listed. Sources
-that come in mid-run stand in a tree of their own beside the one that was there, so what came before stays as it was::
+Sources are identified by name: seeds and phases depend on names, never on the order in which sources are listed.
+Sources added during a run form a tree of their own beside the existing one, so that what came before does not change::
 
     web, code, math from the start; chat and news from row 512,000 on          (((web) (code math)) (chat news))
 """
@@ -40,43 +40,41 @@ UNIT_BITS = 32
 _LOW_BITS = 20  # of a count, so that share * (count >> 20) fits into 62 bits
 _UNIT = 1 << UNIT_BITS
 _MASK = np.int64(_UNIT - 1)
-_KEPT_NUMBERS = 2**23  # 64 MiB of what is known of lanes: a number of every node and segment, three times
+_KEPT_NUMBERS = 2**23  # 64 MiB of cached lane states: three numbers per node and segment
 
 
 class LaneShares(Protocol):
-    """Say which source each position of a lane draws from, and its how many-th draw that is. Thread-safe.
+    """Determine which source each position of a lane draws from, and the number of that draw. Thread-safe.
 
-    A source's draws in one lane are numbered 0, 1, 2, … in the order of the positions.
+    The draws of a source in one lane are numbered 0, 1, 2, … in the order of positions.
     """
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return sources, by their place in the list of names, and draws of lane positions ``[start, stop)``.
-
-        They are int64[n] each.
+        """Return the sources (indices into the names) and draws at lane positions ``[start, stop)``, int64 [n] each.
 
         Raises:
             ConfigError: There is no such lane, or no such range.
         """
 
     def counts(self, lane: int, position: int) -> Int64Array:
-        """Count the draws of each source among the first ``position`` positions of a lane, int64[sources].
+        """Count the draws of each source among the first ``position`` positions of a lane, int64 [sources].
 
         Raises:
             ConfigError: There is no such lane, or no such position.
         """
 
     def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:
-        """Return the lane positions of some draws of a source, int64[n].
+        """Return the lane positions of some draws of a source, int64 [n].
 
-        :data:`MAX_POSITIONS` where they never come.
+        A draw that never comes has position :data:`MAX_POSITIONS`.
         """
 
 
 class _State(NamedTuple):
-    """What all nodes have done in one lane before each segment, int64[nodes, segments] each.
+    """What all nodes have done in one lane before each segment, int64 [nodes, segments] each.
 
     ``passed`` counts passages; ``above`` and ``below`` are ``P + phase`` as the words above and below 2**32, so
-    ``above`` is also how many of the passages went left.
+    ``above`` is also the number of passages that went left.
     """
 
     passed: Int64Array
@@ -85,20 +83,19 @@ class _State(NamedTuple):
 
 
 class ShareTree:
-    """The shares of :class:`LaneShares`, of single positions.
+    """The shares of :class:`LaneShares`, for single positions.
 
-    Immutable after construction but for what it remembers of lanes, which is only ever what it would compute again:
-    safe to share between threads.
+    Immutable except for caches, and thread-safe.
 
     Args:
-        names: The sources; what methods return counts in this order.
-        schedule: Weights by lane position. A source has a place in the tree from the first that names it on, also with
-            the weight 0.
+        names: The sources; counts are returned in this order.
+        schedule: Weights by lane position. A source joins the tree with the first entry that names it, even with weight
+            0.
         lanes: L, the number of lanes.
-        seed: Of the phases.
+        seed: Seed of the phases.
 
     Raises:
-        ConfigError: The weights are none.
+        ConfigError: The weights are invalid.
 
     Example:
         >>> tree = ShareTree(["web", "code"], [Weights(start=0, weights={"web": 3, "code": 1})], lanes=1, seed=0)
@@ -114,8 +111,8 @@ class ShareTree:
         entries = checked_schedule(self.names, schedule)
         self.starts: Int64Array = np.array([entry.start for entry in entries], np.int64)
         self._exact = [checked_weights(entry.weights) for entry in entries]
-        self._sides: list[tuple[int, int]] = []  # of each node: a node, or -1 - source
-        self._below: list[frozenset[str]] = []  # of each node: the sources below
+        self._sides: list[tuple[int, int]] = []  # for each node: a node, or -1 - source
+        self._below: list[frozenset[str]] = []  # for each node: the sources below it
         shares: list[list[int]] = []
         phases: list[Int64Array] = []
         self._grow(shares, phases)
@@ -129,7 +126,7 @@ class ShareTree:
     # --- the tree ---
 
     def _grow(self, shares: list[list[int]], phases: list[Int64Array]) -> None:
-        """Make the nodes: a tree over the sources that each segment names first, and a node above it and the others."""
+        """Make the nodes: for each segment, a tree over its new sources, and a node that joins it to the rest."""
         self.root, known = -1, frozenset[str]()
         for weights in self._exact:
             fresh = sorted(set(weights) - known)
@@ -154,13 +151,13 @@ class ShareTree:
         self, left: tuple[int, frozenset[str]], right: tuple[int, frozenset[str]], shares: list[list[int]],
         phases: list[Int64Array],
     ) -> int:  # fmt: skip
-        """Return a node above two sides."""
+        """Make a node above two sides and return it."""
         found = []
         for weights in self._exact:
             part, other = (
                 sum((weights.get(name, Fraction()) for name in side), Fraction()) for _, side in (left, right)
             )
-            # Rounded half up; a node that no weight reaches is never passed, whatever its share.
+            # Rounded half up; a node with no weight below it is never passed, whatever its share.
             found.append(int(part / (part + other) * _UNIT + Fraction(1, 2)) if part + other else _UNIT // 2)
         shares.append(found)
         phases.append(_phases(left[1] | right[1], self.lanes, self.seed))
@@ -169,10 +166,7 @@ class ShareTree:
         return len(self._sides) - 1
 
     def path(self, source: int) -> list[tuple[int, int]]:
-        """Return the nodes above a source, from the root down, and the side of each that leads to it.
-
-        () for one not drawn.
-        """
+        """Return the nodes above a source, from the root down, and the side that leads to it; () if it is not drawn."""
         parents = {child: (node, side) for node, sides in enumerate(self._sides) for side, child in enumerate(sides)}
         found, at = [], -1 - source
         while at in parents:
@@ -204,7 +198,7 @@ class ShareTree:
         """See ``LaneShares``."""
         self._check(lane, position, position)
         segment = self._segment(position)
-        # Passages of each node; of each source too, behind them: number -1 is that of source 0.
+        # Passages of each node, followed by those of each source: index -1 is source 0.
         passed = np.zeros(len(self._sides) + len(self.names), np.int64)
         passed[self.root] = position
         for nodes in self._levels:
@@ -220,7 +214,8 @@ class ShareTree:
             return np.full(len(draws), MAX_POSITIONS)
         found = np.array(draws, np.int64)
         for node, side in reversed(path):
-            # What went to the right is such a function too, of the other share, with the other phase.
+            # The number of passages to the right is the same kind of function, with the other share and the other
+            # phase.
             given, below, shares = state.above[node], state.below[node], self.shares[node]
             if side:
                 given, below, shares = state.passed[node] - given, _MASK - below, _UNIT - shares
@@ -241,7 +236,7 @@ class ShareTree:
     def _went(
         self, lane: int, segment: int, nodes: Int64Array, passed: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Tell how many of the first ``passed`` passages of nodes in a segment went left, and whether the next does."""
+        """Return how many of the first ``passed`` passages in a segment went left, and whether the next does."""
         state, share = self._state(lane), self.shares[nodes, segment]
         high, low = product(share, passed - state.passed[nodes, segment])
         below = state.below[nodes, segment] + low
@@ -249,7 +244,7 @@ class ShareTree:
         return left, (below & _MASK) + share >= _UNIT
 
     def _state(self, lane: int) -> _State:
-        """Return what nodes have done before each segment of one lane; that of some lanes is kept."""
+        """Return what nodes have done before each segment of one lane; cached for some lanes."""
         known = self._states.get(lane)
         if known is not None:
             return known
@@ -259,7 +254,7 @@ class ShareTree:
             passed[self.root] = self.starts
         for nodes in self._levels:
             here = passed[nodes]
-            # P at the segments' starts; the phase counts as if it had come before.
+            # P at the segments' starts; the phase counts as if it came before them.
             high, low = product(self.shares[nodes, :-1], np.diff(here, axis=1))
             above[nodes, 1:], below[nodes, 1:] = np.cumsum(high, axis=1), np.cumsum(low, axis=1)
             below[nodes] += self.phases[nodes, lane][:, None]
@@ -275,11 +270,11 @@ class ShareTree:
 
 
 class BatchShares:
-    """The shares of :class:`LaneShares`, of whole batches: all lanes draw from one source as long as a batch lasts.
+    """The shares of :class:`LaneShares`, for whole batches: all lanes draw from one source for the length of a batch.
 
     Args:
         names: See ``ShareTree``.
-        schedule: Weights by lane position; they act from the first batch on that begins there or behind.
+        schedule: Weights by lane position; each takes effect with the first batch that begins there or later.
         batch_rows: Positions of a batch in each lane.
         seed: See ``ShareTree``.
 
@@ -314,9 +309,9 @@ class BatchShares:
 
 
 def steps_to(share: Int64Array, missing: Int64Array, below: Int64Array) -> Int64Array:
-    """Count the passages before number ``missing`` that goes to a side, of shares in units of 2**-32, int64[n].
+    """Count the passages before number ``missing`` that goes to a side, for shares in units of 2**-32, int64 [n].
 
-    The least m with ``share * (m + 1) + below >= (missing + 1) * 2**32``; :data:`MAX_POSITIONS` where there is none.
+    The smallest m with ``share * (m + 1) + below >= (missing + 1) * 2**32``; :data:`MAX_POSITIONS` if there is none.
     """
     some = np.maximum(share, 1)
     times, rest = np.divmod(missing, some)
@@ -344,7 +339,7 @@ def product(shares: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Ar
 
 
 def _halved(weights: Sequence[Fraction]) -> int:
-    """Return where to cut a list of weights so that its sides weigh most nearly the same; both sides hold some."""
+    """Return where to cut a list of weights into two non-empty sides whose sums are as equal as possible."""
     total, left = sum(weights, Fraction()), Fraction()
     best, cut = None, len(weights) // 2
     for index, weight in enumerate(weights[:-1], start=1):
@@ -356,10 +351,7 @@ def _halved(weights: Sequence[Fraction]) -> int:
 
 
 def _phases(names: Iterable[str], lanes: int, seed: int) -> Int64Array:
-    """Return ``(i + 1/2) / lanes`` in units of 2**-32, permuted over the lanes by the seed and the node's names.
-
-    They are int64[L].
-    """
+    """Return ``(i + 1/2) / lanes`` in units of 2**-32, int64 [L], permuted by the seed and the node's names."""
     text = "\n".join(sorted(names)).encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
     places = permutations(key, np.array([0]), lanes)[0]

@@ -1,9 +1,9 @@
 """Cut one source into L endless streams, one for each lane: ``SourceLanes``, whose samples come in ``Runs``.
 
-Draw ``n`` of a source belongs to lane ``n % L``, and pass after pass every lane gets an equal run of the shuffled
-chunks. So all lanes of a source begin a pass together, and where the source's sample ``x`` of a lane lies is
+Draw ``n`` of a source belongs to lane ``n % L``, and in each pass every lane gets an equal run of the shuffled chunks.
+So all lanes of a source begin a pass together, and the location of the source's sample ``x`` of a lane follows by
 arithmetic. A source with fewer chunks than lanes is cut in *rounds* of several passes, so that a lane still reads whole
-chunks: the passes of a round are given side by side. No source knows of the others here.
+chunks: the passes of a round are delivered side by side. Sources are independent of each other here.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import hash_table
 from streaming.types import Int64Array
 
-_BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
+_BUNDLED_PARTS = 2**12  # several rounds of a small source are laid out together
 _KEPT_BUNDLES = 3  # of each source at least
 _NEVER = 2**62
 
 
 class Rounds:
-    """Some rounds over one source, laid end to end and cut into lanes, whose sizes even out from round to round.
+    """Consecutive rounds over one source, laid end to end and cut into lanes, whose sizes even out from round to round.
 
     Args:
-        listing: Of the source.
-        numbers: Of the rounds.
+        listing: Listing of the source.
+        numbers: Numbers of the rounds.
         num_passes: Passes in a round.
         lanes: L.
         first_round: Number of the listing's first round.
         first_draw: The source's draws before that.
 
     Attributes:
-        chunk_ids: int64[P], the chunk of each part.
-        starts: int64[P+1], linear position of the first sample of each part.
-        lane_starts: int64[rounds, L+1], linear position at which each lane of each round starts.
-        first_draws: int64[rounds], the source's draws before each round.
-        turns: int64[rounds, L], linear position of the border between parts at which a lane begins to read its run: it
-            reads from there to the end, then what is before. So the parts that lane borders cut, which are smaller, do
-            not come in all lanes of all sources at once.
+        chunk_ids: int64 [P], the chunk of each part.
+        starts: int64 [P + 1], linear position of the first sample of each part.
+        lane_starts: int64 [rounds, L + 1], linear position at which each lane of each round starts.
+        first_draws: int64 [rounds], the source's draws before each round.
+        turns: int64 [rounds, L], linear position of the border between parts at which a lane begins to read its run: it
+            reads from there to the end, then what is before. So the parts cut by lane borders, which are smaller, do
+            not come in all lanes of all sources at the same time.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Rounds:
         chunks = listing.orders(passes).ravel()
         self.chunk_ids = listing.chunk_ids[chunks]
         self.starts = sums(listing.sizes[chunks])
-        # Of the source's draws, those of each round by lane: draw n belongs to lane n % L.
+        # The source's draws in each round, by lane: draw n belongs to lane n % L.
         size = num_passes * listing.samples_per_pass
         draws = first_draw + places[:, None] * size
         self.first_draws: Int64Array = draws[:-1, 0]
@@ -76,13 +76,13 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runs(IntColumns):
-    """Runs of samples of one chunk each, in lanes; int64[n] each, sorted by lane, then as they follow one another.
+    """Runs of samples of one chunk each, in lanes; int64 [n] each, sorted by lane, then by position.
 
     Attributes:
         lanes: The lane.
         chunk_ids: The chunk.
         firsts: First sample in the chunk.
-        sizes: Samples, at least one.
+        sizes: Number of samples, at least one.
         begins: Where the run begins in the lane's stream.
     """
 
@@ -93,10 +93,7 @@ class Runs(IntColumns):
     begins: Int64Array
 
     def at(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them of the samples at places of a lane, whose runs these are.
-
-        They are int64[n] each.
-        """
+        """Return chunk ids and offsets, int64 [n] each, of the samples at places of a lane, whose runs these are."""
         row = np.searchsorted(self.begins, places, side="right") - 1
         return self.chunk_ids[row], places - (self.begins - self.firsts)[row]
 
@@ -118,15 +115,15 @@ class _Era:
 
     @property
     def num_bundled(self) -> int:
-        """Rounds that are made at once."""
+        """Number of rounds that are made together."""
         return max(_BUNDLED_PARTS // (self.num_passes * self.listing.num_chunks), 1)
 
 
 def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
-    """Yield the eras of a source, the last one without end.
+    """Yield the eras of a source, the last one without an end.
 
     Raises:
-        ConfigError: One does not begin with a round of the one before.
+        ConfigError: One does not begin with a round of the previous one.
     """
     first_round = first_draw = 0
     for listing, later in zip(listings, [*listings[1:], None], strict=True):
@@ -149,18 +146,17 @@ def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
 
 
 class SourceLanes:
-    """One source as L endless streams. Safe to share between threads: it keeps only what it would make again.
+    """One source as L endless streams. Thread-safe, and immutable except for caches.
 
-    A source with fewer chunks than lanes has rounds of several passes. One that grew has other rounds from one of its
-    passes on; what comes before stays as it is, and so does what depends on ``mean_chunk``.
+    A source with fewer chunks than lanes has rounds of several passes. One that has grown has other rounds from one of
+    its passes on; what comes before does not change, nor does what depends on ``mean_chunk``.
 
     Args:
-        listings: Of the source, more than one where it grew.
-        settings: Of the mixture.
-        kept_parts: Of rounds that are kept, in chunks; some few are in any case.
+        listings: Listings of the source; several if it has grown.
+        settings: Settings of the mixture.
 
     Attributes:
-        mean_chunk: Samples of a chunk, on average, of those that the source began with.
+        mean_chunk: Mean samples per chunk, over the chunks that the source began with.
         largest_chunk: Samples of the largest chunk.
 
     Raises:
@@ -176,7 +172,7 @@ class SourceLanes:
         self._bundles: dict[tuple[int, int], Rounds] = {}
 
     def bundle(self, era: _Era, number: int) -> Rounds:
-        """Return the rounds made with a round of an era, that follow one another; the latest are kept."""
+        """Return the consecutive rounds made together with a round of an era; the latest are cached."""
         within = (number - era.first_round) // era.num_bundled
         key = era.first_round, within
         found = self._bundles.get(key)
@@ -200,7 +196,7 @@ class SourceLanes:
                 yield era, range(era.first_round + next(places), era.first_round + next(places) + 1)
 
     def free_pass(self, stop: int) -> int:
-        """Find the first pass that begins a round of which no lane has anything before ``stop`` of its stream."""
+        """Return the first pass that begins a round of which no lane has anything before ``stop`` of its stream."""
         draw = stop * self._lanes
         era = next(era for era in self.eras if draw <= era.stop_draw)
         rounds = -(-max(draw - era.first_draw, 0) // era.round_samples)
@@ -223,7 +219,7 @@ class SourceLanes:
     def _runs_of(self, bundle: Rounds, numbers: range, lane_range: tuple[int, int], positions: tuple[int, int]) -> Runs:
         """Return the runs of those rounds that a bundle holds, by lane."""
         rounds = range(max(numbers.start, bundle.numbers.start), min(numbers.stop, bundle.numbers.stop))
-        # One row for each lane, round, and side of its turn, as they follow one another.
+        # One row for each lane, round, and side of its turn, in order.
         lanes = np.repeat(np.arange(*lane_range, dtype=np.int64), 2 * len(rounds))
         number = np.tile(np.repeat(np.arange(rounds.start, rounds.stop, dtype=np.int64), 2), len(range(*lane_range)))
         within, is_late = number - bundle.numbers.start, np.arange(len(lanes)) % 2 == 1
@@ -254,7 +250,7 @@ class SourceLanes:
         return (bundle.first_draws[within] - lanes + self._lanes - 1) // self._lanes
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source lies."""
+        """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source is."""
         found: list[tuple[int, int]] = []
         rounds = [(era, number) for era, numbers in self.rounds_of(0, self._lanes, start, stop) for number in numbers]
         for era, number in rounds:

@@ -1,8 +1,8 @@
 """Stamp the runs of all sources with the times at which their shares have grown to them, and sort them by time.
 
-A source's share grows with time, in samples of a lane (``Growth``): how much it has given by some time is arithmetic,
-and so is the time at which so much of it is due. What some lanes lay in a stretch of time (``LaneBlock``) is then a
-slice of the runs of all sources there (``Drawn``).
+A source's share grows with time, in samples of a lane (``Growth``): the amount given by some time follows by
+arithmetic, and so does the time at which an amount is due. What some lanes lay out in a stretch of time
+(``LaneBlock``) is then a slice of the runs of all sources there (``Drawn``).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
 Floats = npt.NDArray[np.float64]
-_SORTED_FROM = 8  # blocks: sorting all runs takes as long as looking through them so often
+_SORTED_FROM = 8  # blocks: sorting all runs takes as long as scanning them this many times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Growth:
-    """How the share of one source grows with time: linear between the times at which weights change.
+    """Describe how the share of one source grows with time: linearly between the times at which weights change.
 
     Attributes:
-        times: float64[n], at which each segment starts, the first at 0.
-        shares: float64[n], in each segment.
-        dues: float64[n], samples due at each start.
+        times: float64 [n], start of each segment, the first at 0.
+        shares: float64 [n], share in each segment.
+        dues: float64 [n], samples due at each start.
     """
 
     times: Floats
@@ -42,25 +42,25 @@ class Growth:
 
     @classmethod
     def of_all(cls, growths: Sequence[Growth]) -> Growth:
-        """Return those of several sources at the same times as one, of which ``due`` gives all: float64[S]."""
+        """Combine the growths of several sources, with equal times, into one whose ``due`` returns all: float64 [S]."""
         shares, dues = (np.stack([getattr(one, name) for one in growths], axis=-1) for name in ("shares", "dues"))
         return cls(times=growths[0].times, shares=shares, dues=dues)
 
     @property
     def ends_at(self) -> float:
-        """The time from which on the source has no share any more; infinity: it has one; 0: it never had."""
+        """The time from which the source no longer has a share; infinity: it still has one; 0: it never had one."""
         given = np.flatnonzero(self.shares)
         return float(np.append(self.times[1:], np.inf)[given[-1]]) if len(given) else 0.0
 
     def due(self, time: float) -> Any:
-        """Count the samples that the share of the first ``time`` samples of a lane comes to."""
+        """Return the samples of this source that are due after the first ``time`` samples of a lane."""
         segment = int(np.searchsorted(self.times, time, side="right")) - 1
         return self.dues[segment] + (time - self.times[segment]) * self.shares[segment]
 
     def stamps(self, samples: Floats) -> Floats:
-        """Return the times at which so many samples (above 0) are due, at the earliest; infinity where they never are.
+        """Return the earliest times at which ``samples`` (above 0) are due; infinity if never.
 
-        Monotone, whatever is rounded. What is due before a segment starts does not depend on that segment.
+        Monotone despite rounding. What is due before a segment starts does not depend on that segment.
         """
         segment = np.searchsorted(self.dues, samples, side="left") - 1
         share = self.shares[segment]
@@ -72,7 +72,7 @@ class Growth:
 
 
 def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Growth]:
-    """Tell how the shares of all sources grow; those that weights do not name have none."""
+    """Return the growth of every source; sources that weights do not name have no share."""
     times = [float(entry.start) for entry in schedule]
     lengths = [after.start - before.start for before, after in pairwise(schedule)]
     exact = [checked_weights(entry.weights) for entry in schedule]
@@ -91,10 +91,10 @@ def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Grow
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneBlock:
-    """What some lanes lay in a stretch of time.
+    """What some lanes lay out in a stretch of time.
 
     ``runs.begins`` are lane positions; those of lane ``low + i`` are rows ``splits[i]`` to ``splits[i + 1]``, on lane
-    positions ``[starts[i], stops[i])``. ``stamps`` are theirs, rising in each lane.
+    positions ``[starts[i], stops[i])``. ``stamps`` are those of the runs, ascending in each lane.
     """
 
     runs: Runs
@@ -106,18 +106,18 @@ class LaneBlock:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Drawn:
-    """Runs of all sources in a group of lanes, one source after the other, by name.
+    """Runs of all sources in a group of lanes, source after source, by name.
 
-    What blocks look up is kept; whoever asks for blocks holds the lock of the order.
+    Lookups by block are cached; callers hold the lock of the order.
 
     Attributes:
-        since: int64[S], of each source, the first position of its streams that the runs hold.
-        until: int64[S], one past the last; 0: there are none of it.
-        splits: int64[S+1], the first run of each source.
-        runs: They; ``begins`` are positions of their source's streams.
-        stamps: Of each.
-        sources: Of each, its source.
-        is_first: Of each, whether it is its source's first in a lane.
+        since: int64 [S], first position of each source's streams that the runs cover.
+        until: int64 [S], end (exclusive); 0: there are no runs of it.
+        splits: int64 [S + 1], the first run of each source.
+        runs: The runs; ``begins`` are positions in the streams of their source.
+        stamps: The stamp of each run.
+        sources: The source of each run.
+        is_first: Whether each run is its source's first in a lane.
     """
 
     since: Int64Array
@@ -136,13 +136,13 @@ class Drawn:
 
     @classmethod
     def none(cls, num_sources: int) -> Drawn:
-        """Return no runs."""
+        """Return an instance without runs."""
         nothing = np.zeros(num_sources, np.int64)
         splits = np.zeros(num_sources + 1, np.int64)
         return cls(since=nothing, until=nothing, splits=splits, runs=Runs.joined([]), stamps=np.empty(0))
 
     def replaced(self, windows: Mapping[int, tuple[int, int, Runs, Floats]]) -> Drawn:
-        """Replace the runs of some sources by others: first position, one past the last, runs, and their stamps."""
+        """Replace the runs of some sources: first position, end, runs, and their stamps."""
         since, until = self.since.copy(), self.until.copy()
         parts = [
             windows[source][2:] if source in windows else (self.runs.taken(slice(low, high)), self.stamps[low:high])
@@ -156,7 +156,7 @@ class Drawn:
         )  # fmt: skip
 
     def of(self, counted: npt.NDArray[np.bool_]) -> tuple[Runs, Floats, Int64Array, npt.NDArray[np.bool_]]:
-        """Take the runs of some sources, bool[S], their stamps and sources, and which are the first in a lane."""
+        """Select the runs of some sources, bool [S]: runs, stamps, sources, and which are the first in a lane."""
         if counted.all():
             return self.runs, self.stamps, self.sources, self.is_first
         rows = np.flatnonzero(counted[self.sources])
@@ -165,10 +165,10 @@ class Drawn:
     def stamped(
         self, start: int, stop: int, counted: npt.NDArray[np.bool_], lanes: range
     ) -> tuple[Int64Array, Runs, Floats]:
-        """Tell what sources gave before ``start``, int64[lanes], and the runs stamped in ``(start, stop]``.
+        """Return what sources gave before ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``.
 
-        The runs are sorted by lane, then by stamp. What a source gave before is all up to its first run here, and of
-        these those that are stamped no later.
+        The runs are sorted by lane, then by stamp. What a source gave before consists of everything up to its first run
+        here, and of those runs here that are stamped no later.
         """
         self._blocks += 1
         if self._blocks >= _SORTED_FROM and not self.until[~counted].any():
@@ -188,14 +188,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ByTime:
-    """Drawn runs by lane, then by stamp, of which a block is a slice of each lane.
+    """Drawn runs sorted by lane, then by stamp, so that a block is a slice of each lane.
 
     Attributes:
-        order: int64[n], the runs.
-        stamps: Theirs, in this order.
-        splits: int64[lanes+1], the first run of each lane.
-        given: int64[n+1], what sources gave in all lanes up to each run, the runs before it added up.
-        begun: int64[lanes], what they gave up to their first runs.
+        order: int64 [n], the runs.
+        stamps: Their stamps, in this order.
+        splits: int64 [lanes + 1], the first run of each lane.
+        given: int64 [n + 1], cumulative amount given in all lanes up to each run.
+        begun: int64 [lanes], amount given before the first runs.
     """
 
     order: Int64Array
@@ -219,10 +219,7 @@ class _ByTime:
         )
 
     def between(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return what was given before ``start``, int64[lanes].
-
-        The runs stamped in ``(start, stop]``, by lane and stamp.
-        """
+        """Return the amount given before ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``."""
         cuts = [low + np.searchsorted(self.stamps[low:high], (start, stop), side="right")
                 for low, high in pairwise(self.splits.tolist())]  # fmt: skip
         lows = np.array([cut[0] for cut in cuts])
