@@ -75,7 +75,7 @@ class StreamingDataset(ChunkSource):
     """Read samples from WebDataset tar shards in a bucket or on disk.
 
     Opening a data set reads its index (one file per directory of shards). Small sets without an index are indexed in
-    memory; large ones can only be streamed (see the README). Thread-safe and picklable: a copy reopens nothing but its
+    memory; large ones can only be streamed (docs/guide.md). Thread-safe and picklable: a copy reopens nothing but its
     connections. ::
 
         dataset = StreamingDataset("s3://bucket/train/", fields=("jpg", "cls"), decode={"cls": int})
