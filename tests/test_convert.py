@@ -429,6 +429,10 @@ def test_shuffle_is_a_permutation_by_the_seed(tmp_path: Path) -> None:
     assert orders[0] == list(range(100))
     assert all(sorted(order) == orders[0] for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
+    pq.write_table(pa.table({"n": range(60)}), tmp_path / "in.parquet", row_group_size=20)
+    shuffled = open_source(str(tmp_path / "in.parquet"), Storage(), options=SourceOptions(shuffle_seed=1)).records(0)
+    numbers = np.array([record.metadata["n"] for record in shuffled])
+    assert len({tuple(group % 20) for group in numbers.reshape(3, 20)}) == 3, "each row group in an order of its own"
 
 
 def test_permutation_is_pinned() -> None:

@@ -110,6 +110,8 @@ def test_what_cannot_be_the_same_numbers_is_told(
     with caplog.at_level(logging.WARNING):
         converted(alone, tmp_path / "alone-out")
     assert "numbered by this folder alone" in caplog.text
+    others = run("convert", alone, tmp_path / "alone-out", "--classes", "cat,bee")
+    assert "holds another conversion" in others.stderr, "one set never holds two numberings"
     caplog.clear()
     folder(tmp_path / "alone" / "train", ("cat",))
     with caplog.at_level(logging.WARNING):
