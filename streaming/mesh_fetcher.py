@@ -16,25 +16,23 @@ from streaming.arguments import (
     checked_seconds,
     checks_names,
     is_whole,
-    resolve_batch_size,
     seconds_or_none,
 )
 from streaming.datasets.dataset import StreamingDataset
 from streaming.device.copiers import page_locked
 from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Batches, Closable
+from streaming.epochs.iterator import Batches, Closable, Loop
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
-from streaming.loops.base import BaseLoop, LoopConfig
+from streaming.loops.base import LoopConfig
 from streaming.loops.fetcher import EpochLoop
-from streaming.loops.map_style import OrdinaryLoop, resolve_dataset
+from streaming.loops.map_style import resolve_dataset
 from streaming.loops.options import (
     STREAMED,
     Streamed,
     check_one_size,
-    check_padded,
     no_dataset,
     refuse_what_deals,
     streaming_config,
@@ -46,7 +44,6 @@ from streaming.plan.ramp import Ramp
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
-from streaming.remote import RemoteLoop
 from streaming.replicas.options import Replicas
 from streaming.replicas.start_check import StartCheck
 from streaming.types import Sample
@@ -54,16 +51,6 @@ from streaming.types import Sample
 _log = logging.getLogger("streaming.loader")  # whichever class it is, by the name that users filter by
 NO_CHECK = "no check"
 _NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
-_ANEW = "make a new DataLoader with the new device_mesh and call load_state_dict(state)"
-_NOT_STREAMING = f"it works with a StreamingDataset or a Mixture only. For this data set {_ANEW}"
-_NO_REMESH = {
-    "StreamedLoop": "without an index an epoch cannot continue on other ranks. Index the shards: shard_tools index URL",
-    "IterableLoop": "this data set was cut into parts for its ranks and workers. Deal it out with "
-    'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards',
-    "RemoteLoop": f"the readers of a remote_group are made for one world. Close this loader, {_ANEW}",
-}
-"""For each kind of loop that ``remesh`` refuses: why, and what to do instead."""
-
 _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 
 
@@ -96,7 +83,7 @@ class DeviceMeshFetcher(Closable):
             is also a ``TypeError``.
     """
 
-    _loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
+    _loop: Loop
 
     def __init__(
         self,
@@ -222,8 +209,7 @@ class DeviceMeshFetcher(Closable):
 
     @property
     def _next_shape(self) -> Shape:
-        loop = self._loop
-        return loop.shape_at(loop.position.place) if isinstance(loop, EpochLoop) else self._shape
+        return self._loop.shape_at(self._loop.position.place)
 
     def __iter__(self) -> Batches:
         """Return an iterator over the next epoch, or over the rest of the current one.
@@ -278,7 +264,7 @@ class DeviceMeshFetcher(Closable):
         return self._loop.num_batches
 
     def _check_ends(self) -> None:
-        if getattr(self._loop, "is_endless", False):
+        if self._loop.is_endless:
             raise TypeError(
                 "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
                 "an epoch_size="
@@ -312,11 +298,6 @@ class DeviceMeshFetcher(Closable):
             ConfigError: The data set is not a ``Mixture``.
         """
         self._look_again()
-        if not isinstance(self._loop, EpochLoop):
-            raise ConfigError(
-                "seen: works with a loader over a Mixture only; this loader reads one data set, which state_dict() "
-                "counts"
-            )
         return self._loop.seen()
 
     def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
@@ -343,10 +324,6 @@ class DeviceMeshFetcher(Closable):
             AgreementError: Ranks gave different weights, or did not arrive in time.
         """
         self._look_again()
-        if not isinstance(self._loop, EpochLoop):
-            raise ConfigError(
-                "set_weights: works with a loader over a Mixture only; give it one: Mixture({…: dataset, …}, weights=…)"
-            )
         seconds = checked_seconds("set_weights: timeout", timeout)
         return self._loop.set_weights(weights, at=at, timeout_s=seconds)
 
@@ -356,7 +333,8 @@ class DeviceMeshFetcher(Closable):
         After the last batch of an epoch, the position is the start of the next epoch. Batches that a wrapper such as
         ``DevicePrefetcher`` is still holding back do not count as received.
         """
-        return self._loop.state().to_dict()
+        state: dict[str, Any] = self._loop.state().to_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict`` that was saved with any world size and any number of workers.
@@ -364,8 +342,7 @@ class DeviceMeshFetcher(Closable):
         Raises:
             StateError: The state is malformed or belongs to another data set.
         """
-        state_type: Any = getattr(self._loop, "state_type", LoaderState)
-        self._loop.load(state_type.from_dict(state))
+        self._loop.load(self._loop.state_type.from_dict(state))
         self._loaded = state
 
     @property
@@ -407,16 +384,12 @@ class DeviceMeshFetcher(Closable):
         self._look_again()
         loop, old, size = self._loop, self._finder.mesh, self._shape.global_batch_size
         if not isinstance(loop, EpochLoop):
-            raise ConfigError(f"remesh: {_NO_REMESH.get(type(loop).__name__, _NOT_STREAMING)}")
+            raise ConfigError(f"remesh: {loop.no_remesh}")
         checked_int("remesh: dp_size", dp_size, 1, 2**31 - 1)
         mesh = old.with_data_rank(checked_int("remesh: dp_rank", dp_rank, 0, dp_size - 1), int(dp_size))
-        for each in self._shape.sizes:
-            resolve_batch_size(None, each, mesh.data_world_size)
-        position = _committed(at, size)
-        came_to, number = loop.row_of(loop.position.place), self._generation + 1
+        position, number = _committed(at, size), self._generation + 1
         who = f"data-parallel rank {mesh.data_rank} of {mesh.data_world_size}"
-        check_padded(loop.config.recipe, replace(loop.shape, num_ranks=mesh.data_world_size))
-        loop.remesh(mesh, position, f"remesh() to {who}, generation {number},")
+        dropped = loop.remesh(mesh, position, f"remesh() to {who}, generation {number},") // size
         self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
         self._loaded = loop.state().to_dict()
         ramp = loop.shape.ramp
@@ -427,11 +400,9 @@ class DeviceMeshFetcher(Closable):
             self._check.become(mesh)
         tell_of_going_on(mesh.world_size)
         place = loop.position.place
-        dropped = max(came_to - loop.row_of(place), 0) // size
         _log.info(
             "remesh: %s (it was %d of %d), generation %d: continues in epoch %d after %d samples; %d of the batches "
-            "handed "
-            "out come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
+            "handed out come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
             dropped,
         )  # fmt: skip
 
@@ -464,8 +435,7 @@ class DeviceMeshFetcher(Closable):
         copies to finish before they release a batch, because worker processes reuse its memory immediately.
         """
         self._locker = locker
-        if isinstance(self._loop, BaseLoop):
-            self._loop.page_lock(locker)
+        self._loop.page_lock(locker)
 
     def close(self) -> None:
         """Stop all threads and free memory. A running iterator raises an error; the loader itself can be used again."""
@@ -531,7 +501,7 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
     raise ConfigError(f"remesh: at: expected a state_dict() or a number of global batches, got {at!r}")
 
 
-def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: _Stages) -> str:
+def _report(loop: Loop, stages: _Stages) -> str:
     """Describe the state of the loop and of all stages that consume its batches."""
     behind = [describe() for stage in stages if (describe := stage()) is not None]
     return "\n".join([loop.describe(), *behind])

@@ -180,6 +180,10 @@ def test_the_errors_are_what_their_names_say() -> None:
 class Played(Loop):
     """Ten batches; what happens while one is waited for says ``meanwhile``."""
 
+    state: Any = None
+    load: Any = None
+    report: Any = None
+
     def __init__(self, meanwhile: Callable[[Played], None]) -> None:
         super().__init__(Shape(global_batch_size=1, num_ranks=1))
         self.meanwhile, self.was_cleaned_up = meanwhile, False

@@ -12,10 +12,11 @@ from typing import Any, Protocol, Self
 from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.position import Place, Position
 from streaming.epochs.watch import Watchdog
-from streaming.errors import IteratorEndedError
+from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
 from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
+from streaming.plan.state import LoaderState
 
 
 class Run(Protocol):
@@ -77,6 +78,13 @@ class Loop(ABC):
 
     is_counted = True
     """Whether ``batches_left`` is known before the end of the epoch is reached."""
+    state_type: Any = LoaderState
+    """Class of the loop's states: ``from_dict`` reads what their ``to_dict`` returns."""
+    no_remesh = (
+        "it works with a StreamingDataset or a Mixture only. For this data set make a new DataLoader with the new "
+        "device_mesh and call load_state_dict(state)"
+    )
+    """Why the loop cannot change its world, and what to do."""
 
     def __init__(self, shape: Shape, position: Position | None = None) -> None:
         self.position = Position() if position is None else position
@@ -109,6 +117,56 @@ class Loop(ABC):
         if self.batches_left(seen):
             return Place(epoch=place.epoch, samples_seen=seen)
         return Place(epoch=place.epoch + 1, samples_seen=0)
+
+    def shape_at(self, place: Place) -> Shape:  # noqa: ARG002  for loops whose batches change their size
+        """Return the shape of the batch that comes after ``place``."""
+        return self.shape
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end."""
+        return self.position.is_endless
+
+    def seen(self) -> dict[str, dict[str, float]]:
+        """Count the samples drawn from each source.
+
+        Raises:
+            ConfigError: There are no sources.
+        """
+        raise ConfigError(
+            "seen: works with a loader over a Mixture only; this loader reads a single data set, whose samples "
+            "state_dict() counts"
+        )
+
+    def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:  # noqa: ARG002
+        """Change the weights of the sources.
+
+        Raises:
+            ConfigError: There are no sources.
+        """
+        raise ConfigError(
+            "set_weights: works with a loader over a Mixture only; this loader reads a single data set: give it a "
+            "Mixture({…: dataset, …}, weights=…)"
+        )
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Return the position, as a ``state_type``; the same on every rank."""
+
+    @abstractmethod
+    def load(self, state: Any) -> None:
+        """Continue from a state.
+
+        Raises:
+            StateError: It does not fit.
+        """
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """Return all metrics and bad samples, by name."""
+
+    def page_lock(self, locker: Any) -> None:  # noqa: B027  most have nothing to lock
+        """Page-lock batches from now on, if the loop builds them itself; None turns this off."""
 
     @property
     def epoch(self) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming.batches.collate import without_rows
-from streaming.epochs.iterator import Run, RunOver
+from streaming.epochs.iterator import Loop, Run, RunOver
 from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.loops.iterable import IterableLoop
@@ -50,6 +50,8 @@ class DispatchLoop(IterableLoop):
         dataset: The user's data set; only the reading rank iterates it.
         config: The options; more than one worker causes a warning.
     """
+
+    no_remesh = Loop.no_remesh
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         mesh = config.mesh

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from infra import DeviceMesh
+from streaming.arguments import resolve_batch_size
 from streaming.batches.portion import Portion
 from streaming.datasets.mixture import Mixture
 from streaming.engine.builders import Crew, is_surely_trivial
@@ -27,6 +28,7 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
+from streaming.loops.options import check_padded
 from streaming.loops.shares import RunShares
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
@@ -95,7 +97,7 @@ class EpochLoop(BaseLoop):
             sizes = sizes + np.where(sizes < LEAST_BYTES, 0, dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
         self._room_bytes = budget.whole_pages(sizes)
         self.shape.check_enough(self.samples_per_epoch)
-        self.position.is_endless = self.is_endless
+        self.position.is_endless = self.samples_per_epoch >= ENDLESS
 
     @cached_property
     def samples_per_epoch(self) -> int:
@@ -105,11 +107,6 @@ class EpochLoop(BaseLoop):
     @property
     def _samples_per_pass(self) -> int:
         return self._num_samples if self.shares is None else self.shares.samples_per_pass
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether epochs have no end."""
-        return self.samples_per_epoch >= ENDLESS
 
     def row_of(self, place: Place) -> int:
         """Return the number of samples of the run, over all ranks and epochs, that come before a place."""
@@ -128,13 +125,13 @@ class EpochLoop(BaseLoop):
     def seen(self) -> dict[str, dict[str, float]]:
         """See ``DataLoader.seen``."""
         if self.shares is None:
-            raise ConfigError("seen: this loader reads a single data set; its state_dict() counts the samples read")
+            return super().seen()
         return self.shares.seen(self.order, self.row_of(self.position.place))
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
         if self.shares is None:
-            raise ConfigError("set_weights: this loader reads a single data set; give it a Mixture to set weights")
+            return super().set_weights(weights, at=at, timeout_s=timeout_s)
         row = self.row_of(self.position.place)
         return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
 
@@ -215,7 +212,7 @@ class EpochLoop(BaseLoop):
         elif self.config.replicas.portion(self.config.mesh).is_whole:
             self._peers.allocate = None if locker is None else locker.allocate
 
-    def remesh(self, mesh: DeviceMesh, at: LoaderState | int, what: str) -> None:
+    def remesh(self, mesh: DeviceMesh, at: LoaderState | int, what: str) -> int:
         """Continue from ``at`` in the mesh ``mesh``, keeping worker processes, memory and chunks that are still needed.
 
         Args:
@@ -223,18 +220,24 @@ class EpochLoop(BaseLoop):
             at: A state, or a number of global batches of the run.
             what: The call, for the error of the current iterator, which ends.
 
+        Returns:
+            How many samples of the batches that were handed out come again, over all ranks.
+
         Raises:
             ConfigError, StateError: It is not possible; nothing has changed then.
         """
         if self._sharing is not None:
             raise ConfigError(
                 'remesh: with replicate="broadcast" the ranks of a data share stay connected by their rank numbers '
-                "in the "
-                'old world. Use replicate="read" (with cache_dir= a node fetches once), or make a new loader with '
-                "the new "
-                "device_mesh and call load_state_dict(state)"
+                'in the old world. Use replicate="read" (with cache_dir= a node fetches once), or make a new loader '
+                "with the new device_mesh and call load_state_dict(state)"
             )
-        replace(self.shape, num_ranks=mesh.data_world_size).check_enough(self.samples_per_epoch)
+        for each in self.shape.sizes:
+            resolve_batch_size(None, each, mesh.data_world_size)
+        shape = replace(self.shape, num_ranks=mesh.data_world_size)
+        check_padded(self.config.recipe, shape)
+        shape.check_enough(self.samples_per_epoch)
+        came_to = self.row_of(self.position.place)
         state = self._state_at(at) if isinstance(at, int) else at
         place, store = self._taken_over(state), self._store
         if store is not None:
@@ -245,6 +248,7 @@ class EpochLoop(BaseLoop):
         self.become(mesh)
         if self._peers is not None:
             self._peers.become(mesh)
+        return max(came_to - self.row_of(self.position.place), 0)
 
     def _state_at(self, num_batches: int) -> LoaderState:
         """Return the state after ``num_batches`` global batches of the run, counted in whole epochs.

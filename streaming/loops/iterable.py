@@ -117,6 +117,10 @@ class IterableLoop(Loop):
     """
 
     state_type = IterableState
+    no_remesh = (
+        "this data set was cut into parts for its ranks and workers. Deal it out with "
+        'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards'
+    )
     is_agreed: bool
     """Whether ranks ask each other if all have another batch."""
 

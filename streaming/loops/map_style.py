@@ -88,8 +88,6 @@ class MapLoop(Loop):
         ConfigError: The options are inconsistent.
     """
 
-    state_type = LoaderState
-
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         self.dataset = dataset
         self.config = config

@@ -37,6 +37,8 @@ class StreamedLoop(BaseLoop):
         ConfigError: ``epoch_size`` is missing; without an index, nothing else determines when an epoch ends.
     """
 
+    no_remesh = "without an index an epoch cannot continue on other ranks. Index the shards: shard_tools index URL"
+
     def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
         if config.shape.epoch_size is None:
             raise ConfigError(

@@ -52,7 +52,7 @@ class Announcer:
             return [f"batches over all ranks of {steps}, {number}"]
         if not loop.is_counted:
             return [f"batches of {size} over all ranks, as many as there are"]
-        if getattr(loop, "is_endless", False):
+        if loop.is_endless:
             return [f"batches of {size} over all ranks, without end"]
         return [f"{loop.batches_left(0)} batches of {size} over all ranks"]
 

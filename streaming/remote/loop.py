@@ -166,6 +166,10 @@ class RemoteLoop(Loop):
 
     state_type = RemoteState
     is_counted = False  # by the readers alone
+    no_remesh = (
+        "the readers of a remote_group are made for one world. Close this loader, make a new DataLoader with the new "
+        "device_mesh and call load_state_dict(state)"
+    )
 
     def __init__(self, create_dataset: Any, make_loader: Callable[..., Any], config: RemoteConfig) -> None:
         super().__init__(config.shape)
