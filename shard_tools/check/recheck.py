@@ -1,4 +1,4 @@
-"""Check again the samples on a list (``verify --bad``): are they still bad? Only their bytes are read."""
+"""Check the samples in a list again (``verify --bad``): are they still bad? Only their bytes are read."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _KINDS = ((ChecksumError, "checksum"), (IndexMismatchError, "size"), (DataError,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecheckReport(Report):
-    """What became of the samples on a list.
+    """The result of checking the samples in a list.
 
     Attributes:
-        findings: Those that are still bad, each with its reason.
-        num_listed: Records on the list.
+        findings: Samples that are still bad, each with its reason.
+        num_listed: Records in the list.
         num_samples: Samples read.
-        num_good: Samples that are read and decoded now; what a user's transform does to them is not looked at.
+        num_good: Samples that can now be read and decoded; user transforms are not run.
         num_elsewhere: Records of shards that were not named.
-        num_unreadable: Lines of the list that are no records.
+        num_unreadable: Lines of the list that are not records.
         num_bytes: Bytes read.
         seconds: Wall time.
     """
@@ -62,19 +62,19 @@ def recheck(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> RecheckReport:
-    """Read the samples on a list again, check their bytes against the index, and decode every field.
+    """Read the samples in a list again, check their bytes against the index, and decode every field.
 
     Args:
-        urls: Shards to look at, as in ``StreamingDataset``; none: those of the list.
+        urls: Shards to check, as for ``StreamingDataset``; none: those of the list.
         bad: The list.
-        storage: Where the shards lie.
-        index_url: Where the index lies, if not beside the shards.
-        workers: Shards checked at a time.
-        progress: Told of shards.
+        storage: Store of the shards.
+        index_url: Location of the index, if not beside the shards.
+        workers: Shards checked in parallel.
+        progress: Receives the number of shards.
 
     Raises:
         NotFoundError: Nothing matches ``urls``.
-        ConfigError: Two shards look alike once secrets are left out.
+        ConfigError: Two shards have the same URL once secrets are removed.
     """
     started = time.monotonic()
     progress = progress or NoProgress()

@@ -45,12 +45,12 @@ class ShardTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOutcome:
-    """What one shard gave.
+    """The result of checking one shard.
 
     Attributes:
         task: What was checked.
-        findings: In order of bytes.
-        key_hashes: int64 ``[n]``, this process's hash of every key in the tar; 8 bytes where the key would take 60.
+        findings: Findings in byte order.
+        key_hashes: int64 ``[n]``, this process's hash of every key in the tar; 8 bytes instead of about 60 for the key.
         num_bytes: Bytes read.
         not_decoded: Fields that are never decoded.
     """
@@ -67,11 +67,11 @@ class ShardCheck:
     """Check one shard; used once, by one thread.
 
     Args:
-        task: Which shard, and its index.
-        storage: Where it lies.
+        task: The shard, and its index.
+        storage: Store of the shard.
         decoder: Decodes every field too, if given.
-        whose_checksum: First-chunk checksums of all shards, to tell a shard that was swapped with another.
-        progress: Told of bytes.
+        whose_checksum: First-chunk checksums of all shards, to recognise shards that were swapped.
+        progress: Receives the number of bytes.
     """
 
     task: ShardTask
@@ -85,7 +85,7 @@ class ShardCheck:
     not_decoded: set[str] = field(default_factory=set)
 
     def run(self) -> ShardOutcome:
-        """Read the whole shard. Never raises for what is wrong with the shard or its index."""
+        """Read the whole shard. Never raises for anything that is wrong with the shard or its index."""
         try:
             self._check()
         except NotFoundError:
@@ -179,7 +179,7 @@ class ShardCheck:
             self._decode(layout, body, start)
 
     def _compare(self, layout: ChunkLayout, body: memoryview, samples: SampleTable, first: int, base: int) -> None:
-        """Compare the sample table's rows of one chunk with the members that are there."""
+        """Compare the sample table's rows of one chunk with the members in the tar."""
         last = first + len(layout.keys)
         for number, (got, expected) in enumerate(zip(layout.keys, samples.keys[first:last], strict=True)):
             if got != expected:
@@ -188,7 +188,7 @@ class ShardCheck:
                     "keys", "the sample table has another key here", key=got, byte_start=int(span[0]),
                     byte_end=int(span[1]), expected=repr(expected), got=repr(got),
                 )  # fmt: skip
-                return  # all that follow are shifted
+                return  # all following ones are shifted
         if not np.array_equal(samples.record_starts[first : last + 1], layout.record_starts + base):
             self._find("fields", "the sample table has other record bounds", byte_start=base)
         else:
@@ -197,7 +197,7 @@ class ShardCheck:
             self._compare_field(name, layout, samples, first, base)
 
     def _compare_sums(self, body: memoryview, samples: SampleTable, first: int, last: int) -> None:
-        """Compare all checksums in a chunk whose bytes are right, and whose records are where the table says."""
+        """Compare all checksums in a chunk whose bytes are right and whose records match the table."""
         base = int(samples.record_starts[first])
         spans_alone = replace(samples, large=LargeSums())
         for one in dict.fromkeys((*sums_of(spans_alone, first, last), *sums_of(samples, first, last))):
@@ -240,7 +240,7 @@ class ShardCheck:
             )  # fmt: skip
 
     def _check_tail(self, start: int, size_bytes: int) -> None:
-        """Check that only zeros lie behind the last chunk: the end-of-archive mark and padding."""
+        """Check that only zeros follow the last chunk: the end-of-archive marker and padding."""
         for begin, end in _pieces(start, size_bytes, _MAX_TAIL_BYTES):
             body = np.frombuffer(self.storage.read(self.task.url, begin, end), np.uint8)
             self.num_bytes += body.size
@@ -257,7 +257,7 @@ def undecodable(
     decoder: FieldDecoder, layout: ChunkLayout | UnitLayout, body: memoryview, numbers: Iterable[int], url: str,
     not_decoded: set[str],
 ) -> Iterator[tuple[int, int, str]]:  # fmt: skip
-    """Decode the fields of some samples; yield number, column and what is wrong of those that do not decode.
+    """Decode the fields of some samples; yield number, column and problem of those that cannot be decoded.
 
     Fields without a safe decoder are added to ``not_decoded``.
     """

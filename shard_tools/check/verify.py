@@ -1,4 +1,4 @@
-"""Compare every promise of the index with every byte of the shards: the verb ``verify``."""
+"""Compare the index with every byte of the shards: the command ``verify``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from streaming.index.layout import chunks_path
 from streaming.storage import Storage, join_url, split_url
 from streaming.types import DuplicateKeys
 
-_MAX_DUPLICATES = 1000  # findings; beyond it the sum is told
+_MAX_DUPLICATES = 1000  # findings; beyond that only their number is reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """What was checked and what was found, in the order of the shards; fields that have no safe decoder."""
+    """What was checked and found, in the order of the shards, and the fields that have no safe decoder."""
 
     findings: tuple[Finding, ...]
     num_shards: int
@@ -48,27 +48,27 @@ def verify(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Read every byte of the shards once, and compare all that the index says about them.
+    """Read every byte of the shards once, and compare it with everything that the index says.
 
-    Checked are the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples
-    fill the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in
-    the data set, that nothing lies behind the archive's end, that no shard is missing, and (for a folder or prefix)
-    that none lacks in the index; with ``decode`` also that every field decodes.
+    This checks the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples fill
+    the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in the data
+    set, that nothing follows the archive's end, that no shard is missing, and (for a folder or prefix) that none is
+    missing in the index; with ``decode`` also that every field can be decoded.
 
     Args:
-        urls: Shards, as in ``StreamingDataset``.
-        storage: Where they lie.
-        index_url: Where the index lies, if not beside the shards.
+        urls: Shards, as for ``StreamingDataset``.
+        storage: Store of the shards.
+        index_url: Location of the index, if not beside the shards.
         decode: Whether to decode every field.
-        duplicate_keys: ``"keep"``: a key that comes twice is no finding.
-        workers: Shards checked at a time; each holds one chunk in memory.
-        progress: Told of shards and bytes.
+        duplicate_keys: ``"keep"``: a key that occurs twice is not a finding.
+        workers: Shards checked in parallel; each holds one chunk in memory.
+        progress: Receives the number of shards and bytes.
 
     Raises:
-        NotFoundError: If nothing matches ``urls``.
-        IndexMissingError: If there is no index at all to check against.
-        IndexFormatError: If the chunk table itself cannot be read.
-        AccessDeniedError: If the store refuses.
+        NotFoundError: Nothing matches ``urls``.
+        IndexMissingError: There is no index to check against.
+        IndexFormatError: The chunk table itself cannot be read.
+        AccessDeniedError: The store refuses access.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
@@ -94,7 +94,7 @@ def verify(
 def _plan(
     shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool
 ) -> tuple[list[ShardTask], list[Finding]]:
-    """Return what to check, and what can be said without reading a shard."""
+    """Return what to check, and the findings that do not require reading a shard."""
     promised: dict[str, ChunkTable] = {}  # by URL, each a table of one shard
     named = {(home_of(url, index_url), shard_name(url, index_url)): url for url in shards}
     folders = {home_of(url, index_url): split_url(url)[0] for url in reversed(shards)}
@@ -150,10 +150,10 @@ def _check_all(
 
 
 def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
-    """Find every key that occurs again, in its shard or in a later one; list the first thousand, and the sum.
+    """Find every key that occurs again, in its shard or a later one; list the first thousand, and give the total.
 
-    Keys are compared by a 64-bit hash first, and then as text, which comes from the sample tables of the shards
-    concerned; a shard without one has a finding for that already.
+    Keys are compared by a 64-bit hash first and then as text, which comes from the sample tables of the shards
+    concerned; a shard without one already has a finding for that.
     """
     joined = np.concatenate([np.empty(0, np.int64), *(outcome.key_hashes for outcome in outcomes)])
     values, counts = np.unique(joined, return_counts=True)

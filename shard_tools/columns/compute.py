@@ -1,4 +1,4 @@
-"""Work out a late column: a function of the user's over all samples, or the number of tokens that they hold."""
+"""Compute a late column: a user's function over all samples, or the number of tokens they hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import join_url, redact
 
 TOKENS = "tokens"
-"""What ``--compute`` names where it is no function: tokens of a field, counted by its size; no shard is read."""
+"""Value of ``--compute`` that is not a function: count the tokens of a field, by its size, without reading shards."""
 
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
@@ -36,12 +36,12 @@ Values = Callable[[int], Sequence[ColumnValue]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How values are computed.
+    """How to compute values.
 
     Attributes:
-        fields: Fields that the function gets; None: all. Others that are large are not read. Of tokens, the one field.
-        dtype: Of tokens, ``"uint16"`` or ``"uint32"``; None: as ``_shardstream/tokens.json`` says.
-        workers: Shards at a time, each on a thread.
+        fields: Fields that the function gets; None: all. Other large fields are not read. For tokens: the one field.
+        dtype: For tokens: ``"uint16"`` or ``"uint32"``; None: as recorded in ``_shardstream/tokens.json``.
+        workers: Shards in parallel, each on a thread.
     """
 
     fields: tuple[str, ...] | None = None
@@ -52,22 +52,22 @@ class ComputeOptions:
 def compute_column(
     target: ColumnTarget, spec: str, *, options: ComputeOptions, progress: Progress | None = None
 ) -> AddReport:
-    """Add the late column ``target`` of what ``spec`` says of each sample.
+    """Add the late column ``target``, computed by ``spec`` from each sample.
 
-    A function gets one sample: a dict of its fields, decoded as training does it by default, with ``__key__`` and
-    ``__url__``. It returns an int, a float, a str, a bool or None, and is called on several threads. What was computed
-    of some shards before a stop is not computed again.
+    A function gets one sample: a dict of its fields, decoded as training does by default, with ``__key__`` and
+    ``__url__``. It returns an int, float, str, bool or None, and is called on several threads. After an interruption,
+    shards that are done are not computed again.
 
     Args:
         target: The column.
         spec: ``"tokens"``, or ``"module:function"``: a module that can be imported, also from the current folder.
-        options: How.
-        progress: Told of every shard.
+        options: The options.
+        progress: Receives every shard.
 
     Raises:
-        ConfigError: There is no such function, or values are of kinds that do not compare.
-        DataError: A field cannot be read, or is no array of tokens.
-        Exception: What the function raises; a note names the sample.
+        ConfigError: There is no such function, or values are of types that cannot be compared.
+        DataError: A field cannot be read, or is not an array of tokens.
+        Exception: Whatever the function raises; a note names the sample.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     if spec == TOKENS:
@@ -84,7 +84,7 @@ def compute_column(
 
 
 def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
-    """Return what counts the tokens of a shard's samples, and what tells it from other ways to count."""
+    """Return a function that counts the tokens of a shard's samples, and an identifier of this way of counting."""
     described = {} if options.fields and options.dtype else _described(target)
     fields = options.fields or (described.get("field", "tok"),)
     dtype = options.dtype or described.get("dtype")
@@ -114,7 +114,7 @@ def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict
 
 
 def _described(target: ColumnTarget) -> dict[str, str]:
-    """Return what ``tokens.json`` says, if all directories say the same; {} if there is none."""
+    """Return the content of ``tokens.json`` if all directories agree; {} if there is none."""
     found = []
     for home in target.homes:
         url = join_url(home, TOKENS_FILE)
@@ -129,7 +129,7 @@ def _described(target: ColumnTarget) -> dict[str, str]:
 
 
 def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
-    """Return what calls the function on a shard's samples, and what tells the function from others."""
+    """Return a function that applies the user's function to a shard's samples, and an identifier of the latter."""
     function = _imported(spec)
     decoders = resolve_decoders("auto")
 
@@ -159,7 +159,7 @@ def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tu
 
 
 def _imported(spec: str) -> Callable[[Mapping[str, object]], ColumnValue]:
-    """Find the function that ``module:function`` names.
+    """Import the function that ``module:function`` names.
 
     Raises:
         ConfigError: There is none.
@@ -184,7 +184,7 @@ def _imported(spec: str) -> Callable[[Mapping[str, object]], ColumnValue]:
 
 
 def _source_of(function: Any) -> str:
-    """Tell a function from what it was before a change; "" where there is no source."""
+    """Return a digest of a function's source, which changes when it is edited; "" if there is no source."""
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
     except (OSError, TypeError):

@@ -1,11 +1,11 @@
-"""Join a file of values to the samples of a data set by their keys, once; no shard is looked at.
+"""Join a file of values to the samples of a data set by their keys, once; no shard is read.
 
 The file is read once for each group of shards whose keys fit into memory, batch by batch::
 
-    keys of a group of shards  -> hashes, sorted           (about 60 bytes a sample)
-    a batch of rows of the file -> hashes -> places among them -> keys compared -> values noted
+    keys of a group of shards  -> hashes, sorted           (about 60 bytes per sample)
+    a batch of rows of the file -> hashes -> places among them -> keys compared -> values stored
 
-So memory is bounded by ``memory_bytes``, whatever the file's size is. Hashes only say where to look: keys decide.
+So memory is bounded by ``memory_bytes``, whatever the size of the file. Hashes only narrow the search; keys decide.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _HASH_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOptions:
-    """How values are joined.
+    """How to join values.
 
     Attributes:
         on: Column of the file that holds the samples' keys.
         value: Column that holds the values; None: the one named like the late column, or the only other one.
-        missing: Samples without a row have no value (``"null"``), or are an error.
-        memory_bytes: For keys and values that are held at once.
+        missing: Samples without a row get no value (``"null"``), or are an error.
+        memory_bytes: Memory for keys and values.
     """
 
     on: str
@@ -63,8 +63,8 @@ def join_column(
     """Add the late column ``target`` from the Parquet file at ``source``.
 
     Raises:
-        ConfigError: The file lacks a column, or it holds no values that conditions know.
-        DataError: A key comes twice in the file, or a sample has no row and that is an error; nothing is written then,
+        ConfigError: The file lacks a column, or it has no values that conditions support.
+        DataError: A key occurs twice in the file, or a sample has no row and that is an error; then nothing is written
             if all keys fit into ``memory_bytes``.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
@@ -99,10 +99,10 @@ def join_column(
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What is known after some groups.
+    """The state after some groups.
 
     Attributes:
-        matched: Of each batch, packed bits: which rows meant a sample of any group so far.
+        matched: For each batch, packed bits: rows that matched a sample of any group so far.
         missing: Samples without a row, by shard.
     """
 
@@ -118,8 +118,8 @@ class _Rows:
     """Keys and values of a Parquet file, batch by batch, as often as needed.
 
     Raises:
-        DataError: It is no Parquet file.
-        ConfigError: A column is not there, or of no use.
+        DataError: It is not a Parquet file.
+        ConfigError: A column does not exist, or has an unsupported type.
     """
 
     def __init__(self, file: SourceFile, storage: Storage, name: str, options: JoinOptions) -> None:
@@ -159,7 +159,7 @@ class _Rows:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Take off dictionaries; give text short offsets."""
+    """Remove dictionary encoding; give text 32-bit offsets."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return pa.string() if pa.types.is_large_string(kind) else kind
@@ -177,7 +177,7 @@ def _value_column(names: Sequence[str], name: str, on: str) -> str:
 
 
 def _digest(file: SourceFile, storage: Storage) -> str:
-    """Sum the file's bytes: the same file gives the same column version."""
+    """Return a digest of the file's bytes, so that the same file gives the same column version."""
     digest = hashlib.sha256()
     for start in range(0, file.size_bytes, _HASH_BYTES):
         digest.update(storage.read(file.url, start, min(start + _HASH_BYTES, file.size_bytes)))
@@ -185,7 +185,7 @@ def _digest(file: SourceFile, storage: Storage) -> str:
 
 
 def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
-    """Return the runs of shards of at most so many samples; one shard is always allowed."""
+    """Return runs of shards with at most ``most_samples`` samples; a single shard is always allowed."""
     groups: list[list[int]] = [[]]
     held = 0
     for shard, size in enumerate(sizes):
@@ -198,7 +198,7 @@ def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
 
 
 def _joined(target: ColumnTarget, group: Sequence[int], rows: _Rows, found: _Found, *, is_last: bool) -> pa.Array:
-    """Return the values of the samples of some shards, one after the other."""
+    """Return the concatenated values of the samples of some shards."""
     keys = _keys_of(target, group)
     hashes = stable_hash(keys).to_numpy(zero_copy_only=False)
     order = np.argsort(hashes, kind="stable")
@@ -215,7 +215,7 @@ def _joined(target: ColumnTarget, group: Sequence[int], rows: _Rows, found: _Fou
         _refuse_twice(row_of, samples, matches, row_keys)
         wanted = np.zeros(len(row_keys), np.bool_)
         wanted[matches] = True
-        # Only values that some sample gets are held: rows of a batch are counted among these.
+        # Only values that match a sample are held: rows of a batch are numbered among these.
         row_of[samples] = num_values + (np.cumsum(wanted) - 1)[matches]
         chunks.append(values.filter(pa.array(wanted)))
         num_values += len(chunks[-1])
@@ -237,7 +237,7 @@ def _keys_of(target: ColumnTarget, group: Sequence[int]) -> pa.Array:
 def _matches(
     keys: pa.Array, hashes: Int64Array, order: Int64Array, row_keys: pa.Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the samples, and the row of the batch that each of them has; int64[n] each."""
+    """Return the matched samples, and the row of the batch for each, int64 [n] each."""
     hashed = stable_hash(row_keys)
     valid = np.flatnonzero(hashed.is_valid().to_numpy(zero_copy_only=False))
     wanted = hashed.fill_null(0).to_numpy(zero_copy_only=False)[valid]
@@ -254,10 +254,10 @@ def _matches(
 
 
 def _refuse_twice(row_of: Int64Array, samples: Int64Array, matches: Int64Array, row_keys: pa.Array) -> None:
-    """Refuse a sample that has a row already, or two of this batch.
+    """Refuse a second row for a sample, from an earlier batch or this one.
 
     Raises:
-        DataError: Naming the first few keys.
+        DataError: There is one; the message lists the first few keys.
     """
     _, first = np.unique(samples, return_index=True)
     again = np.ones(samples.size, np.bool_)

@@ -1,4 +1,4 @@
-"""Lift values out of the samples of shards that are there already: ``json.similarity`` as a late column."""
+"""Lift values out of the samples of existing shards, such as ``json.similarity``, into a late column."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PIECE_BYTES = 8 << 20
 
 
 def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: Progress | None = None) -> AddReport:
-    """Add the late column ``target`` of what stands at ``path`` in each sample, such as ``json.similarity``.
+    """Add the late column ``target`` with the value at ``path`` in each sample, such as ``json.similarity``.
 
-    Only the field is read (large others are left out), and every byte that is read is checked. Samples without the
-    field or the entry have no value.
+    Only that field is read (other large ones are skipped), and every byte read is checked. Samples without the field or
+    the entry have no value.
 
     Raises:
-        ConfigError: No sample has the field; or values are of kinds that do not compare.
+        ConfigError: No sample has the field, or values are of types that cannot be compared.
         DataError: A field cannot be read.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
@@ -52,10 +52,10 @@ def lift_all(
     urls: Sequence[str], paths: Sequence[str], *, storage: Storage, index_url: str | None, workers: int,
     progress: Progress | None = None,
 ) -> list[AddReport]:  # fmt: skip
-    """Lift a late column of each path, named like it; those that are there for these shards already stay.
+    """Lift one late column per path, named like it; columns that already exist for these shards are kept.
 
     Raises:
-        ConfigError, DataError: As :func:`lift_column`.
+        ConfigError, DataError: As for :func:`lift_column`.
     """
     reports = []
     for path in paths:
@@ -70,7 +70,7 @@ def as_array(values: Sequence[ColumnValue], target: ColumnTarget, shard: int) ->
     """Return values as an array of one type.
 
     Raises:
-        ConfigError: They are of several kinds, or too large.
+        ConfigError: They are of several types, or too large.
     """
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int, float}:
@@ -115,9 +115,9 @@ def sample_table_of(target: ColumnTarget, shard: int) -> SampleTable:
 def samples_of(
     target: ColumnTarget, shard: int, table: SampleTable, fields: tuple[str, ...] | None
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the key and the bytes of the ``fields`` that it has (None: all) of each sample of a shard, in its order.
+    """Yield the key of each sample of a shard, in its order, and the bytes of those ``fields`` (None: all) that it has.
 
-    Every byte that is read is checked; large fields that nobody asks for are not read.
+    Every byte read is checked; large fields that are not wanted are not read.
 
     Raises:
         DataError: A sample cannot be read.
@@ -139,7 +139,7 @@ def samples_of(
 
 
 def _field_of(table: SampleTable, path: str) -> str | None:
-    """Return the field that a path begins with: the longest that fits."""
+    """Return the field that a path begins with: the longest match."""
     parts = path.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     return next((name for name in names if name in table.fields), None)

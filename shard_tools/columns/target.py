@@ -1,4 +1,4 @@
-"""Find where a late column goes: shards with their indexes, and the files that are written beside these."""
+"""Locate where a late column is stored: shards with their indexes, and the files written beside these."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class AddReport(Report):
 
     Attributes:
         name: The column.
-        type: Of its values.
-        column_version: What tells it from every other one of this name.
+        type: Type of its values.
+        column_version: Identifies it among all columns of this name.
         num_shards: Shards of the data set.
         num_samples: Their samples.
         num_missing: Samples without a value.
         first_missing: Keys of the first of them.
         num_rows: Rows of the file.
-        num_unmatched: Rows that mean no sample.
+        num_unmatched: Rows that match no sample.
         first_unmatched: Keys of the first of them.
         num_shared: Samples that share their key with another one; each got the value of that key.
         seconds: Wall time.
@@ -62,17 +62,17 @@ class AddReport(Report):
 
 
 class Filled(NamedTuple):
-    """What the values of one shard are: their type, and how many samples have none."""
+    """Type of the values of one shard, and the number of samples without one."""
 
     type: str
     num_missing: int
 
 
 class ColumnTarget:
-    """A late column to be of the shards at ``urls``.
+    """A late column to be added to the shards at ``urls``.
 
     Raises:
-        ConfigError: The name cannot be one, or is taken; or the shards have no index.
+        ConfigError: The name is invalid or taken, or the shards have no index.
         NotFoundError: There are no shards.
     """
 
@@ -116,17 +116,17 @@ class ColumnTarget:
             raise no_samples(url) from error
 
     def version_of(self, **made_of: object) -> str:
-        """Return what tells this column from every other one, by what it is made of; 16 hex digits."""
+        """Return the version of this column, which depends on what it is made from; 16 hex digits."""
         content = {"name": self.name, "shards": self.table.fingerprint, **made_of}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def begin(self) -> None:
-        """Take an older column of this name back: until all is written, there is none."""
+        """Withdraw an older column of this name: until everything is written, there is none."""
         for home in self._taken:
             self.storage.delete(join_url(home, column_document_path(self.name)))
 
     def written(self, shard: int, version: str) -> pa.Array | None:
-        """Return the values of one shard that were written before, if they are of this version and this shard."""
+        """Return the values of one shard written earlier, if they are of this version and this shard."""
         url, rows = self.urls[shard], self.table.of_shard(shard)
         path = join_url(home_of(url, self.index_url), column_path(self.name, shard_name(url, self.index_url)))
         try:
@@ -145,20 +145,20 @@ class ColumnTarget:
     def fill(
         self, version: str, arrays: Callable[[int], pa.Array], *, workers: int, progress: Progress, again: bool = True
     ) -> list[Filled]:
-        """Write the values of every shard; return what they are. ``finish`` is left to the caller.
+        """Write the values of every shard, and return a summary of each. The caller must call ``finish``.
 
         Args:
-            version: What tells the column from others.
-            arrays: Gives the values of a shard by its number; called on ``workers`` threads.
-            workers: Shards at a time.
-            progress: Told of every shard.
-            again: False: what was written of this version before a stop is not asked for again. Of a finished column,
-                which is overwritten, nothing is taken over.
+            version: Version of the column.
+            arrays: Returns the values of a shard by its number; called on ``workers`` threads.
+            workers: Shards in parallel.
+            progress: Receives every shard.
+            again: False: values of this version written before an interruption are not computed again. A finished
+                column that is being overwritten is always recomputed.
         """
-        if not again:  # a finished column may hold what another helper, or another module, made the function compute
+        if not again:  # a finished column may hold results of the function with older versions of code that it calls
             gone = _files_of(self.storage, self._taken, self.name)
             documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
-            # Before the documents: without these, files count as written by a run of this very work that was stopped.
+            # Before the documents: without these, files count as written by an interrupted run of the same work.
             list(map_ordered(self.storage.delete, [url for url in gone if url not in documents], THREADS))
         self.begin()
         progress.start(total_bytes=None, total=len(self.urls))
@@ -176,17 +176,17 @@ class ColumnTarget:
     def finish(
         self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, **more: Any
     ) -> AddReport:
-        """Write what there is to say about the column, last; return it as the report, with what ``more`` says.
+        """Write the description of the column, last, and return it as the report, with the fields in ``more``.
 
         Args:
-            filled: The values of each shard.
-            version: As written.
-            made_from: For people.
+            filled: Summary of each shard.
+            version: Version as written.
+            made_from: Description of the origin.
             begun_s: When the work began, by ``time.monotonic``.
             more: Further fields of the report.
 
         Raises:
-            ConfigError: Shards hold values that do not compare.
+            ConfigError: Shards hold values that cannot be compared.
         """
         missing = [one.num_missing for one in filled]
         found = {one.type for one in filled} - {"null"}
@@ -237,7 +237,7 @@ def list_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropReport(Report):
-    """A column that is gone, and how many files it had."""
+    """A deleted column, and the number of its files."""
 
     name: str
     num_files: int
@@ -256,7 +256,7 @@ def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: 
     if not files:
         there = sorted({column.name for home in homes for column in list_columns(storage, home)})
         raise ConfigError(f"column {name!r}: there is no such late column; there are: {', '.join(there) or 'none'}")
-    for url in document:  # first: a column without its document is none
+    for url in document:  # first: a column without its document does not exist
         storage.delete(url)
     list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
     return DropReport(name=name, num_files=len(files))

@@ -18,7 +18,7 @@ from streaming.storage import Storage, redact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewReport(Report):
-    """A view, but for the keys that it leaves out."""
+    """A view, without the keys that it leaves out."""
 
     name: str
     where: str | None
@@ -31,7 +31,7 @@ class ViewReport(Report):
 
     @classmethod
     def of(cls, view: View) -> ViewReport:
-        """Return what there is to say about a view."""
+        """Return the report of a view."""
         return cls(
             name=view.name, where=view.where, subset=view.subset, num_excluded=len(view.excluded), columns=view.columns,
             num_kept=view.num_kept, num_samples=view.num_samples, hash=view.hash,
@@ -49,10 +49,10 @@ def save(
     urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, where: str | None, subset: str | None,
     exclude: str | None, overwrite: bool,
 ) -> ViewReport:  # fmt: skip
-    """Save a view, after working out what it keeps.
+    """Save a view, after computing what it keeps.
 
     Raises:
-        ConfigError: It asks for nothing, keeps nothing, or there is another one of its name.
+        ConfigError: It has no condition, keeps nothing, or another one has its name.
         IndexMissingError: The shards have no index.
     """
     asked = Filter(
@@ -88,7 +88,7 @@ def show_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) ->
 
 
 def _opened(urls: Sequence[str], storage: Storage, index_url: str | None) -> tuple[OpenShards, str]:
-    """Return the shards, and the directory beside whose index views lie: that of the first."""
+    """Return the shards, and the directory of the index beside which views are stored: that of the first shard."""
     found = open_set(urls, storage, index_url)
     if found.scanned is not None:
         raise IndexMissingError(

@@ -1,9 +1,9 @@
-"""Convert by an executor, on a cluster for example: many shards at a time, the same bytes as one writer's.
+"""Convert on an executor, such as a cluster: many shards in parallel, with the same bytes as a single writer's.
 
-Where shards end depends on the sizes of all records before, so there are two steps, each spread over the executor:
-ranges of records are measured, and from their sizes follows which records each shard holds; then shards are written,
-each by a writer of its own. The source is read twice for it. Both steps overlap: a shard is written as soon as its
-records are measured. Shards may be finished out of order; a stopped conversion goes on after those without a gap.
+Where shards end depends on the sizes of all earlier records, so there are two steps, each distributed over the
+executor: ranges of records are measured, and their sizes determine which records each shard holds; then shards are
+written, each by its own writer. This reads the source twice. Both steps overlap: a shard is written as soon as its
+records are measured. Shards may finish out of order; an interrupted conversion continues after the first gapless run.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shard_tools.write.keys import SeenKeys, check_key
 from shard_tools.write.writer import ShardWriter, is_full, make_record
 from streaming.errors import ConfigError
 
-_AHEAD = 256  # calls under way or done ahead; an executor of fewer workers makes them wait
+_AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertWork:
-    """What every call needs to know.
+    """What every call needs.
 
     Attributes:
         reader: The source.
-        pattern: Of the shards' URLs.
-        options: How large shards are.
+        pattern: Pattern of the shards' URLs.
+        options: Size of shards.
         columns: Names and functions of the sample table's columns.
-        storage_options: For the target.
+        storage_options: Options of the target's store.
     """
 
     reader: Source
@@ -52,14 +52,14 @@ class ConvertWork:
             max_samples=self.options.max_samples,
             storage_options=self.storage_options,
             columns=self.columns,
-            overwrite=True,  # whatever stands there is of this conversion and unfinished
+            overwrite=True,  # whatever is there belongs to this conversion and is unfinished
             start_shard=shard,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """Which records a shard holds: ``num_samples`` from number ``start`` on."""
+    """The records of a shard: ``num_samples`` from number ``start`` on."""
 
     number: int
     start: int
@@ -75,11 +75,11 @@ def write_elsewhere(
     first_shard: int,
     known_keys: Collection[str],
 ) -> int:
-    """Write all shards from ``first_shard`` on, which begins with record ``start``; the number of all records.
+    """Write all shards from ``first_shard`` on, which begins with record ``start``; return the number of all records.
 
     Raises:
         ConfigError: The source cannot be read from its middle.
-        DuplicateKeyError: Two records have one key.
+        DuplicateKeyError: Two records have the same key.
     """
     num_records = work.reader.num_records
     if num_records is None:
@@ -100,7 +100,7 @@ def write_elsewhere(
 def _measured(
     work: ConvertWork, executor: Executor, numbers: range, known_keys: Collection[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yield key and size of every record, in order; no key is among ``known_keys``."""
+    """Yield key and size of every record, in order, and check that no key is among ``known_keys``."""
     length = min(_MAX_RANGE, max(_MIN_RANGE, len(numbers) // _RANGES))
     ranges = (numbers[first : first + length] for first in range(0, len(numbers), length))
     for part in ordered(executor, partial(_measure, work), ranges, _AHEAD):
@@ -143,7 +143,7 @@ def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number
 
 
 def _write_shard(work: ConvertWork, shard: _Shard) -> tuple[_Shard, int]:
-    """Write one shard and its sample table; the bytes of its fields. May be repeated."""
+    """Write one shard and its sample table; return the bytes of its fields. May be repeated."""
     num_bytes = 0
     writer = work.writer(shard.number)
     try:

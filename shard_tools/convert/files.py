@@ -27,7 +27,7 @@ _WILDCARD = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """One file of a source: where it lies, its name within the source, and its size."""
+    """One file of a source: its location, its name within the source, and its size."""
 
     url: str
     name: str
@@ -40,7 +40,7 @@ class SourceFile:
 
 
 class FileSource:
-    """Serve as a base for sources of files whose records are counted only by reading them."""
+    """Base class for sources of files whose records can only be counted by reading them."""
 
     def __init__(self, kind: str, files: Sequence[SourceFile], storage: Storage) -> None:
         self.kind = kind
@@ -49,12 +49,12 @@ class FileSource:
 
     @property
     def num_records(self) -> int | None:
-        """Unknown before reading."""
+        """Not known before reading."""
         return None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files as they lie."""
+        """Size of the files as stored."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -68,7 +68,7 @@ class FileSource:
 
 
 def identity_of(kind: str, lines: Sequence[str]) -> dict[str, object]:
-    """Tell a source from others by a line for each of its files."""
+    """Return a digest that identifies a source, from one line per file."""
     digest = hashlib.sha256()
     for line in lines:
         digest.update(f"{line}\n".encode())
@@ -88,11 +88,11 @@ def find_files(
     Args:
         spec: A file, a folder or prefix ending in ``/``, a pattern with ``*``, or a brace list of these.
         storage: The store.
-        suffixes: In folders and prefixes, take only names that end so (lower case compared).
+        suffixes: In folders and prefixes, take only names with these endings (compared in lower case).
         exclude: A folder or prefix whose content is not taken.
 
     Raises:
-        NotFoundError: If there is nothing.
+        NotFoundError: There is nothing.
     """
     literal = is_local(spec) and os.path.exists(local_path(spec))
     parts = expand_urls(spec, storage) if "{" in spec and not literal else [spec]
@@ -149,13 +149,13 @@ def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFi
 
 
 def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile], list[Skipped]]:
-    """Return the files under ``root``, and what is no file to be read.
+    """Return the files under ``root``, and entries that are not files to be read.
 
-    Links to folders are not entered, links to files out of ``root`` are not followed, and the folder ``exclude`` is
-    left out without a word.
+    Links to folders are not followed, nor are links to files outside ``root``, and the folder ``exclude`` is left out
+    silently.
 
     Raises:
-        NotFoundError: If ``root`` is no folder.
+        NotFoundError: ``root`` is not a folder.
     """
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: no such folder")
@@ -197,11 +197,11 @@ class StoredFile(io.RawIOBase):
         self._url, self._size_bytes, self._storage, self._position = url, size_bytes, storage, 0
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -228,7 +228,10 @@ class StoredFile(io.RawIOBase):
 def open_each(
     files: Sequence[SourceFile], storage: Storage, num_threads: int
 ) -> Generator[tuple[SourceFile, BinaryIO], None, None]:
-    """Open files one after the other; of a store their first blocks, most files' all, are fetched ahead on threads."""
+    """Open files one after the other.
+
+    In a store, their first blocks (often all of a file) are prefetched on threads.
+    """
 
     def opened(file: SourceFile) -> tuple[SourceFile, BinaryIO]:
         return file, open_stored(file, storage, fetch=not is_local(file.url))
@@ -242,12 +245,12 @@ def open_each(
 
 
 def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True, fetch: bool = False) -> BinaryIO:
-    """Return a buffered reader of ``file``; ``.gz`` and ``.zst`` are unpacked on the way. The caller closes it.
+    """Return a buffered reader of ``file``; ``.gz`` and ``.zst`` are decompressed. The caller closes it.
 
     Args:
-        file: What to read.
+        file: The file.
         storage: The store that holds it.
-        unzip: Unpack it.
+        unzip: Decompress it.
         fetch: Read its first block now.
     """
     reader = io.BufferedReader(StoredFile(file.url, file.size_bytes, storage), _BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Read a folder of images: sub-folders are classes."""
+"""Read a folder of images whose sub-folders are classes."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class _Image:
 class ImageFolder:
     """Images under a folder or prefix, sorted by name.
 
-    The first folder of a path is the class. Classes have the numbers (field ``cls``) that :func:`numbered_classes`
-    finds: those of the training set beside it, else in the order of their sorted names.
-    The key is the path without its extension, dots in the file's name replaced by ``_``. Bytes are stored as they
-    are, under the lower-cased extension, with a ``json`` field that holds class and path.
+    The first folder of a path is the class. Classes are numbered (field ``cls``) by :func:`numbered_classes`: as in the
+    training set beside it, otherwise in the order of their sorted names. The key is the path without its extension,
+    with dots in the file's name replaced by ``_``. Bytes are stored unchanged, under the lower-case extension, with a
+    ``json`` field that holds class and path.
 
     Raises:
-        NotFoundError: If there is no image.
-        DuplicateKeyError: If two files would get one key.
+        NotFoundError: There is no image.
+        DuplicateKeyError: Two files would have the same key.
     """
 
     kind = "images"
@@ -123,14 +123,15 @@ class ImageFolder:
 def numbered_classes(
     names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
-    """Return the number of each class, and where it comes from; "" where this folder alone says it.
+    """Return the number of each class, and where the numbers come from; "" if from this folder alone.
 
     Args:
         names: Classes of the folder, sorted.
-        given: Names separated by commas; or a file (JSON, or a name a line), a folder of classes, or a converted set.
-        source: The folder. A folder ``train`` beside it numbers its classes, where it holds them all.
-        target: Where the shards will be. So does, before that, the set converted to ``train`` beside it.
-        storage: Where they lie.
+        given: Names separated by commas; or a file (JSON, or one name per line), a folder of classes, or a converted
+            set.
+        source: The folder. A folder ``train`` beside it determines the numbers if it has all these classes.
+        target: Where the shards will be. A set converted to ``train`` beside it takes precedence over such a folder.
+        storage: The store.
 
     Raises:
         ConfigError: The given classes cannot be read, or lack one of the folder's.
@@ -174,7 +175,7 @@ def _last(folder: str) -> str:
 
 
 def _beside(source: str, target: str | None) -> list[str]:
-    """Tell where the classes of the training set may be: converted beside the target, or as a local folder."""
+    """Return where the classes of the training set may be: converted beside the target, or in a local folder."""
     places = []
     for folder in (target, source if is_local(source) else None):
         if folder is not None and _last(folder).lower() not in _TRAINING:
@@ -211,7 +212,7 @@ def _listed(place: str, storage: Storage) -> list[str]:
 
 
 def save_classes(directory: str, classes: Mapping[str, int], storage: Storage) -> None:
-    """Write the classes of a set beside its index, for the sets that shall have the same numbers."""
+    """Write the classes of a set beside its index, for other sets that use the same numbers."""
     content = {"format": "shardstream-classes", "version": 1, "classes": sorted(classes, key=classes.__getitem__)}
     storage.put(join_url(directory, CLASSES), (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode())
 
@@ -235,7 +236,7 @@ def _classify(file: SourceFile) -> _Image | Skipped:
 
 
 def _refuse_collisions(images: list[_Image]) -> None:
-    """Refuse keys that differ by case alone: some readers fold it, and some file systems too."""
+    """Refuse keys that differ only by case: some readers and some file systems ignore case."""
     seen: dict[str, _Image] = {}
     for image in images:
         other = seen.setdefault(image.key.casefold(), image)

@@ -1,7 +1,7 @@
-"""Keep the note that a conversion leaves in its target, so that it can be stopped and gone on with.
+"""Keep the journal that a conversion writes to its target, so that it can be interrupted and continued.
 
-``_shardstream/convert.json`` says which source and which options made the shards there. It holds no time and no
-machine: the same conversion writes the same note.
+``_shardstream/convert.json`` records the source and the options of the shards there. It holds no time and no machine:
+the same conversion writes the same journal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TargetNotEmptyError(ShardstreamError, FileExistsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """What is being converted, and whether it is done."""
+    """The work of a conversion, and whether it is complete."""
 
     source: dict[str, Any]
     options: dict[str, Any]
@@ -35,11 +35,11 @@ class Journal:
     num_samples: int | None = None
 
     def same_work(self, other: Journal) -> bool:
-        """Tell whether both describe one conversion."""
+        """Tell whether both describe the same conversion."""
         return self.source == other.source and self.options == other.options
 
     def differences(self, other: Journal) -> str:
-        """Return what differs, for people."""
+        """Describe what differs."""
         pairs = (("source", self.source, other.source), ("options", self.options, other.options))
         return "; ".join(
             f"{what} {name}: there {theirs.get(name)!r}, here {ours.get(name)!r}"
@@ -53,7 +53,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
     """Return the journal in ``target``, or None.
 
     Raises:
-        IndexFormatError: If it is damaged, or of another version.
+        IndexFormatError: It is damaged, or of another version.
     """
     url = join_url(target, NAME)
     if not storage.exists(url):
@@ -79,7 +79,7 @@ def _check_version(name: object, version: object) -> None:
 
 
 def save_journal(target: str, journal: Journal, storage: Storage) -> None:
-    """Write the journal, whole or not at all."""
+    """Write the journal atomically."""
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -92,7 +92,7 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
 
 
 def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
-    """Copy what is noted beside the index at ``home`` about classes and tokens to ``directory``, if it is there."""
+    """Copy the files about classes and tokens beside the index at ``home`` to ``directory``, if they exist."""
     for name in (CLASSES, TOKENS_FILE):
         with suppress(NotFoundError, AccessDeniedError):
             here.put(join_url(directory, name), bytes(there.read(join_url(home, name))))

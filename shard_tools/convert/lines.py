@@ -1,4 +1,4 @@
-"""Read JSONL, text and CSV: one record a line (a CSV record may span lines)."""
+"""Read JSONL, text and CSV: one record per line (a CSV record may span lines)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SUFFIXES = {
 
 
 class LineFiles(FileSource):
-    """JSONL or text files: every line that is not blank is a record; of texts also every paragraph, or every file.
+    """JSONL or text files: every non-blank line is a record; in text also every paragraph, or every file.
 
-    Without ``shuffle_seed`` files are read front to back; with it, one pass notes where the lines begin (8 bytes a
-    line in memory), and lines are then read in permuted order.
+    Without ``shuffle_seed`` files are read sequentially; with it, a first pass records where lines begin (8 bytes of
+    memory per line), and lines are then read in permuted order.
     """
 
     def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -90,7 +90,7 @@ class LineFiles(FileSource):
         return self._mapper.record(row, number, where, raw=raw)
 
     def _parse(self, line: bytes, where: str, name: str) -> tuple[dict[str, object], bytes | None]:
-        """Return the row of a line, and its JSON where the line is that."""
+        """Return the row of a line, and its JSON if the line is JSON."""
         if self.kind == "text":
             try:
                 text = (line if self._unit == "file" else line.rstrip(b"\r\n")).decode()
@@ -101,10 +101,10 @@ class LineFiles(FileSource):
 
 
 def _units(lines: Iterator[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of its first line, and the text, of every line, run of lines between blank ones, or file.
+    """Yield the first line number and the text of every line, paragraph (separated by blank lines) or file.
 
     Raises:
-        DataError: If a text is longer than 256 MiB.
+        DataError: A text is longer than 256 MiB.
     """
     text, first = bytearray(), 1
     for number, line in enumerate(lines, 1):
@@ -126,10 +126,10 @@ def _units(lines: Iterator[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
-    """Yield the lines of ``stream``, with their ends.
+    """Yield the lines of ``stream``, including line endings.
 
     Raises:
-        DataError: If a line is longer than 256 MiB, or a ``.gz`` is damaged.
+        DataError: A line is longer than 256 MiB, or a ``.gz`` is damaged.
     """
     try:
         while line := stream.readline(MAX_LINE_BYTES):
@@ -154,7 +154,7 @@ def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
 
 
 def _line_table(file: SourceFile, storage: Storage) -> Int64Array:
-    """Find every line that is not blank: int64[n, 3], its begin, end and line number."""
+    """Locate every non-blank line: int64 [n, 3], its begin, end and line number."""
     with open_stored(file, storage) as stream:
         found = [
             np.stack(lines, axis=1) for lines in scan_lines(iter(lambda: stream.read(_BLOCK_BYTES), b""), file.url)

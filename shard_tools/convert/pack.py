@@ -1,8 +1,8 @@
-"""Write a source's records through the writer, in one pass that can be stopped and gone on with.
+"""Write a source's records through the writer, in one pass that can be interrupted and continued.
 
-The journal in the target says which work the shards there belong to; the index of each finished shard says how
-many samples it holds. Records are written one sample each and in a fixed order, so the number of samples in the
-finished shards is the number of the record to go on with, and the result is the same bytes as without the stop.
+The journal in the target identifies the work that the shards there belong to; the index of each finished shard gives
+its number of samples. Each record becomes one sample, in a fixed order, so the number of samples in the finished shards
+is the number of the record to continue with, and the result is the same bytes as without the interruption.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTarget:
-    """What there is in the target now, and how many of its samples an earlier run had written."""
+    """The current content of the target, and how many of its samples an earlier run had written."""
 
     num_shards: int
     num_samples: int
@@ -52,25 +52,25 @@ def pack(
     executor: Executor | None = None,
     progress: Progress,
 ) -> PackedTarget:
-    """Write all records of ``reader``; go on where an earlier run of the same work was stopped.
+    """Write all records of ``reader``; continue if an earlier run of the same work was interrupted.
 
     Args:
         reader: The records.
-        place: Where the shards go.
-        options: How.
-        identity: JSON-able, all that the result's bytes depend on but the source and the names of the shards: another
-            run goes on only if they hold.
-        columns: Metadata of the records that the sample table shall hold.
-        position: The column of the sample table that holds the number of each sample's record, where not every
-            record becomes a sample; None: sample i is record i.
-        storage_options: How to reach the store.
-        executor: Read and write there; None: here, in one pass.
-        progress: Told about samples and bytes written.
+        place: Destination of the shards.
+        options: The options.
+        identity: JSON-serialisable; everything that determines the bytes of the result, except the source and the names
+            of the shards. Another run continues only if it is equal.
+        columns: Metadata of the records to store in the sample table.
+        position: Column of the sample table with the number of each sample's record, if not every record becomes a
+            sample; None: sample i is record i.
+        storage_options: Options of the store.
+        executor: Where to read and write; None: here, in one pass.
+        progress: Receives the samples and bytes written.
 
     Raises:
-        TargetNotEmptyError: If the target holds shards of other work.
-        DataError: For a record that cannot be read or stored, or if there are none.
-        StorageError: If a store fails.
+        TargetNotEmptyError: The target holds shards of other work.
+        DataError: A record cannot be read or stored, or there are none.
+        StorageError: A store failed.
     """
     storage = Storage(storage_options)
     journal = Journal(source=reader.identity(), options={**identity, "pattern": place.name})
@@ -112,17 +112,17 @@ def pack(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where the shards go: a directory, and the pattern of their names (``{:06d}.tar``)."""
+    """Destination of shards: a directory, and the pattern of their names (``{:06d}.tar``)."""
 
     directory: str
     name: str
 
     @classmethod
     def of(cls, target: str) -> Destination:
-        """Return the place that a user's ``target`` means: a folder or prefix, or a pattern.
+        """Return the destination for a user's ``target``: a folder or prefix, or a pattern.
 
         Raises:
-            ConfigError: It is the name of one shard.
+            ConfigError: It is the name of a single shard.
         """
         directory, name = split_url(target)
         if "{" in name:
@@ -135,22 +135,22 @@ class Destination:
 
     @property
     def pattern(self) -> str:
-        """What ``ShardWriter`` takes."""
+        """The pattern for ``ShardWriter``."""
         return join_url(self.directory, self.name)
 
 
 def refuse_overlap(source: str, place: Destination) -> None:
-    """Refuse to write into what is read, which could delete it.
+    """Refuse to write to the place that is read, which could delete it.
 
     Raises:
-        ConfigError: Both are one place.
+        ConfigError: Both are the same place.
     """
     if _whole(source) == _whole(place.directory):
         raise ConfigError(f"{redact(source)}: source and target are the same place; give another target")
 
 
 def warn_of_nesting(source: str, place: Destination) -> None:
-    """Say so where shards are written below what is read: from now on readers of the source get both."""
+    """Warn if shards are written below what is read, because readers of the source will then get both."""
     if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
         _log.warning(
             "%s lies below %s: who reads the latter reads the shards of both from now on, in training, too; give a "
@@ -179,14 +179,14 @@ class _Earlier:
 def _prepare(
     place: Destination, journal: Journal, storage: Storage, *, overwrite: bool, position: str | None
 ) -> _Earlier:
-    """Make the target ready: empty, or holding the finished shards of this very conversion.
+    """Prepare the target: empty, or holding the finished shards of this very conversion.
 
     Raises:
-        TargetNotEmptyError: If it holds anything else.
+        TargetNotEmptyError: It holds anything else.
     """
     there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
     if overwrite:
-        # The journal goes last: a run that is stopped in here begins with the rest.
+        # The journal is deleted last: a run that is interrupted here starts with what is left.
         for url in sorted(there, key=lambda url: url.endswith("/convert.json")):
             storage.delete(url)
         there = []
@@ -203,7 +203,7 @@ def _prepare(
                 "target, run with the same source and options to go on, or begin anew with --overwrite"
             )
         earlier = _earlier_work(place, storage, found, position=position)
-        if found.complete and not earlier.complete:  # shards are gone: a run that was to overwrite them was stopped
+        if found.complete and not earlier.complete:  # shards are gone: a run that was overwriting them was interrupted
             save_journal(place.directory, journal, storage)
         return earlier
     save_journal(place.directory, journal, storage)
@@ -211,7 +211,7 @@ def _prepare(
 
 
 def _forget_the_empty(place: Destination, storage: Storage) -> None:
-    """Delete the journal of a run that ended before its first shard: there is nothing to go on with or to overwrite."""
+    """Delete the journal of a run that ended before its first shard: there is nothing to continue or overwrite."""
     with contextlib.suppress(ShardstreamError):
         there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
         if there == [url := join_url(place.directory, NAME)]:
@@ -226,11 +226,11 @@ def _is_ours(url: str, place: Destination) -> bool:
 
 
 def _earlier_work(place: Destination, storage: Storage, journal: Journal, *, position: str | None) -> _Earlier:
-    """Return the finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
+    """Return the finished shards: numbered from 0 without a gap, each with a sample table that matches its size.
 
-    All is done where the journal says so and they hold as many samples. Else the last one is left out and written
-    again: so there is always a shard to write, and with it the writer publishes the chunk table, which may be what the
-    stopped run had not come to.
+    Everything is done if the journal says so and the shards hold that many samples. Otherwise the last one is left out
+    and written again, so that there is always a shard to write, and with it the writer publishes the chunk table, which
+    the interrupted run may not have reached.
     """
     sizes = {info.url: info.size_bytes for info in storage.list(place.directory)}
     tables: list[SampleTable] = []
@@ -261,7 +261,7 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
 
 
 def _write(work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], progress: Progress) -> int:
-    """Write all records but those that are there, one after the other; the number of all records."""
+    """Write all records except existing ones, one after the other; return the number of all records."""
     number = start
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
@@ -274,7 +274,7 @@ def _write(work: ConvertWork, start: int, first_shard: int, known_keys: Collecti
 
 @dataclass(frozen=True, slots=True)
 class _Lift:
-    """Take metadata ``name`` out of a sample; a dotted name goes into nested values."""
+    """Take metadata ``name`` from a sample; a dotted name refers to nested values."""
 
     name: str
 

@@ -24,9 +24,9 @@ _MAX_BATCH_ROWS = 8192
 class ParquetFiles(FileSource):
     """Rows of Parquet files, in order.
 
-    Binary columns and Hugging Face's ``{"bytes", "path"}`` structs become fields named by what their bytes are, lists
-    of numbers become ``column.npy``, all else the ``json`` field. Memory is bounded by one batch of rows; with
-    ``shuffle_seed`` row groups are permuted, and rows within each, which holds one row group in memory.
+    Binary columns and Hugging Face's ``{"bytes", "path"}`` structs become fields named by their file type, lists of
+    numbers become ``column.npy``, and everything else the ``json`` field. Memory is bounded by one batch of rows; with
+    ``shuffle_seed`` row groups are permuted, and rows within each, which needs memory for one row group.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -90,10 +90,10 @@ class ParquetFiles(FileSource):
 
 
 def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
-    """Open a stored Parquet file; to be closed by ``close(force=True)``, which also lets go of what was read.
+    """Open a stored Parquet file; close it with ``close(force=True)``, which also releases what was read.
 
     Raises:
-        DataError: It is none, or damaged.
+        DataError: It is not a Parquet file, or is damaged.
     """
     stream = open_stored(file, storage, unzip=False)
     try:
@@ -112,7 +112,7 @@ def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:
 
 
 def _fit_mapper(mapper: RowMapper, schema: pa.Schema) -> RowMapper:
-    """Tell ``mapper`` what the column types say: which columns are binary, which are lists of numbers."""
+    """Configure ``mapper`` from the column types: which columns are binary, and which are lists of numbers."""
     named = {column for column, _ in mapper.fields}
     free = [column for column in schema if column.name not in named]
     return replace(
@@ -129,7 +129,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _kind_of_items(kind: pa.DataType) -> str | None:
-    """Return as what the items of a list of numbers are stored; None for all else."""
+    """Return the type in which to store the items of a list of numbers; None for anything else."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return None
     inner = kind.value_type

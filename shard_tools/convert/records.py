@@ -1,4 +1,4 @@
-"""Define what every source gives: records, in one fixed order, from any position on."""
+"""Define the interface of sources: records, in one fixed order, from any position on."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Record:
     Attributes:
         key: Its key.
         fields: Its fields by extension.
-        metadata: What it was made from.
+        metadata: The row or entry that it was made from.
         where: File and line or row, for messages.
-        problem: Why there is nothing to read here; of tolerant sources alone.
+        problem: Why it cannot be read; only in tolerant sources.
     """
 
     key: str
@@ -40,13 +40,13 @@ class Record:
 
     @property
     def sample(self) -> dict[str, object]:
-        """What a ``ShardWriter`` writes, with the metadata that columns are taken from."""
+        """The sample for ``ShardWriter``, including the metadata from which columns are taken."""
         return {**self.fields, "__key__": self.key, "__metadata__": self.metadata}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Report):
-    """Something in the source that is no sample, and why."""
+    """Something in the source that is not a sample, and why."""
 
     path: str
     reason: str
@@ -83,13 +83,14 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
-    """What every verb that writes shards is told about them.
+    """Options common to all commands that write shards.
 
     Attributes:
-        max_bytes: Largest shard.
-        max_samples: Most samples of a shard.
-        shuffle_seed: Mix the records by this seed, uniformly; None keeps the source's order.
-        workers: Threads that read ahead; processes of a tokenizer, where it sets how many batches are under way.
+        max_bytes: Maximum size of a shard.
+        max_samples: Maximum number of samples in a shard.
+        shuffle_seed: Shuffle the records uniformly with this seed; None keeps the source's order.
+        workers: Threads that read ahead; for a tokenizer, processes, which also determine the number of batches in
+            progress.
         overwrite: Delete the shards that the target holds.
     """
 
@@ -100,23 +101,23 @@ class ShardOptions:
     overwrite: bool = False
 
     def identity(self) -> dict[str, object]:
-        """Return what the bytes of the result depend on."""
+        """Return everything that determines the bytes of the result."""
         return {"max_bytes": self.max_bytes, "max_samples": self.max_samples, "shuffle_seed": self.shuffle_seed}
 
 
 class Source(Protocol):
-    """A data set of another layout.
+    """A data set in another format.
 
     The order of records is a function of the source's content and the shuffle seed, never of timing.
     """
 
     @property
     def kind(self) -> str:
-        """The value of ``--from`` that names this layout."""
+        """The value of ``--from`` for this format."""
 
     @property
     def num_records(self) -> int | None:
-        """How many records there are, where that is known without reading them."""
+        """Number of records, if known without reading them."""
 
     @property
     def num_bytes(self) -> int:
@@ -127,14 +128,14 @@ class Source(Protocol):
         """What was left out so far."""
 
     def identity(self) -> dict[str, object]:
-        """Give JSON-able facts that tell this source from others: a stopped conversion goes on only if they hold."""
+        """Return JSON-serialisable facts that identify this source; a conversion continues only if they are equal."""
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""
 
 
 def number_key(number: int) -> str:
-    """Return the key of record ``number`` where keys are counted."""
+    """Return the key of record ``number``, for numbered keys."""
     return f"{number:0{_NUMBER_DIGITS}d}"
 
 
@@ -149,7 +150,7 @@ def permutation(num_items: int, seed: int) -> Int64Array:
 
 
 def refuse_known(key: str, known_keys: Collection[str]) -> None:
-    """Refuse a key that an earlier run of the same conversion has written.
+    """Refuse a key that an earlier run of the same conversion has already written.
 
     Raises:
         DuplicateKeyError: It has.

@@ -1,4 +1,4 @@
-"""Map rows of tables to samples: which column becomes which field, and how its value is written."""
+"""Map rows of tables to samples: which column becomes which field, and how its value is encoded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sniff_extension(payload: bytes) -> str:
 
 
 def dump_json(value: object) -> bytes:
-    """Write compact JSON. Dates become ISO text, decimals text, numbers that JSON does not have (NaN) null."""
+    """Encode compact JSON. Dates become ISO text, decimals text, and numbers that JSON does not support (NaN) null."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
     except ValueError:
@@ -99,19 +99,19 @@ def _all_whole(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMapper:
-    """How a row of a table becomes a sample.
+    """Map rows of a table to samples.
 
-    Columns named in ``fields`` become fields of their own under the extension given there (``"-"`` drops them), and
-    so do binary columns; all others together become the ``json`` field.
+    Columns named in ``fields`` become separate fields with the extension given there (``"-"`` drops them), and so do
+    binary columns; all others together become the ``json`` field.
 
     Args:
         fields: (column, extension) pairs.
         key_field: The column that holds the key; None or ``"number"``: the row's number.
-        num_binary: How many binary columns the table has: where there is more than one, their fields are called
-            ``column.ext``, else ``ext``.
-        arrays: Type of the items of columns that hold lists of numbers, to be stored as ``column.npy``.
-        tolerant: A row that cannot be stored is a record with a ``problem``, and not an error.
-        named_only: Columns that ``fields`` does not name become no fields.
+        num_binary: Number of binary columns in the table: if there are several, their fields are called ``column.ext``,
+            otherwise ``ext``.
+        arrays: Item types of columns that hold lists of numbers, which are stored as ``column.npy``.
+        tolerant: A row that cannot be stored is a record with a ``problem``, not an error.
+        named_only: Columns that ``fields`` does not name do not become fields.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -196,10 +196,10 @@ class RowMapper:
 
 
 def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
-    """Refuse that one column takes the place of another: in what was found, as (column, field, content).
+    """Refuse two columns for one field, among (column, field, content) triples.
 
     Raises:
-        DataError: Naming the columns and the field.
+        DataError: There are; the message names the columns and the field.
     """
     first: dict[str, str] = {}
     for column, name, _ in found:
@@ -213,7 +213,7 @@ def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
 
 
 def unreadable(number: int, where: str, problem: DataError) -> Record:
-    """Return the record that stands for a line or row which cannot be read."""
+    """Return the record that represents an unreadable line or row."""
     return Record(key=number_key(number), fields={}, where=where, problem=problem)
 
 
@@ -235,7 +235,7 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     """Return ``value`` as the content of a field called ``extension``; ``dtype`` is that of a list's items.
 
     Raises:
-        DataError: If the value has no such form.
+        DataError: The value cannot be encoded so.
     """
     payload = as_payload(value)
     last = extension.lower().rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Bring a source's records through the writer: the verb ``convert``."""
+"""Write a source's records through the writer: the command ``convert``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RecordOptions(ShardOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions(RecordOptions):
-    """What a conversion shall do, besides what :class:`RecordOptions` says.
+    """Options of a conversion, in addition to :class:`RecordOptions`.
 
     Attributes:
         classes: Where the numbers of classes come from (:func:`shard_tools.convert.images.numbered_classes`).
@@ -86,17 +86,17 @@ class ConvertOptions(RecordOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport(Report):
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
-        kind: The source's layout.
+        kind: The source's format.
         target: Where the shards are.
         num_shards: Shards there now.
         num_samples: Samples there now.
         num_bytes: Bytes of all shards.
         num_resumed_samples: Samples that an earlier run had written.
-        classes: Class numbers, where the source has classes.
-        classes_from: What numbered them; "" if the source alone did.
+        classes: Class numbers, if the source has classes.
+        classes_from: What determined the numbers; "" if the source alone did.
         skipped: What was left out of the source.
         seconds: Wall time of this run.
     """
@@ -124,23 +124,23 @@ def convert(
 ) -> ConvertReport:
     """Pack ``source`` into shards ``000000.tar``, … in ``target``, with their index.
 
-    Deterministic: the same source and options give the same bytes, whether or not the conversion was stopped and gone
-    on with in between. Memory: a few samples per worker, and what the writer holds.
+    Deterministic: the same source and options give the same bytes, whether or not the conversion was interrupted and
+    continued. Memory: a few samples per worker, and what the writer holds.
 
     Args:
         source: File, folder, pattern or URL of the data.
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
-        options: What to do.
-        storage_options: How to reach the stores of both, as in ``StreamingDataset``.
-        executor: Read and write there, on a cluster for example: many shards at a time, the same bytes. Source and
-            target must be within its reach.
-        progress: Told about samples and bytes written.
+        options: The options.
+        storage_options: Options of both stores, as for ``StreamingDataset``.
+        executor: Where to read and write, such as a cluster: many shards in parallel, with the same bytes. It must have
+            access to source and target.
+        progress: Receives the samples and bytes written.
 
     Raises:
-        TargetNotEmptyError: If the target holds shards of other work.
-        ConfigError: For options that do not fit the source.
-        DataError: For a record that cannot be read or stored; it names file and line.
-        StorageError: If a store fails.
+        TargetNotEmptyError: The target holds shards of other work.
+        ConfigError: Options do not fit the source.
+        DataError: A record cannot be read or stored; the message names file and line.
+        StorageError: A store failed.
     """
     started = time.monotonic()
     options = options or ConvertOptions()
@@ -183,7 +183,7 @@ def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]
 
 
 def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields: bool = False) -> None:
-    """Look for columns that options name, as pairs (option, column), in the first records: a typo is an empty column.
+    """Look for named columns, as (option, column) pairs, in the first records, since a typo gives an empty column.
 
     Args:
         reader: The source.
@@ -191,7 +191,7 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
         in_fields: Records without columns may have fields of these names.
 
     Raises:
-        ConfigError: A table has no such column. Where each record has columns of its own, it is a warning.
+        ConfigError: A table has no such column. If each record has columns of its own, it is a warning.
     """
     if not named:
         return

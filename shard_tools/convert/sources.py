@@ -1,4 +1,4 @@
-"""Tell which reader fits a source, and open it. A new layout is a module with a ``Source``, and its line in LAYOUTS."""
+"""Choose the reader for a source and open it. A new format is a module with a ``Source``, and its line in LAYOUTS."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ SOURCE_KINDS = ("auto", *LAYOUTS)
 
 
 def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
-    """Tell the layout of ``spec`` by the names of its files.
+    """Detect the format of ``spec`` from the names of its files.
 
     Raises:
-        ConfigError: If the names say nothing, or speak of several layouts.
-        NotFoundError: If there is nothing.
+        ConfigError: The names are not recognised, or belong to several formats.
+        NotFoundError: There is nothing.
     """
     kinds = {
         kind for file in find_files(spec, storage, exclude=exclude) if (kind := _kind_of_name(file.name)) is not None

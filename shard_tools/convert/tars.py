@@ -1,4 +1,4 @@
-"""Read tars that others made, front to back, whatever wrote them."""
+"""Read tars from any other program, front to back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_SKIPPED = 10_000  # entries kept for the report
 class TarFiles(FileSource):
     """Samples of tars (``.gz`` too), in the order of their names and members.
 
-    Neighbours with one key are one sample; extensions are lower-cased; a leading ``./`` is taken off. Directories,
-    links and names without an extension belong to no sample and are left out; dot-files too, and these are reported.
-    A damaged or truncated tar is an error, never a shorter data set. With numbers as keys, a field that a sample holds
-    already begins another one.
+    Adjacent members with the same key form one sample; extensions are converted to lower case; a leading ``./`` is
+    removed. Directories, links and names without an extension belong to no sample and are left out, and so are
+    dot-files, which are reported. A damaged or truncated tar is an error, never a shorter data set. With numbers as
+    keys, a repeated field starts another sample.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -39,7 +39,7 @@ class TarFiles(FileSource):
         return tuple(self._skipped.values())
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Yield the samples from number ``start`` on; those before it are read over."""
+        """Yield the samples from number ``start`` on; earlier ones are skipped by reading past them."""
         number = 0
         for file in self.files:
             for key, fields in self._samples(file):
