@@ -455,3 +455,10 @@ def test_importing_decode_imports_neither_torch_nor_optional_packages():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_closest_name_of_a_field_decides():
+    decoders = decode.resolve_decoders({"*": "raw", "*.txt": "text", "a.txt": "int"})
+    assert [decoders.decoder_for(name)(b"1") for name in ("a.txt", "A.TXT", "b.txt", "txt", "cls")] == [
+        1, 1, "1", "1", b"1",
+    ]  # fmt: skip

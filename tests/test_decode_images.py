@@ -213,5 +213,5 @@ def test_simplejpeg_is_what_decodes_jpegs(monkeypatch):
     monkeypatch.setattr(
         simplejpeg, "decode_jpeg", lambda *args, **options: calls.append(options) or real(*args, **options)
     )
-    auto("jpg", saved(smooth(), "JPEG"), "rgb8:10x10")
-    assert calls == [{"colorspace": "RGB", "min_height": 10, "min_width": 10}]
+    auto("jpg", saved(smooth(), "JPEG"), "rgb8:10x20")
+    assert calls == [{"colorspace": "RGB", "min_height": 10, "min_width": 20}]
