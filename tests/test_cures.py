@@ -527,3 +527,20 @@ def source_of(test: str) -> str:
 def test_what_runs_a_command_elsewhere_is_there(command: tuple[str, str]) -> None:
     source = source_of(NOT_RUN[command])
     assert [word for word in command if f"'{word}'" not in source and word] == []
+
+
+def test_a_relative_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra changes the working directory, and a set that was opened before lost its shards: "rebuild the index"."""
+    write_set(tmp_path / "set", (3,))
+    monkeypatch.chdir(tmp_path)
+    opened = StreamingDataset("set/", on_error="raise")
+    monkeypatch.chdir("/")
+    where = r" \(a relative path, looked for in /; an absolute one stays right after os.chdir\)"
+    with pytest.raises(ShardstreamError, match=f"does not have it{where}. Restore"), DataLoader(opened, 1) as loader:
+        list(loader)
+    with pytest.raises(ShardstreamError, match=f"no shards below set/{where}: no name"):
+        StreamingDataset("set/")
+    with pytest.raises(ShardstreamError, match=f"set/000000.tar: no such file{where}; check"):
+        StreamingDataset("set/000000.tar")
+    with pytest.raises(ShardstreamError, match=f"no shards below {tmp_path}/no: no name"):
+        StreamingDataset(tmp_path / "no")

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from braceexpand import braceexpand
 
 from streaming.errors import ConfigError, NotFoundError
-from streaming.storage import HTTP_SCHEMES, ObjectInfo, as_url, local_path, redact, scheme_of, split_query
+from streaming.storage import HTTP_SCHEMES, ObjectInfo, as_url, local_path, looked_for, redact, scheme_of, split_query
 from streaming.storage.adapters.local import is_directory
 from streaming.storage.facade import Storage
 from streaming.types import SHARD_SUFFIXES
@@ -205,7 +205,8 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         yield url
     else:
         raise NotFoundError(
-            f"no shards below {redact(url)}: no name there, hidden folders aside, ends in {', '.join(SHARD_SUFFIXES)}; "
+            f"no shards below {redact(url)}{looked_for(url)}: no name there, hidden folders aside, ends in "
+            f"{', '.join(SHARD_SUFFIXES)}; "
             + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else "check the prefix")
         )
 

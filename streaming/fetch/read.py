@@ -20,7 +20,7 @@ from streaming.fetch.pieces import RangePieces, pieces_of
 from streaming.fetch.sums import Sum, sums_of
 from streaming.index.large import LARGE_BYTES
 from streaming.index.sample_table import Records, SampleTable
-from streaming.storage import ChangedError, Storage, redact
+from streaming.storage import ChangedError, Storage, looked_for, redact
 from streaming.tar import parse_chunk
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -300,8 +300,9 @@ class _Read:
                 self.check(out)
         except NotFoundError as error:
             raise IndexMismatchError(
-                f"{wanted.shown_url}: the index lists this shard, but the store does not have it. Restore the shard, "
-                f"or rebuild the index: shard_tools index <urls of the shards that exist>"
+                f"{wanted.shown_url}: the index lists this shard, but the store does not have it"
+                f"{looked_for(wanted.url)}. Restore the shard, or rebuild the index: shard_tools index <urls of the "
+                f"shards that exist>"
             ) from error
         except StorageError as error:
             _check_size(self._storage, wanted, error)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
 from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
-from streaming.storage.base.urls import join_url, local_path, scheme_of
+from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 
 _TEMPORARY = ".~shardstream-"  # listings leave such names out: they are writers at work, or killed ones
 _READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call
@@ -27,7 +27,7 @@ def _os_errors(url: str, doing: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"{doing} {url}: no such file; check the path, and that the file system is mounted"
+            f"{doing} {url}: no such file{looked_for(url)}; check the path, and that the file system is mounted"
         ) from error
     except PermissionError as error:
         message = f"{doing} {url}: permission denied for this user; change the file's mode or owner"

@@ -114,3 +114,10 @@ def as_url(url: str | os.PathLike[str]) -> str:
     if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
     return text
+
+
+def looked_for(url: str) -> str:
+    """Return where a relative path is looked for, as words to put behind it in a message; nothing for other URLs."""
+    if _SCHEME.match(url) or url.startswith(("/", "~")):
+        return ""
+    return f" (a relative path, looked for in {os.getcwd()}; an absolute one stays right after os.chdir)"
