@@ -433,7 +433,7 @@ def cat_command(
         emit(shown, as_json=as_json, for_people=render.show_sample)
         return
     if as_json:
-        raise click.UsageError("--json and --field exclude each other: --field writes raw bytes.")
+        raise click.UsageError("--json and --field cannot be combined: --field writes raw bytes.")
     payload = cat_field(url, sample, field, storage=storage, index_url=index_url)
     if sys.stdout.isatty() and render.is_binary(payload):
         raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")

@@ -175,7 +175,7 @@ def show_added(report: AddReport) -> None:
     """Print what was added, and which keys did not match."""
     for count, what, keys in (
         (report.num_missing, "samples have no value", report.first_missing),
-        (report.num_unmatched, "rows mean no sample", report.first_unmatched),
+        (report.num_unmatched, "rows match no sample", report.first_unmatched),
     ):
         if count:
             click.echo(f"{count:,} {what}{f', first {chr(44).join(keys)}' if keys else ''}", err=True)

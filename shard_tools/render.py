@@ -108,7 +108,7 @@ def show_index(report: IndexReport) -> None:
         f"({_rate(report.num_scanned_bytes, report.seconds)})"
     )
     if report.num_pruned:
-        click.echo(f"taken out of the index: {report.num_pruned:,} shards that are gone")
+        click.echo(f"removed from the index: {report.num_pruned:,} shards that are gone")
     click.echo(f"index: {', '.join(report.index_urls)}")
 
 
@@ -141,7 +141,7 @@ def show_recheck(report: RecheckReport) -> None:
     for finding in report.findings:
         click.echo(str(finding))
     if report.num_unreadable:
-        click.echo(f"{report.num_unreadable:,} lines of the list are cut off or no records", err=True)
+        click.echo(f"{report.num_unreadable:,} lines of the list are cut off or not records", err=True)
     if report.num_elsewhere:
         click.echo(f"{report.num_elsewhere:,} records are of other shards than those named", err=True)
     click.echo(
@@ -156,8 +156,8 @@ def show_reshard(report: ReshardReport) -> None:
         click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
     if report.num_not_found or report.num_unreadable:
         click.echo(
-            f"list of --drop: {report.num_not_found:,} records mean no sample of the source, "
-            f"{report.num_unreadable:,} lines are cut off or no records",
+            f"list of --drop: {report.num_not_found:,} records match no sample of the source, "
+            f"{report.num_unreadable:,} lines are cut off or not records",
             err=True,
         )
     joined = ""

@@ -71,7 +71,7 @@ def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
     if tokenizer is None:
         if given:
             name = next(iter(given)).replace("_", "-")
-            raise click.UsageError(f"--{name} is about tokens; say which with --tokenizer FILE.")
+            raise click.UsageError(f"--{name} applies to tokens; say which with --tokenizer FILE.")
         return {}
     return {"tokenizer": tokenizer, **given}
 
@@ -88,7 +88,7 @@ def convert_tokens(
 ) -> None:
     """Run ``convert --tokenizer``."""
     if options.pop("classes", None) is not None:
-        raise click.UsageError("--classes numbers folders of images; it does not go with --tokenizer.")
+        raise click.UsageError("--classes numbers folders of images; it cannot be combined with --tokenizer.")
     workers = workers or (DEFAULT_WORKERS["ray"] if engine == "ray" else num_cores())
     chosen = TokenizeOptions(workers=workers, **options)
     processes = engine == "local" and workers > 1  # a single one is this process

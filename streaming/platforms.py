@@ -46,8 +46,8 @@ def possible_builders(num_workers: int, num_threads: int | None) -> tuple[int, i
 @cache
 def _warn_of_threads(num_workers: int) -> None:
     _log.warning(
-        "num_workers=%d: worker processes need Linux, this is %s. As many threads build batches in their place: the "
-        "same batches, but Python code of yours runs one thread at a time",
+        "num_workers=%d: worker processes need Linux, this is %s. As many threads build the same batches in their "
+        "place, but your Python code runs on one thread at a time",
         num_workers, sys.platform,
     )  # fmt: skip
 

@@ -112,8 +112,8 @@ class TorchIterable(IterableDataset[Sample]):
         loaded, self._loaded = self._loaded, None
         if loaded is not None and (loaded["part"], loaded["parts"]) != (part, parts):
             raise StateError(
-                f"this state is of part {loaded['part']} of {loaded['parts']} (ranks times workers), this is part "
-                f"{part} of {parts}; a view goes on only where it was. streaming.DataLoader resumes on any number"
+                f"this state is of part {loaded['part']} of {loaded['parts']} (ranks times workers), but this is part "
+                f"{part} of {parts}; a view resumes only where it was. streaming.DataLoader resumes on any number"
             )
         group = [workers if info else 0, 0 if info is None else info.seed - info.id]
         epoch = self._epochs.claim(group, worker, None if loaded is None else loaded["epoch"])
@@ -149,7 +149,7 @@ class TorchIterable(IterableDataset[Sample]):
             StateError: The state is malformed. (One of another data set, rank or worker is refused by the iteration.)
         """
         if not isinstance(state, Mapping) or set(state) != _STATE or state["version"] != _VERSION:
-            raise StateError("state: expected that of TorchIterable.state_dict()")
+            raise StateError("state: expected the dict of TorchIterable.state_dict()")
         self._loaded, self._running = dict(state), None
 
     def remesh(self, dp_rank: int, dp_size: int, *, at: Any) -> None:
@@ -159,8 +159,8 @@ class TorchIterable(IterableDataset[Sample]):
             ConfigError: Always.
         """
         raise ConfigError(
-            f"remesh({dp_rank}, {dp_size}, at={at!r}): under torch's DataLoader each worker goes its own way, and its "
-            "state is for as many ranks and workers. Use streaming.DataLoader, whose remesh() changes the world"
+            f"remesh({dp_rank}, {dp_size}, at={at!r}): under torch's DataLoader each worker runs on its own, and its "
+            "state fits only as many ranks and workers. Use streaming.DataLoader, whose remesh() changes the world"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_ranks_that_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
     with pytest.raises(AgreementError, match="rank 3: seed is 7; most of the 1 ranks have 5"):
         agree(board, 3, ranks, {**GOOD, "seed": 7}, subject="x", timeout_s=0.05, required=False)
-    with pytest.raises(AgreementError, match=r"ranks 1, 2, 3 did not come .*check_agreement\(\) is for all"):
+    with pytest.raises(AgreementError, match=r"ranks 1, 2, 3 did not come .*call check_agreement\(\) on all"):
         agree(board, 0, ranks, GOOD, subject="y", timeout_s=0.05, required=True)
 
 

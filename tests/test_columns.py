@@ -111,7 +111,7 @@ def test_keys_that_come_twice_are_an_error_by_name(
     for memory in ("1GiB", "1kB"):
         refused = run("column", "add", data, "score", "--from", str(tmp_path / "s"), "--on", "key", "--memory", memory)
         assert refused.exit_code == 1
-        assert "keys come twice in the file, first '00001': nobody knows which value counts" in refused.output
+        assert "keys appear twice in the file, first '00001': it is not known which value counts" in refused.output
     with pytest.raises(ConfigError, match="no column 'score'"):
         kept(data, "score > 1")
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     assert json.loads(run("column", "list", data, "--json").stdout) == {"columns": []}
     added(data, "score", "--from", file, "--on", "key")
     refused = run("column", "add", data, "score", "--from", file, "--on", "key")
-    assert "is there already" in refused.output
+    assert "already exists beside the index" in refused.output
 
 
 def test_values_are_lifted_out_of_samples(tmp_path: Path) -> None:
@@ -219,9 +219,7 @@ def test_a_column_newer_than_the_run_is_an_error_by_name(tmp_path: Path) -> None
     added(data, "score", "--from", file, "--on", "key", "--overwrite")
     with (
         DataLoader(StreamingDataset(data, where="score > 9"), batch_size=4) as loader,
-        pytest.raises(
-            StateError, match=r"column 'score' is another one than when the state was saved: version \w{16} then"
-        ),
+        pytest.raises(StateError, match=r"column 'score' has changed since the state was saved: version \w{16} then"),
     ):
         loader.load_state_dict(state)
     with pytest.raises(IndexMismatchError, match=r"column 'score' is newer than view \"good\".*: version \w{16}, "):
@@ -443,7 +441,7 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
         ("def f(sample): return [1]", "f", "expected a number, str, bool or None, got list"),
         ("def f(sample): return 1 if sample['__key__'] < '00005' else 'x'", "f", "of several kinds"),
         ("def f(sample): return 1 if sample['__key__'] < '00025' else 'x'", "f", "of different types"),
-        ("f = 3", "f", "is no function, but a int"),
+        ("f = 3", "f", "to be a function, got a int"),
         ("def f(sample): return 1", "g", "has no attribute 'g'"),
         ("import nowhere_at_all", "f", "No module named 'nowhere_at_all'"),
     ],

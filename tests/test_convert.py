@@ -641,7 +641,7 @@ def test_dump_json_is_strict() -> None:
 def test_dump_npy_takes_numbers_only() -> None:
     with pytest.raises(DataError, match="ragged"):
         dump_npy([[1], [1, 2]])
-    with pytest.raises(DataError, match="numbers are needed"):
+    with pytest.raises(DataError, match="which takes numbers"):
         dump_npy([None, 1], "float64")
     with pytest.raises(DataError, match="whole numbers below 0"):
         dump_npy([2**63, -1])

@@ -56,7 +56,7 @@ def test_the_folder_beside_it_numbers_a_validation_set(
         report = converted(images / "val", tmp_path / "out" / "val")
     assert report["classes"] == {"ant": 0, "bee": 1, "cat": 2}
     assert report["classes_from"] == str(images / "train")
-    assert f"classes have the numbers of {images / 'train'}" in caplog.text
+    assert f"classes are numbered as in {images / 'train'}" in caplog.text
     assert numbers(tmp_path / "out" / "val") == {"bee": 1, "cat": 2}
     assert converted(images / "train", tmp_path / "out" / "train")["classes_from"] == ""
     assert numbers(tmp_path / "out" / "train") == {"ant": 0, "bee": 1, "cat": 2}
@@ -103,7 +103,7 @@ def test_what_cannot_be_the_same_numbers_is_told(
 ) -> None:
     refused = run("convert", images / "val", tmp_path / "out", "--classes", "ant,bee")
     assert refused.exit_code == 2
-    assert "--classes ant,bee: no class 'cat'" in refused.stderr
+    assert "--classes ant,bee: it lacks the class 'cat'" in refused.stderr
     assert "--classes" in run("convert", images / "val", tmp_path / "out", "--classes", "ant,ant").stderr
     assert run("convert", images / "val", tmp_path / "out", "--classes", tmp_path / "no.txt").exit_code == 1
     alone = folder(tmp_path / "alone" / "test", VAL)

@@ -132,7 +132,10 @@ def test_a_target_inside_the_source(data: Path, caplog: pytest.LogCaptureFixture
     before = tree(data)
     for _ in range(2):
         run(data, data / "new")
-        assert f"{data}/new lies below {data}: who reads the latter reads the shards of both" in caplog.text
+        said = (
+            f"{data}/new lies below {data}: from now on whoever reads the latter, training included, reads the shards"
+        )
+        assert f"{said} of both" in caplog.text
     assert tree(data / "new") == before
     caplog.clear()
     run(data, data.parent / (data.name + "-beside"))
@@ -188,7 +191,7 @@ def test_another_shard_at_the_target_is_not_replaced_unasked(data: Path, tmp_pat
     else:
         body[-1] = 1
     other.write_bytes(body)
-    with pytest.raises(TargetNotEmptyError, match=r"000003\.tar is another shard than .*--overwrite"):
+    with pytest.raises(TargetNotEmptyError, match=r"000003\.tar is not the same shard as .*--overwrite"):
         run(data, tmp_path / "out")
     assert other.read_bytes() == body
     assert run(data, tmp_path / "out", overwrite=True).num_copied == 1
@@ -282,4 +285,4 @@ def test_as_a_command(data: Path, tmp_path: Path, mini_s3: MiniS3Server, s3_buck
     (tmp_path / "out" / "000000.tar").write_bytes(b"x")
     ran = command("copy", data, tmp_path / "out")
     assert ran.exit_code == 1
-    assert "is another shard than" in ran.stderr
+    assert "is not the same shard as" in ran.stderr

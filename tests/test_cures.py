@@ -406,7 +406,7 @@ def classes_are_given(folder: Path) -> None:
     (folder / "val" / "bee").mkdir(parents=True)
     (folder / "val" / "bee" / "1.png").write_bytes(b"x")
     text = error_of(lambda: tool_error("convert", folder / "val", folder / "out", "--classes", "ant,cat"))
-    assert "name a list that holds all" in text
+    assert "give a list that holds all" in text
     tool("convert", folder / "val", folder / "out", "--classes", "ant,bee")
     assert StreamingDataset(folder / "out", decode={"png": None})[0]["cls"] == 1
 
@@ -430,7 +430,7 @@ def a_key_in_two_shards_is_meant(folder: Path) -> None:
         tar(folder / f"{name}.tar", ("one.txt", name.encode()))
     tool("index", folder)
     text = tool("verify", folder, code=1).stdout
-    assert "`shard_tools verify --duplicate-keys keep`, if it is meant" in text
+    assert "if it is intended, `shard_tools verify --duplicate-keys keep`" in text
     tool("verify", folder, "--duplicate-keys", "keep")
 
 

@@ -155,7 +155,7 @@ def test_states_that_do_not_fit_are_refused(samples: SampleSet, tmp_path_factory
     with pytest.raises(StateError, match="another data set"):
         next(iter(other))
     for wrong in ({}, {**state, "version": 2}, []):
-        with pytest.raises(StateError, match="expected that of TorchIterable"):
+        with pytest.raises(StateError, match="expected the dict of TorchIterable"):
             view.load_state_dict(wrong)  # type: ignore[arg-type]
 
 

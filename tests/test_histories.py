@@ -401,7 +401,7 @@ class Case:
     def set_seed(self) -> None:
         seed = self.dice.randint(10, 15)
         if self.is_endless:
-            with pytest.raises(ConfigError, match="without end is one piece"):
+            with pytest.raises(ConfigError, match="without end has one order"):
                 self.ranks[0].seed(seed)
             return
         for rank in self.ranks:

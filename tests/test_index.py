@@ -209,7 +209,7 @@ def test_versions() -> None:
         ChunkTable.from_parquet(samples().to_parquet(), "f")
     out = io.BytesIO()
     pq.write_table(pa.table({"a": [1]}), out)
-    with pytest.raises(IndexFormatError, match="no shardstream index"):
+    with pytest.raises(IndexFormatError, match="not a shardstream index"):
         ChunkTable.from_parquet(out.getvalue(), "f")
 
 

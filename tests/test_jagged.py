@@ -352,7 +352,7 @@ def test_payloads_are_views_of_the_batch(url: str) -> None:
     for wrong in (batch["__key__"], Jagged.of([audio_of(1)]), Jagged.of([b"1"])._replace(values=torch.zeros(1))):
         with pytest.raises(ConfigError, match="expected a jagged field of bytes"):
             arrays(wrong)
-    with pytest.raises(ConfigError, match="the bytes lie on meta"):
+    with pytest.raises(ConfigError, match="the bytes are on meta"):
         arrays(batch["jpg"]._replace(values=batch["jpg"].values.to("meta")))
 
 

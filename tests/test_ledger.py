@@ -118,7 +118,7 @@ def test_a_source_that_is_another_one_is_refused_by_name() -> None:
 @pytest.mark.parametrize("made", [entry(quotas={"web": 5, "code": 3}), entry()])
 def test_a_mixture_that_ends_goes_on_only_as_it_was(made: Entry) -> None:
     was = ledger(entry(quotas={"web": 4, "code": 3}))
-    with pytest.raises(StateError, match=r"another make.*set_epoch"):
+    with pytest.raises(StateError, match=r"a different mixture.*set_epoch"):
         was.resumed(made, never)
     assert was.resumed(entry(quotas={"web": 4, "code": 3}), never) == (was, [])
 

@@ -188,7 +188,7 @@ def test_ordinary_data_sets_tell_too(told: list[str], num_workers: int) -> None:
     assert "in __getitem__" in first
     assert "KeyError: 'no " in first
     assert "10 samples are lost so far (get 10)" in tenth
-    assert "end: 12 of about 120 samples were lost (get 12). Another one stands in for each" in end
+    assert "end: 12 of about 120 samples were lost (get 12). Another one takes the place of each" in end
 
 
 # --- the limit over all ranks ---

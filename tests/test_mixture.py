@@ -415,7 +415,7 @@ def test_states_of_other_makes_are_refused(sets: dict[str, SampleSet], tmp_path:
     assert single["version"] == 1
     for dataset, wrong, words in (
         (mixture(sets, "web", weights={"web": 1}), state, r"drew from 'code'.*weight 0"),
-        (mixture(sets, "web code"), state, "another make"),
+        (mixture(sets, "web code"), state, "a different mixture"),
         (sets["web"].open(), state, "mixture of code, web"),
         (endless, single, "single data set"),
     ):
@@ -695,10 +695,16 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
         (lambda web: Mixture({"web": web}, weights=[0.5]), r'such as \{"web": 1\}, got \[0\.5\]'),
         (lambda web: Mixture({"web": web}, weights=(w for w in [0.5])), "got a generator"),
         (lambda web: Mixture({"web": web}, weights=lambda row: {"web": 1}), r"got a function; .*Schedule\.custom"),
-        (lambda web: Mixture({"web": web}, weights={"web": {"en": 1}}), "shares within a mixture are its own weights="),
+        (
+            lambda web: Mixture({"web": web}, weights={"web": {"en": 1}}),
+            "give a mixture within a mixture its own weights=",
+        ),
         (lambda web: Mixture({"web": web}, weights={"web": 1, "web/en": 1}), "shares within a mixture are its own"),
         (lambda web: Mixture({"web": web}, weights={"web": math.nan}), "weights: 'web': .* got nan"),
-        (lambda web: Mixture({"web": web}, repeats={"web": -1}), "repeats: 'web': expected a number from 0 on, got -1"),
+        (
+            lambda web: Mixture({"web": web}, repeats={"web": -1}),
+            "repeats: 'web': expected a number of at least 0, got -1",
+        ),
         (lambda web: Mixture({"web": web}, weights={"web": -1}), "got -1"),
         (lambda web: Mixture({"web": web}, weights={"web": 0}), "above 0"),
         (lambda web: Mixture({"web": web}, weights=Schedule.linear(0, 1, over=5)), "one of numbers"),

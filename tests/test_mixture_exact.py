@@ -79,13 +79,15 @@ def test_a_state_is_of_one_way_of_dealing(sets: dict[str, SampleSet]) -> None:
         with DataLoader(mixture(sets, weights=EVEN, **options), batch_size=12) as loader:
             states[name] = loader.state_dict()
     with DataLoader(mixture(sets, weights=EVEN, **EXACT), batch_size=12) as loader:
-        with pytest.raises(StateError, match=r'drawn with quotas="chunks", this mixture with quotas="exact".*the same'):
+        with pytest.raises(
+            StateError, match=r'drawn with quotas="chunks", but this mixture draws with quotas="exact".*the same'
+        ):
             loader.load_state_dict(states["chunks"])
         with pytest.raises(StateError, match=r'drawn with batches="one_source" and 12 samples'):
             loader.load_state_dict(states["one"])
     with (
         DataLoader(mixture(sets, weights=EVEN, **ONE_SOURCE), batch_size=6) as loader,
-        pytest.raises(StateError, match=r"12 samples each.*batch has 6.*global_batch_size=12"),
+        pytest.raises(StateError, match=r"one-source batches of 12 samples.*batch has 6.*global_batch_size=12"),
     ):
         loader.load_state_dict(states["one"])
 

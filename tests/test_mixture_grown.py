@@ -189,7 +189,7 @@ def test_where_a_source_cannot_grow_the_message_says_what_to_do(root: Path, tmp_
     ranged = [Mixture({"web": web, "code": code}, **grown) for web, code in zip(ranges, codes, strict=True)]
     for mix, saved, words in (
         (opened(root, "web code", more="web"), ending, r"'web' has grown from 3 to 5 shards.*until the epoch is over"),
-        (Mixture(others, **grown), state, r"'web' is not the one.*stand behind all of these.*web-2"),
+        (Mixture(others, **grown), state, r"'web' is not the one.*sort after all of these.*web-2"),
         (opened(root, "web code", **grown), last, "'web' is not the one"),  # nor may it shrink
         (ranged[0], state, "'web' is not the one"),  # nor is a range of it such
         (ranged[1], filtered, "'web' is not the one"),

@@ -493,7 +493,7 @@ def documents_are_packed(folder: Path) -> None:
     assert len(Packed(documents, length=10, column="n")) == 4
     said(lambda: Packed(documents, length=10, column="odd"), 'give dtype="uint16" or "uint32"')
     assert Packed(documents, length=10, column="odd", dtype="uint16").shape.token_bytes == 2
-    said(lambda: Packed(documents, length=10, column="n", multiple=3), "length=10", "take 9 or 12")
+    said(lambda: Packed(documents, length=10, column="n", multiple=3), "length=10", "use 9 or 12")
     assert len(Packed(documents, length=12, column="n", multiple=3)) == 4
     said(lambda: Packed(documents, max_length=10), "write length=…")
     said(lambda: Packed(documents, length=4, column="n", overlong="drop"), "overlong='drop'")

@@ -141,7 +141,7 @@ def test_transforms_are_of_sources_and_errors_name_theirs(described: Any) -> Non
         Mixture.from_file(described({"sources": {"a": {"sources": {"b": {"url": "x", "batch_size": 3}}}}}))
     assert caught.value.__notes__ == ["of the source 'a/b'", "of the source 'a'"]
     wrong = run(described(), "--batch-size", G, "--where", "a = 1")
-    assert (wrong.exit_code, "an option of each source" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "it belongs to each source" in wrong.output) == (2, True)
 
 
 # --- what is read ---
@@ -312,7 +312,7 @@ def test_another_mixture_than_the_runs_is_refused_by_name(
         result = run(described({"sources": sources, "weights": dict.fromkeys(sources, 1)}), *more)
         assert (result.exit_code, words in result.output) == (1, True), result.output
     single = run(urls["web"], *more)
-    assert (single.exit_code, "of a mixture of code, math, web" in single.output) == (1, True)
+    assert (single.exit_code, "belongs to a mixture of code, math, web" in single.output) == (1, True)
     # One source more, and other weights: the ledger says what was drawn.
     extra = {**urls, "extra": urls["math"]}
     path = described({"sources": extra, "weights": dict.fromkeys(extra, 1)})

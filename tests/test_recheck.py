@@ -139,7 +139,7 @@ def test_shards_that_are_gone(data: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_list(data: Path, tmp_path: Path) -> None:
     (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(DataError, match=r"no\.jsonl: no list of bad samples"):
+    with pytest.raises(DataError, match=r"no\.jsonl: not a list of bad samples"):
         check(tmp_path / "no.jsonl")
     with pytest.raises(NotFoundError):
         check(tmp_path / "nothing.jsonl")

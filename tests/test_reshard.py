@@ -202,7 +202,7 @@ def test_a_target_inside_the_source(data: Path, tmp_path: Path, caplog: pytest.L
     for _ in range(2):  # the second run must not see the first one's shards as its source
         run(tmp_path / "in", tmp_path / "in" / "new", max_samples=9)
     assert numbers(tmp_path / "in" / "new") == list(range(COUNT))
-    assert f"{tmp_path}/in/new lies below {tmp_path}/in: who reads the latter" in caplog.text
+    assert f"{tmp_path}/in/new lies below {tmp_path}/in: from now on whoever reads the latter" in caplog.text
     with pytest.raises(ConfigError, match="the same place"):
         run(tmp_path / "in", tmp_path / "in")
 
@@ -337,7 +337,7 @@ def test_nothing_left(data: Path, tmp_path: Path) -> None:
         ({"where": "tokens > '3'"}, "cannot compare"),
         ({"where": "tokens >"}, "where: expected"),
         ({"sort": "tokenz"}, "no column 'tokenz'.*and __key__"),
-        ({"sort": "tokens", "shuffle_seed": 1}, "exclude each other"),
+        ({"sort": "tokens", "shuffle_seed": 1}, "cannot be combined"),
         ({"descending": True}, "--sort"),
         ({"fields": ()}, "at least one field"),
     ],

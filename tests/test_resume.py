@@ -330,7 +330,9 @@ def test_an_edited_state_is_refused(plain: Case, edit: dict[str, Any], words: st
 @pytest.mark.parametrize("missing", ["version", "epoch", "samples_seen", "order", "fingerprint"])
 def test_a_cut_state_is_refused(plain: Case, missing: str) -> None:
     state = {name: value for name, value in plain.states[3].items() if name != missing}
-    words = "expected what state_dict.. of a loader gave, got a dict of 'epoch'" if missing == "version" else missing
+    words = (
+        "expected what state_dict.. of a loader returned, got a dict of 'epoch'" if missing == "version" else missing
+    )
     with open_at(plain, 0) as loader, pytest.raises(StateError, match=words):
         loader.load_state_dict(state)
 

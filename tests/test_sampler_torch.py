@@ -79,7 +79,7 @@ def test_a_batch_of_which_nothing_is_left_is_an_error() -> None:
     sampler = RetrySampler(over, dataset, on_error="skip", max_bad_samples=5)
     with pytest.raises(ValueError, match="sample 1 is damaged") as caught:
         rows(DataLoader(sampler.dataset, batch_sampler=sampler))
-    assert "every sample of its batch of 2" in str(caught.value.__notes__)
+    assert "every other sample of its batch of 2" in str(caught.value.__notes__)
 
 
 def test_skipping_has_a_limit_and_a_place() -> None:

@@ -95,7 +95,7 @@ def test_numbers_of_numpy_are_plain_in_a_state() -> None:
     [
         (lambda: Schedule.linear({"a": 1}, {"b": 1}, over=5), r"same sources, got \['a'\] and \['b'\]; give 0"),
         (lambda: Schedule.linear({"a": 1}, 0.5, over=5), "weights everywhere or a number everywhere"),
-        (lambda: Schedule.linear({"a": -1}, {"a": 1}, over=5), "'a': expected a number from 0 on, got -1"),
+        (lambda: Schedule.linear({"a": -1}, {"a": 1}, over=5), "'a': expected a number of at least 0, got -1"),
         (lambda: Schedule.linear({"a": 0}, {"a": 1}, over=5), "at least one must be above 0"),
         (lambda: Schedule.linear({"a": 1}, {"a": 1}, over=0), "over"),
         (lambda: Schedule.linear({"a": 1}, {"a": 1}, over=5, segments=0), "segments"),

@@ -214,7 +214,7 @@ GOLDEN = [
     [
         ([], "the first must apply from 0 on"),
         ([Weights(start=1, weights={"a": 1})], "the first must apply from 0 on"),
-        ([Weights(start=0, weights={"a": -1})], "'a': expected a number from 0 on, got -1"),
+        ([Weights(start=0, weights={"a": -1})], "'a': expected a number of at least 0, got -1"),
         ([Weights(start=0, weights={"a": float("nan")})], "'a': expected a number"),
         ([Weights(start=0, weights={"a": 0, "b": 0})], "at least one must be above 0"),
         ([Weights(start=0, weights={"a": 1}), Weights(start=-5, weights={"a": 1})], "got -5 after 0"),

@@ -329,9 +329,9 @@ class TestHttp:
 
     def test_what_plain_servers_cannot_do(self, web: HttpServer) -> None:
         storage = Storage()
-        with pytest.raises(StorageError, match="no listing; name the shards"):
+        with pytest.raises(StorageError, match="cannot be listed; name the shards"):
             expand_urls(f"{web.url}/d/", storage)
-        with pytest.raises(StorageError, match="read only"):
+        with pytest.raises(StorageError, match="can only be read"):
             storage.open_write(f"{web.url}/new.tar")
         with pytest.raises(StorageError):
             storage.put(f"{web.url}/new.tar", b"x")

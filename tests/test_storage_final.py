@@ -76,7 +76,7 @@ def listing(*keys: str) -> Answer:
         (listing("p/a.tar", "p/x\x01.txt"), r"p/x\\x01.txt"),
         (listing("p/a.tar", "p/x\ty.txt"), r"p/x\\ty.txt"),
         (listing("p/a.tar", "p/../x.txt"), "p/../x.txt"),
-        (lambda handler: send(handler, 200, b"Welcome"), "no listing; check endpoint_url"),
+        (lambda handler: send(handler, 200, b"Welcome"), "not a listing; check endpoint_url"),
     ],
     ids=["empty-part", "control", "tab", "dots", "no-listing"],
 )

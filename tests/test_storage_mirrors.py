@@ -243,7 +243,7 @@ def test_the_directory_that_a_data_set_lies_in(urls: str | Sequence[str], prefix
 
 @pytest.mark.parametrize("urls", [["s3://a/x.tar", "s3://b/x.tar"], "x.tar", ["s3://a/x.tar", "gs://a/x.tar"]])
 def test_a_data_set_in_no_directory_has_no_mirror(urls: str | Sequence[str]) -> None:
-    with pytest.raises(ConfigError, match="no common directory"):
+    with pytest.raises(ConfigError, match="no directory in common"):
         mirrors_of(urls, ["s3://m"])
 
 

@@ -350,7 +350,7 @@ def test_rows_of_csv_that_give_no_tokens(tmp_path: Path) -> None:
 
 def test_no_document_at_all_is_an_error(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": ""}])
-    with pytest.raises(DataError, match=r"no document gives tokens \(left out: empty 2\)"):
+    with pytest.raises(DataError, match=r"no document yields tokens \(left out: empty 2\)"):
         run(source, tmp_path / "out")
 
 
@@ -554,15 +554,15 @@ def test_the_verb(tmp_path: Path) -> None:
         (("--tokenizer", "bytes", "--bos", "<oes>"), "--bos '<oes>': no such token in bytes (did you mean '<eos>'?)"),
         (("--tokenizer", "bytes", "--eos", "259"), "--eos 259: the vocabulary has ids below 259"),
         (("--tokenizer", "bytes", "--pattern", "x"), "--pattern is for files of tiktoken ranks"),
-        (("--text-field", "text"), "--text-field is about tokens; say which with --tokenizer FILE"),
-        (("--tokenizer", "bytes", "--group-field", "id"), "--group-field says by what --split parts"),
+        (("--text-field", "text"), "--text-field applies to tokens; say which with --tokenizer FILE"),
+        (("--tokenizer", "bytes", "--group-field", "id"), "--group-field says by what --split divides"),
         (("--tokenizer", "bytes", "--chat-template", "x"), "say where they are with --messages-field"),
         (("--tokenizer", "bytes", "--messages-field", "m", "--text-field", "t"), "give one"),
         (("--tokenizer", "bytes", "--messages-field", "text"), "no chat template beside bytes"),
         (("--tokenizer", "bytes", "--keep", "tok"), "--keep tok: the tokens are written under this name"),
         (("--tokenizer", "bytes", "--documents", "file"), "--documents file is for texts"),
         (("--tokenizer", "bytes", "--classes", "a,b"), "--classes numbers folders of images"),
-        (("--tokenizer", "a.csv"), "not a tokenizer known here"),
+        (("--tokenizer", "a.csv"), "unknown format, expected a tokenizer.json"),
     ],
 )
 def test_wrong_usage_is_told(

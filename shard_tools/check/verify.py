@@ -189,6 +189,6 @@ def _duplicate(key: str, url: str, before: str) -> Finding:
         shard=url,
         key=key,
         what="the key occurs twice in this shard" if url == before else f"the key occurs in {before} too",
-        cure="write the shards anew: `shard_tools reshard SOURCE TARGET --dedupe`, or `--key-prefix {number}-`; or "
-        "`shard_tools verify --duplicate-keys keep`, if it is meant",
+        cure="rewrite the shards: `shard_tools reshard SOURCE TARGET --dedupe`, or `--key-prefix {number}-`; or, if it "
+        "is intended, `shard_tools verify --duplicate-keys keep`",
     )

@@ -104,7 +104,7 @@ def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict
         if odd.size:
             raise DataError(
                 f"{redact(target.urls[shard])}: sample {table.keys[int(odd[0])]!r}, field {field!r}: {sizes[odd[0]]} "
-                f"bytes are no whole number of tokens of {width}"
+                f"bytes are not a whole number of tokens of {width} bytes"
             )
         return [
             size // width if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
@@ -178,7 +178,7 @@ def _imported(spec: str) -> Callable[[Mapping[str, object]], ColumnValue]:
             f"--compute {spec}: {error}. Modules are looked for where Python looks (PYTHONPATH), then in {os.getcwd()}"
         ) from error
     if not callable(found):
-        raise ConfigError(f"--compute {spec}: {name} is no function, but a {type(found).__name__}")
+        raise ConfigError(f"--compute {spec}: expected {name} to be a function, got a {type(found).__name__}")
     function: Callable[[Mapping[str, object]], ColumnValue] = found
     return function
 

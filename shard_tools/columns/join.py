@@ -266,8 +266,8 @@ def _refuse_twice(row_of: Int64Array, samples: Int64Array, matches: Int64Array, 
     if again.any():
         names = row_keys.take(pa.array(np.sort(np.unique(matches[again]))[:_SHOWN])).to_pylist()
         raise DataError(
-            f"keys come twice in the file, first {', '.join(repr(_text(name)) for name in dict.fromkeys(names))}: "
-            f"nobody knows which value counts. Leave one row of each key in it"
+            f"keys appear twice in the file, first {', '.join(repr(_text(name)) for name in dict.fromkeys(names))}: "
+            f"it is not known which value counts. Keep one row per key"
         )
 
 

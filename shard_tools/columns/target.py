@@ -84,7 +84,7 @@ class ColumnTarget:
         shards = open_set(urls, storage, index_url)
         if shards.scanned is not None:
             raise IndexMissingError(
-                f"{redact(shards.urls[0])}: a late column lies beside an index, and there is none; run "
+                f"{redact(shards.urls[0])}: a late column is stored beside an index, but there is none; run "
                 f"`shard_tools index` first"
             )
         self.urls, self.table, self.index_url = shards.urls, shards.chunks, index_url
@@ -96,7 +96,7 @@ class ColumnTarget:
         taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
         if taken and not overwrite:
             raise ConfigError(
-                f"column {name!r} is there already beside the index in {redact(taken[0]) or '.'}. Runs may have been "
+                f"column {name!r} already exists beside the index in {redact(taken[0]) or '.'}. Runs may have been "
                 f"trained with it: choose another name, or give --overwrite"
             )
         self._taken = taken

@@ -92,7 +92,8 @@ def _opened(urls: Sequence[str], storage: Storage, index_url: str | None) -> tup
     found = open_set(urls, storage, index_url)
     if found.scanned is not None:
         raise IndexMissingError(
-            f"{redact(found.urls[0])}: a view lies beside an index, and there is none; run `shard_tools index` first"
+            f"{redact(found.urls[0])}: a view is stored beside an index, but there is none; run `shard_tools index` "
+            f"first"
         )
     shards = OpenShards(urls=found.urls, table=found.chunks, missing_index="", index=index_url, scanned=None)
     return shards, homes_of(found.urls, index_url)[0]

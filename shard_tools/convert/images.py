@@ -142,8 +142,8 @@ def numbered_classes(
         unknown = sorted({*names} - {*listed})
         if unknown:
             raise ConfigError(
-                f"--classes {redact(given)}: no class {unknown[0]!r}, which {redact(source)} has; there are "
-                f"{len(listed)}: {', '.join(listed[:5])}, …; name a list that holds all"
+                f"--classes {redact(given)}: it lacks the class {unknown[0]!r} of {redact(source)}; it has "
+                f"{len(listed)}: {', '.join(listed[:5])}, …; give a list that holds all"
             )
         return {name: number for number, name in enumerate(listed)}, given
     for place in _beside(source, target) if names else ():
@@ -151,11 +151,12 @@ def numbered_classes(
             listed = _listed(place, storage)
             if {*names} <= {*listed}:
                 if [*listed] != [*names]:
-                    _log.warning("classes have the numbers of %s, beside %s", place, source)
+                    _log.warning("classes are numbered as in %s, which lies beside %s", place, source)
                 return {name: number for number, name in enumerate(listed)}, place
             _log.warning(
-                "%s has class %r, which %s beside it lacks: classes are numbered by this folder alone. Give --classes "
-                "if both are to have the same numbers",
+                "%s has class %r, which %s beside it lacks: classes are numbered by this folder alone. Give "
+                "--classes to "
+                "number both alike",
                 source,
                 min({*names} - {*listed}),
                 place,
@@ -243,7 +244,7 @@ def _refuse_collisions(images: list[_Image]) -> None:
         if other is not image:
             raise DuplicateKeyError(
                 f"{other.file.name} and {image.file.name} would both get the key {image.key!r}; "
-                "rename one of them, or give numbers as keys with --key number"
+                "rename one of them, or number the keys with --key number"
             )
 
 

@@ -117,7 +117,7 @@ def _units(lines: Iterator[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
             first = first if text else number
             text += line
             if len(text) > MAX_LINE_BYTES:
-                raise DataError(f"line {number}: a text is longer than {MAX_LINE_BYTES} bytes; part it")
+                raise DataError(f"line {number}: a text is longer than {MAX_LINE_BYTES} bytes; split it")
         elif text:
             yield first, bytes(text)
             text.clear()
@@ -137,13 +137,13 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
                 raise DataError(f"{url}: a line is longer than {MAX_LINE_BYTES} bytes; is this a file of lines?")
             yield line
     except EOFError as error:
-        raise DataError(f"{url}: the compressed file ends early; get it anew") from error
+        raise DataError(f"{url}: the compressed file ends early; fetch it again") from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{url}: the compressed file is damaged ({error}); get it anew") from error
+        raise DataError(f"{url}: the compressed file is damaged ({error}); fetch it again") from error
     except OSError as error:  # pyarrow's, of a .zst
         if isinstance(error, StorageError):
             raise
-        raise DataError(f"{url}: the compressed file is damaged or ends early ({error}); get it anew") from error
+        raise DataError(f"{url}: the compressed file is damaged or ends early ({error}); fetch it again") from error
 
 
 def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:

@@ -129,7 +129,8 @@ class Destination:
             return cls(directory=directory or ".", name=name)
         if name.endswith((".tar", ".gz", ".tgz")):
             raise ConfigError(
-                f"{redact(target)}: the target is a folder or prefix, or a name with a number such as {{:06d}}.tar"
+                f"{redact(target)}: expected a folder or prefix, or a name with a number such as {{:06d}}.tar, as "
+                f"the target"
             )
         return cls(directory=target.rstrip("/") or target, name=_SHARD_NAME)
 
@@ -153,8 +154,8 @@ def warn_of_nesting(source: str, place: Destination) -> None:
     """Warn if shards are written below what is read, because readers of the source will then get both."""
     if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
         _log.warning(
-            "%s lies below %s: who reads the latter reads the shards of both from now on, in training, too; give a "
-            "target beside the source",
+            "%s lies below %s: from now on whoever reads the latter, training included, reads the shards of both; give "
+            "a target beside the source",
             redact(place.directory),
             redact(source),
         )
@@ -200,7 +201,7 @@ def _prepare(
         if not found.same_work(journal):
             raise TargetNotEmptyError(
                 f"{redact(place.directory)} holds another conversion ({found.differences(journal)}); give another "
-                "target, run with the same source and options to go on, or begin anew with --overwrite"
+                "target, run with the same source and options to continue, or start over with --overwrite"
             )
         earlier = _earlier_work(place, storage, found, position=position)
         if found.complete and not earlier.complete:  # shards are gone: a run that was overwriting them was interrupted

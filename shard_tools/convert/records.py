@@ -157,6 +157,6 @@ def refuse_known(key: str, known_keys: Collection[str]) -> None:
     """
     if key in known_keys:
         raise DuplicateKeyError(
-            f"the key {key!r} was given to an earlier record; keys must be unique: take another --key, or number the "
+            f"the key {key!r} was given to an earlier record; keys must be unique: choose another --key, or number the "
             "records with --key number"
         )

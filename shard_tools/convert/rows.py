@@ -81,13 +81,13 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
         if dtype is None and array.dtype.kind == "f" and array.size and _all_whole(value):
             array = np.asarray(value, np.uint64)  # NumPy's own choice would round them
     except ValueError as error:
-        raise DataError(f"a ragged list of length {len(value)} has no .npy form; store it as json") from error
+        raise DataError(f"a ragged list of length {len(value)} cannot be stored as .npy; store it as json") from error
     except OverflowError as error:
         raise DataError(
-            "whole numbers below 0 beside some from 2**63 on have no .npy form; store them as json"
+            "whole numbers below 0 together with some of 2**63 and above cannot be stored as .npy; store them as json"
         ) from error
     if array.dtype.kind not in "biuf":
-        raise DataError(f"a list of {array.dtype} has no .npy form; numbers are needed, or store it as json")
+        raise DataError(f"a list of {array.dtype} cannot be stored as .npy, which takes numbers; store it as json")
     out = io.BytesIO()
     np.lib.format.write_array(out, array, allow_pickle=False)
     return out.getvalue()
@@ -205,8 +205,8 @@ def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
     for column, name, _ in found:
         if name in first:
             raise DataError(
-                f"the columns {first[name]!r} and {column!r} would both become the field {name!r}; give one of them "
-                f"another with --field {first[name]}=NAME.{name.rpartition('.')[2]}, or leave it out with --field "
+                f"the columns {first[name]!r} and {column!r} would both become the field {name!r}; rename one of them "
+                f"with --field {first[name]}=NAME.{name.rpartition('.')[2]}, or leave it out with --field "
                 f"{first[name]}=-"
             )
         first[name] = column
@@ -249,4 +249,4 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
         return value.encode()
     if isinstance(value, (int, float, decimal.Decimal)):
         return str(int(value) if isinstance(value, bool) else value).encode()
-    raise DataError(f"--field {column}={extension}: a {type(value).__name__} cannot be stored so; try {column}=json")
+    raise DataError(f"--field {column}={extension}: cannot store a {type(value).__name__} there; try {column}=json")

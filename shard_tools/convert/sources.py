@@ -67,7 +67,7 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
         kinds -= {"text", "csv"}  # captions and lists beside images
     if len(kinds) == 1:
         return kinds.pop()
-    found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a layout known here"
+    found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a known layout"
     raise ConfigError(f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}")
 
 

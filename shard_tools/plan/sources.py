@@ -70,7 +70,7 @@ def open_planned(
     given = [name for name, value in options.items() if value is not None]
     if given:
         name = given[0].removesuffix("_url")
-        raise ConfigError(f"--{name}: it is an option of each source of a mixture: write it into {urls[0]}")
+        raise ConfigError(f"--{name}: in a mixture it belongs to each source; write it into {urls[0]}")
     from streaming.datasets.mixture import Mixture  # noqa: PLC0415  it imports torch
 
     return Mixture.from_file(urls[0], storage_options=storage_options)

@@ -275,10 +275,13 @@ class PlannedRun:
 
 def _check_set(planned: Planned, state: LoaderState) -> None:
     if not isinstance(planned, OpenedSet):
-        raise StateError("--state: of a single data set, and a mixture is given; give the URL of that data set")
+        raise StateError(
+            "--state: it belongs to a single data set, but a mixture was given; give the URL of that data set"
+        )
     if state.fingerprint != planned.fingerprint:
         raise StateError(
-            f"--state: of {state.num_samples} samples with fingerprint {state.fingerprint}, but these shards have "
+            f"--state: it is of {state.num_samples} samples with fingerprint {state.fingerprint}, but these shards "
+            f"have "
             f"{planned.table.total_samples} and {planned.fingerprint}: give the set that the run reads, with its "
             "--where, --view or --subset (ranges such as dataset[a:b] are not worked out here)"
         )
@@ -292,8 +295,8 @@ def _check_mixture(planned: Planned, ledger: Ledger) -> None:
     """
     if isinstance(planned, OpenedSet):
         raise StateError(
-            f"--state: of a mixture of {', '.join(ledger.sources)}: give the JSON file that describes it in place of a "
-            "URL (docs/mixing.md)"
+            f"--state: it belongs to a mixture of {', '.join(ledger.sources)}; give the JSON file that describes it in "
+            "place of a URL (docs/mixing.md)"
         )
     there, quotas = planned.names, ledger.last.quotas
     elsewhere = ", or give a state that was saved since it was dropped"
@@ -306,12 +309,14 @@ def _check_mixture(planned: Planned, ledger: Ledger) -> None:
         missing, why = sorted(set(quotas) - set(there)), "an epoch is laid of all of them. Put it back"
     if missing:
         raise StateError(
-            f"--state: of a mixture with the source {missing[0]!r}, which the file lacks; it has "
+            f"--state: it belongs to a mixture with the source {missing[0]!r}, which the file lacks; it has "
             f"{', '.join(sorted(there))}, and {why}"
         )
     if quotas is not None and set(quotas) != set(there):
         more = ", ".join(sorted(set(there) - set(quotas)))
-        raise StateError(f"--state: of a mixture that ends, which has no source {more}: take it out of the file")
+        raise StateError(
+            f"--state: it belongs to a mixture that ends and has no source {more}: remove it from the file"
+        )
 
 
 def open_run(

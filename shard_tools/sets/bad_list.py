@@ -51,7 +51,8 @@ def load_bad_list(specs: Sequence[str], storage: Storage) -> BadList:
         errors = [record for record in records if isinstance(record, DataError)]
         if records and len(errors) == len(records):
             raise DataError(
-                f"{redact(url)}: no list of bad samples: {errors[0]}; give what bad_samples_file or --write-bad wrote"
+                f"{redact(url)}: not a list of bad samples: {errors[0]}; give what bad_samples_file or --write-bad "
+                f"wrote"
             )
         num_unreadable += len(errors)
         for record in records:

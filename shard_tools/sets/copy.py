@@ -179,7 +179,7 @@ def _is_there(shard: _Shard, here: Storage, *, overwrite: bool) -> bool:
     if overwrite:
         return False
     raise TargetNotEmptyError(
-        f"{redact(shard.target)} is another shard than {redact(shard.source)} ({size_bytes} bytes, expected "
+        f"{redact(shard.target)} is not the same shard as {redact(shard.source)} ({size_bytes} bytes, expected "
         f"{shard.size_bytes} with the checksums of the index); give another target, or replace it with --overwrite"
     )
 

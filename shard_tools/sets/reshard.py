@@ -60,9 +60,9 @@ class ReshardOptions(ShardOptions):
 
     def __post_init__(self) -> None:
         if self.sort is not None and self.shuffle_seed is not None:
-            raise ConfigError("--sort and --shuffle exclude each other; give one of them")
+            raise ConfigError("--sort and --shuffle cannot be combined; give one of them")
         if self.descending and self.sort is None:
-            raise ConfigError("--descending says how to --sort; name a column")
+            raise ConfigError("--descending needs --sort; name a column")
         if self.fields is not None and not self.fields:
             raise ConfigError("--fields: name at least one field")
         unknown = set(_PLACE.findall(self.key_prefix)) - {"{shard}", "{number}"}
@@ -172,7 +172,7 @@ def reshard(
             storage_options=storage_options, progress=progress or NoProgress(),
         )  # fmt: skip
     except DuplicateKeyError as error:
-        error.add_note(f"The shards written so far are begun anew with --overwrite. {_DUPLICATES_CURE}")
+        error.add_note(f"To rewrite the shards written so far give --overwrite. {_DUPLICATES_CURE}")
         raise
     carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage)
     return ReshardReport(

@@ -132,7 +132,7 @@ class SentencePieceTokenizer:
             self._library = SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
             raise ConfigError(
-                "--tokenizer: not a tokenizer known here: a tokenizer.json, a model of sentencepiece, or a file of "
+                "--tokenizer: unknown format, expected a tokenizer.json, a model of sentencepiece, or a file of "
                 f"tiktoken ranks ({error})"
             ) from error
         self.vocab_size = int(self._library.get_piece_size())

@@ -100,7 +100,7 @@ class ChatTemplate:
             if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
                 raise RejectedError(
                     "prefixes differ",
-                    f"the template renders messages up to {number} otherwise when message {number} (or a later one) "
+                    f"the template renders messages up to {number} differently when message {number} (or a later one) "
                     "follows; put {% generation %} around what the assistant says in the template",
                 )
             pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
@@ -129,9 +129,7 @@ def _marked(text: str) -> Pieces:
     for part in rest:
         said, stop, other = part.partition(_STOP)
         if not stop or _STOP in other:
-            raise RejectedError(
-                "template", "{% generation %} blocks lie in each other, or a message holds U+FDD0 or U+FDD1"
-            )
+            raise RejectedError("template", "{% generation %} blocks are nested, or a message holds U+FDD0 or U+FDD1")
         pieces += [(said, True), (other, False)]
     return pieces
 

@@ -70,7 +70,7 @@ class Encoder:
 
     def _encoded(self, ids: Ids, mask: npt.NDArray[np.uint8] | None) -> Encoded:
         if not len(ids):
-            return Encoded(reason="empty", what="the tokenizer makes nothing of its text")
+            return Encoded(reason="empty", what="the tokenizer makes no tokens of its text")
         width = self.ends.width
         begin, end = (
             b"" if token is None else token.to_bytes(width, "little") for token in (self.ends.bos, self.ends.eos)

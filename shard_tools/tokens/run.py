@@ -84,11 +84,13 @@ class TokenizeOptions(RecordOptions):
             ConfigError: If so.
         """
         if self.text_field is not None and self.messages_field is not None:
-            raise ConfigError("--text-field and --messages-field: a document is a text or a conversation; give one")
+            raise ConfigError(
+                "--text-field and --messages-field: a document is either a text or a conversation; give one"
+            )
         if self.chat_template is not None and self.messages_field is None:
-            raise ConfigError("--chat-template makes text of messages; say where they are with --messages-field")
+            raise ConfigError("--chat-template turns messages into text; say where they are with --messages-field")
         if self.group_field is not None and not self.split:
-            raise ConfigError("--group-field says by what --split parts the documents; give both, or none")
+            raise ConfigError("--group-field says by what --split divides the documents; give both, or neither")
         for option, value, known in (("documents", self.documents, TEXT_UNITS), ("on-error", self.on_error, ON_ERROR)):
             if value not in known:
                 raise ConfigError(f"--{option} {value!r}: expected one of {', '.join(known)}")

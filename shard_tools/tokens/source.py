@@ -96,7 +96,7 @@ class TokenSource:
             told = ", ".join(f"{reason} {count:,}" for reason, count in self.tally.rejected.items())
             share = f"of the set {self.reading.share.name!r} " if self.reading.share.name else ""
             raise DataError(
-                f"no document {share}gives tokens (left out: {told or 'none'}); check the source and options"
+                f"no document {share}yields tokens (left out: {told or 'none'}); check the source and options"
             )
 
     def _documents(self, records: Iterator[Record], start: int) -> Iterator[Document]:
@@ -115,7 +115,7 @@ class TokenSource:
         if self.on_error == "raise" and reason != "empty":
             raise DataError(f"{where}: {reason}: {what}; correct it, or leave such documents out with --on-error skip")
         if not self.tally.rejected[reason]:
-            _log.warning("%s is left out: %s: %s; others like it are counted, not told", where, reason, what)
+            _log.warning("%s is left out: %s: %s; others like it are counted but not logged", where, reason, what)
         self.tally.rejected[reason] += 1
 
     def _encoded(self, documents: Iterator[Document]) -> Iterator[tuple[Document, Encoded]]:

@@ -216,7 +216,9 @@ def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     if image.mode in {"I", "F"}:
-        raise ValueError(f"{image.format} image with 32-bit pixels; take it as bytes and decode it yourself")
+        raise ValueError(
+            f"{image.format} image with 32-bit pixels is not supported; take it as bytes and decode it yourself"
+        )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return np.array(image if image.mode == mode else image.convert(mode))

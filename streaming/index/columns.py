@@ -147,7 +147,7 @@ def _mask(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bits:
     except pa.ArrowException as error:
         raise _unfit(where, error) from error
     if not pa.types.is_boolean(mask.type):
-        raise ConfigError(f"where: {where} is no condition: its values are of type {mask.type}, not bool")
+        raise ConfigError(f"where: {where} is not a condition: its values are of type {mask.type}, not bool")
     return _bits(mask)
 
 
@@ -468,7 +468,7 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
         if len(values) != shard.num_samples or not is_comparable(values.type):
             problem = f"{len(values)} values of type {values.type} for {shard.num_samples} samples"
         if not all(isinstance(facts[name], str) for name in ("column", "column_version", "fingerprint")):
-            problem = "its footer does not say of which column and shard it is"
+            problem = "its footer does not say which column and shard it belongs to"
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
         problem = str(error)
     if problem:

@@ -197,7 +197,7 @@ def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
     try:
         facts = json.loads((file.metadata.metadata or {})[METADATA_KEY])
     except KeyError:
-        raise IndexFormatError(f"{source}: a Parquet file, but no shardstream index; {_cure()}") from None
+        raise IndexFormatError(f"{source}: a Parquet file, but not a shardstream index; {_cure()}") from None
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise damaged(source, str(error)) from error
     if not isinstance(facts, dict) or facts.get("kind") != kind:

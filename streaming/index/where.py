@@ -260,7 +260,7 @@ def _condition(value: _Value) -> pc.Expression:
     if value.kind == "nothing":
         return pc.scalar(pa.scalar(None, pa.bool_()))
     if value.kind != "bool":
-        value.refuse(f"{value} alone is no condition; compare it with something")
+        value.refuse(f"{value} alone is not a condition; compare it with something")
     return value.expression
 
 
@@ -270,7 +270,7 @@ def _compared(sign: str, left: _Value, right: _Value) -> pc.Expression:
     if left.kind != right.kind or (left.kind == "bool" and sign not in {"=", "==", "!=", "<>"}):
         left.refuse(
             f"cannot compare {left} {sign} {right}; write text in 'single quotes' and numbers without; TRUE and FALSE "
-            "know = and != only"
+            "only take = and !="
         )
     return _COMPARE[sign](*_alike(left, right))
 

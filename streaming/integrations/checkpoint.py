@@ -46,8 +46,8 @@ class WholeState:
         """
         if set(state) != {"state"}:
             raise StateError(
-                f"WholeState: expected what its state_dict() gave, got the keys {sorted(map(str, state))}; a loader's "
-                "own state goes to loader.load_state_dict"
+                f"WholeState: expected what its state_dict() returned, got the keys {sorted(map(str, state))}; load a "
+                "loader's own state with loader.load_state_dict"
             )
         (whole,) = state["state"]
         self.loader.load_state_dict(whole)

@@ -19,6 +19,7 @@ def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
     if not isinstance(given, (DataLoader, *others)):
         kind = type(given)
         raise ConfigError(
-            f"{what}: expected a streaming.DataLoader, got a {kind.__module__}.{kind.__qualname__}; loaders of torch, "
-            "and what these functions gave, go to the program as they are"
+            f"{what}: expected a streaming.DataLoader, got a {kind.__module__}.{kind.__qualname__}; give torch's "
+            f"loaders, "
+            "and what these functions returned, to the program as they are"
         )

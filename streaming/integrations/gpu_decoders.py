@@ -39,8 +39,9 @@ def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
         )
     if field.values.device.type != "cpu":
         raise ConfigError(
-            f"the bytes lie on {field.values.device}, decoders read them on the CPU and write pixels to the device; "
-            "take batches of the loader itself, not of a DevicePrefetcher"
+            f"the bytes are on {field.values.device}, but decoders read them on the CPU and write pixels to the "
+            f"device; "
+            "take batches from the loader itself, not from a DevicePrefetcher"
         )
     return [row.numpy() for row in field.rows()]
 

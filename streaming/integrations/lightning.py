@@ -51,8 +51,8 @@ def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | Device
     except TypeError:
         if isinstance(loader, DevicePrefetcher):
             raise ConfigError(
-                "prepare_loader(loader): a DevicePrefetcher without a length; give its loader, prepare_loader("
-                "prefetcher.loader): Lightning copies batches to the device itself"
+                "prepare_loader(loader): got a DevicePrefetcher without a length; give its loader, prepare_loader("
+                "prefetcher.loader), since Lightning copies batches to the device itself"
             ) from None
         return OneBehind(loader)
     return loader

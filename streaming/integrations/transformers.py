@@ -114,7 +114,8 @@ def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
     here = loader.epoch, _batches_seen(loader)
     if here != (epoch, rest * per_step):
         raise ConfigError(
-            f"the checkpoint was saved at batch {here[1]} of epoch {here[0]}, but {steps} steps of {per_step} batches, "
-            f"as the trainer counts now, are batch {rest * per_step} of epoch {epoch}: resume with the global batch "
-            "size, accumulation and epoch's length of the run that saved it; global_batch_size= keeps them on any ranks"
+            f"the checkpoint was saved at batch {here[1]} of epoch {here[0]}, but the trainer now counts {steps} steps "
+            f"of {per_step} batches as batch {rest * per_step} of epoch {epoch}: resume with the global batch size, "
+            "accumulation and epoch length of the run that saved it; global_batch_size= keeps them on any number of "
+            "ranks"
         )

@@ -124,8 +124,8 @@ def gathered(
     if not _came(board, keys, timeout_s):
         missing = [one for one, key in zip(ranks, keys, strict=True) if not board.check([key])]
         raise AgreementError(
-            f"{subject}: ranks {missing[:_NAMED]} of {len(ranks)} did not come within {timeout_s:g} s; all ranks have "
-            "to call it, at the same step"
+            f"{subject}: ranks {missing[:_NAMED]} of {len(ranks)} did not come within {timeout_s:g} s; call it on all "
+            "ranks, at the same step"
         )
     return {one: json.loads(board.get(key)) for one, key in zip(ranks, keys, strict=True)}
 
@@ -188,10 +188,10 @@ def _problem(found: Sequence[tuple[int, str, Any, Any]], num_ranks: int) -> str:
     if len(found) > _NAMED:
         lines.append(f"  and {len(found) - _NAMED} more")
     return (
-        "ranks do not agree, and would train on a mixture:\n"
+        "ranks do not agree, and would train on mixed-up data:\n"
         + "\n".join(lines)
         + "\nGive all ranks the same data set, "
-        "options and state (agreement_timeout=None goes on without this check)"
+        "options and state (agreement_timeout=None skips this check)"
     )
 
 
@@ -201,9 +201,10 @@ def _absent(missing: Sequence[int], timeout_s: float, *, required: bool) -> None
         shown += f" and {len(missing) - _NAMED} more"
     what = f"ranks {shown} did not come within {timeout_s:g} s to compare what they are about to iterate over"
     if required:
-        raise AgreementError(f"{what}; check_agreement() is for all ranks of the mesh")
+        raise AgreementError(f"{what}; call check_agreement() on all ranks of the mesh")
     _log.warning(
-        "%s; going on. If this rank iterates alone on purpose, give it a mesh of its own (infra.DeviceMesh.from_sizes("
+        "%s; continuing. If this rank iterates alone on purpose, give it a mesh of its own "
+        "(infra.DeviceMesh.from_sizes("
         "dp_size=1, rank=0, world_size=1)), which also gives it all the data, or agreement_timeout=None",
         what,
     )

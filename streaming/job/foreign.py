@@ -37,8 +37,8 @@ class UnshardedWarning:
             return
         self._is_done = True
         _log.warning(
-            "torch's DataLoader reads this StreamingDataset item by item, and with torch's own sampler: each of %d "
-            "ranks gets all samples, not its share. Cure: streaming.DataLoader(dataset, batch_size); or, in torch's, "
+            "torch's DataLoader reads this StreamingDataset item by item with torch's own sampler, so each of %d ranks "
+            "gets all samples, not its share. Use streaming.DataLoader(dataset, batch_size); or give torch's "
             "TorchIterable(dataset) in place of the data set, or batch_sampler=DeviceMeshSampler(dataset, batch_size)",
             ranks,
         )
@@ -53,7 +53,9 @@ def tell_of_opening_alone(peers: Peers | None, num_ranks: Callable[[], int]) -> 
     # Where nobody hears of it nobody looks: that takes half a millisecond.
     if peers is None and _log.isEnabledFor(logging.INFO) and (ranks := num_ranks()) > 1:
         _log.info(
-            "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet, nor did "
-            "torchrun start them; made after init_process_group, rank 0 lists the shards and reads the index for all",
+            "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet and torchrun "
+            "did not start them. Open it after init_process_group: rank 0 then lists the shards and reads the index "
+            "for "
+            "all",
             ranks,
         )

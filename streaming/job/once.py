@@ -125,12 +125,12 @@ def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
     pause_s = 0.01
     while peers.find(f"{place}/begun", 0) is None:
         if peers.find(f"goes on/{rank}", 0) is not None:
-            _log.info("rank %d goes on from an older world; rank %d opens this data set alone", rank, peers.rank)
+            _log.info("rank %d continues from an older world; rank %d opens this data set alone", rank, peers.rank)
             return False
         left_s = max(until_s - time.monotonic(), 0)
         if not left_s:
             if wait_s:
-                told = "rank %d has not begun to open this data set within %g s; rank %d does it in its place"
+                told = "rank %d has not started to open this data set within %g s; rank %d does so in its place"
                 _log.warning(told, rank, wait_s, peers.rank)
             return False
         time.sleep(min(pause_s, left_s))

@@ -238,8 +238,8 @@ class ExactLanes(Endless):
 def gone(name: str, row: int) -> StateError:
     """Make the error of a row that draws from a source which is not there any more."""
     return StateError(
-        f"row {row} draws from {name!r}, which this mixture lacks: it was dropped behind that row. Give it the source "
-        "to go on from there"
+        f"row {row} draws from {name!r}, which this mixture lacks: it was dropped after that row. Add the source to "
+        "continue from there"
     )
 
 

@@ -75,12 +75,13 @@ class PackRules:
         set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_LENGTH) for budget in self.budgets))
         if self.budgets and self.overlong != "drop":
             raise ConfigError(
-                f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: a document that is cut has no '
-                "share of the other budgets that lengths could tell"
+                f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: for part of a document its '
+                f"use of "
+                "the other budgets is not known"
             )
         if self.alike and not self.padded:
             raise ConfigError(
-                f"alike={self.alike} columns: rows that hold several documents need not be of like ones; it is for "
+                f"alike={self.alike} columns: a row of several documents need not hold similar ones; alike applies to "
                 "batches under a budget: add padded=True"
             )
         if self.length % self.multiple:
@@ -88,7 +89,7 @@ class PackRules:
             near = f"{below} or {below + self.multiple}" if below else f"{self.multiple}"
             raise ConfigError(
                 f"length={self.length}: expected a multiple of multiple={self.multiple}, to which every piece is "
-                f"rounded up; take {near}"
+                f"rounded up; use {near}"
             )
 
 

@@ -33,8 +33,8 @@ _DEALT = {
     "batches": 'batches="one_source" and {} samples in a global batch',
 }  # fmt: skip
 NO_OTHER_SEED = (
-    "seed: the order of a mixture without end is one piece, of which epochs are parts: another one from some epoch on "
-    "would repeat samples and leave out others. Give the seed to the Mixture"
+    "seed: a mixture without end has one order, of which epochs are parts: another seed from some epoch on would "
+    "repeat some samples and leave out others. Give the seed to the Mixture"
 )
 Segment = tuple[int, dict[str, float]]
 """A row, and the weights from that row on."""
@@ -317,11 +317,13 @@ class Ledger:
             return self, []
         if (self.last.quotas is None) != (made.quotas is None) or made.quotas is not None:
             raise StateError(
-                f"this state belongs to a mixture of another make: {'; '.join(changes)}. A mixture that ends (by size, "
-                "repeats=, ends=) is laid out as a whole, and goes on only as it was; sources and weights of one with "
-                "weights= and ends=None may change at a resume. Or leave out the rest of this epoch: load no state, "
-                "and call set_epoch with the next one"
-                + ("; or give the shards that the source had until the epoch is over" if grown else "")
+                f"this state belongs to a different mixture: {'; '.join(changes)}. A mixture that ends (by size, "
+                f"repeats=, "
+                "ends=) is laid out as a whole, and resumes only unchanged; sources and weights of one with weights= "
+                "and "
+                "ends=None may change at a resume. To give up the rest of this epoch instead, load no state and call "
+                "set_epoch with the next one"
+                + ("; or give the shards that the source had, until the epoch is over" if grown else "")
             )
         start = max(first_free(), self.last.start)
         joins = {name: first_pass() for name, first_pass in grown.items()}
@@ -337,9 +339,10 @@ class Ledger:
         was, now = ((entry.dealt, entry.batch_size) for entry in (self.last, made))
         if was != now:
             raise StateError(
-                f"this state was drawn with {_DEALT[was[0]].format(was[1])}, this mixture with "
-                f"{_DEALT[now[0]].format(now[1])}: where sources stand in one order says nothing of the other. Give "
-                "the same, or begin a new run"
+                f"this state was drawn with {_DEALT[was[0]].format(was[1])}, but this mixture draws with "
+                f"{_DEALT[now[0]].format(now[1])}: positions of sources in one order mean nothing in the other. Give "
+                f"the "
+                "same, or start a new run"
             )
 
     def _check_fingerprints(self, made: Entry, grown: Mapping[str, object]) -> None:
@@ -347,11 +350,14 @@ class Ledger:
         for name, fingerprint in made.sources.items():
             if known.get(name, fingerprint) != fingerprint and name not in grown:
                 raise StateError(
-                    f"the source {name!r} is not the one of this state: fingerprint {fingerprint[:12]}, the state has "
-                    f"{known[name][:12]}. Open the same shards in the same order, with the index and the filter they "
-                    "had. Shards that came since may stand behind all of these, by their names, where the source is no "
-                    f'Packed; others are a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
-                    "StreamingDataset(the new shards)}})"
+                    f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, "
+                    f"the state "
+                    f"has {known[name][:12]}. Open the same shards in the same order, with the index and the filter "
+                    f"they "
+                    "had. Unless the source is a Packed, new shards may follow if their names sort after all of "
+                    "these; make "
+                    f'others a source of their own: Mixture({{…, "{name}": …, "{name}-2": StreamingDataset(the new '
+                    f"shards)}})"
                 )
 
 

@@ -119,7 +119,7 @@ def check_whole_chunks(
     per_chunk = plan.chunk_samples.mean()
     cures = (_cures_of_resumed if resumed else _cures_of_lanes)(plan, chunk_bytes, dp_rank, limit_bytes)
     raise MemoryLimitError(
-        f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan. Rank {dp_rank} of "
+        f"memory_limit: {format_bytes(memory_limit_bytes)} is too little for this plan. Rank {dp_rank} of "
         f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
         f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
         f"needs up to {format_bytes(live_bytes)} of chunks at the same time, and chunks get {CHUNKS_SHARE:.0%} of "
@@ -204,7 +204,7 @@ def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> No
     """
     if batch_bytes > chunks_limit_bytes(memory_limit_bytes):
         raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan: where samples are "
+            f"memory_limit: {format_bytes(memory_limit_bytes)} is too little for this plan: where samples are "
             f"largest, the {rank_rows(plan)} of one rank in a batch take {format_bytes(batch_bytes)}, and chunks get "
             f'{CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{needed_mib(batch_bytes)}MiB", or a smaller batch'
         )
@@ -236,8 +236,8 @@ def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: 
     else:
         enough = 0
     return (f", or {enough} data-parallel ranks" if enough else "") + (
-        ". Lanes and window are those of the loaded state: to change them, leave out the rest of this epoch, with "
-        f"another loader that loads no state, but calls set_epoch({plan.epoch + 1})"
+        ". Lanes and window come from the loaded state: to change them, give up the rest of this epoch, with "
+        f"another loader that loads no state but calls set_epoch({plan.epoch + 1})"
     )
 
 

@@ -231,7 +231,7 @@ def _plain(value: Any) -> Value:
         checked_weights(value)
         return {name: value[name] if isinstance(value[name], int) else float(value[name]) for name in sorted(value)}
     if not _is_number(value):
-        raise ConfigError(f"Schedule: expected a dict of weights or a number from 0 on, got {value!r}")
+        raise ConfigError(f"Schedule: expected a dict of weights or a number of at least 0, got {value!r}")
     return value if isinstance(value, int) else float(value)
 
 
@@ -259,8 +259,9 @@ def _check_alike(values: Sequence[Value]) -> None:
             raise ConfigError(f"Schedule: expected weights everywhere or a number everywhere, got {first} and {value}")
         if isinstance(value, Mapping) and isinstance(first, Mapping) and set(value) != set(first):
             raise ConfigError(
-                f"Schedule: all values must name the same sources, got {sorted(first)} and {sorted(value)}; give 0 to "
-                "a source that has no share yet, or any more"
+                f"Schedule: all values must name the same sources, got {sorted(first)} and {sorted(value)}; give 0 "
+                f"to a "
+                "source that has no share yet, or none any longer"
             )
 
 
@@ -273,8 +274,8 @@ def checked_weights(weights: Mapping[str, float], what: str = "weights") -> dict
     exact = {}
     for name, weight in weights.items():
         if not is_number(weight) or not 0 <= weight < math.inf:
-            within = "; shares within a mixture are its own weights=" if isinstance(weight, Mapping) else ""
-            raise ConfigError(f"{what}: {name!r}: expected a number from 0 on, got {weight!r}{within}")
+            within = "; give a mixture within a mixture its own weights=" if isinstance(weight, Mapping) else ""
+            raise ConfigError(f"{what}: {name!r}: expected a number of at least 0, got {weight!r}{within}")
         exact[name] = Fraction(weight if isinstance(weight, (int, Fraction)) else float(weight))
     if not any(exact.values()):
         raise ConfigError(f"{what}: at least one must be above 0, got {dict(weights)}")

@@ -230,12 +230,12 @@ class Shape:
         if num_samples < self.num_ranks and self.last_batch != "pad":
             raise ConfigError(
                 f"{num_samples} samples cannot be dealt to {self.num_ranks} data-parallel ranks: some would get none "
-                f'in the whole epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the '
-                "data"
+                f"all "
+                f'epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the data'
             )
         if not self.batches_in(num_samples):
             raise ConfigError(
                 f"{num_samples} samples do not fill one global batch of {self.global_batch_size} ({self.num_ranks} "
-                f'ranks), and last_batch="drop" leaves out what does not: the epoch would be empty. Use '
+                f'ranks), and last_batch="drop" drops incomplete batches: the epoch would be empty. Use '
                 f'last_batch="pad" or "partial", a smaller batch, or epoch_size to repeat the data'
             )

@@ -88,7 +88,7 @@ class LoaderState:
         """
         for name, was, now in (("epoch_size", self.epoch_size, epoch_size), ("shuffle", self.order.shuffle, shuffle)):
             if was != now:
-                raise StateError(f"{name}: the state has {was}, here it is {now}; give the same")
+                raise StateError(f"{name}: expected {was}, as in the state, got {now}; give the same")
 
     @property
     def seeded_from(self) -> int:
@@ -134,8 +134,9 @@ class LoaderState:
         if "version" not in data:
             found = ", ".join(map(repr, list(data)[:5])) or "nothing"
             raise StateError(
-                f"state: expected what state_dict() of a loader gave, got a dict of {found}; where it was saved beside "
-                'other states, give its own: loader.load_state_dict(checkpoint["loader"])'
+                f"state: expected what state_dict() of a loader returned, got a dict of {found}; if it was saved "
+                f"beside "
+                'other states, pass its own part: loader.load_state_dict(checkpoint["loader"])'
             )
         if isinstance(version, bool) or version not in range(1, STATE_VERSION + 1):
             raise StateError(
@@ -222,8 +223,9 @@ def why_differs(saved: str, own: str) -> str | None:
             column = name.removeprefix("column ")
             if column and name in was and name in now:
                 return (
-                    f"column {column!r} is another one than when the state was saved: version {was[name]} then, "
-                    f"{now[name]} now. Give the column a new name, and go on with the one that the run began with"
+                    f"column {column!r} has changed since the state was saved: version {was[name]} then, "
+                    f"{now[name]} now. Give the new column another name, and resume with the one that the run began "
+                    f"with"
                 )
             continue
         if name != "kept":
@@ -231,8 +233,8 @@ def why_differs(saved: str, own: str) -> str | None:
                 f"{name}: the state was saved with {_shown(was.get(name))}, this data set has {_shown(now.get(name))}"
             )
     return (
-        "the same filter keeps other samples than when the state was saved: the columns of the sample tables that it "
-        "asks for were changed"
+        "the same filter keeps different samples than when the state was saved: columns of the sample tables that it "
+        "uses have changed"
     )
 
 

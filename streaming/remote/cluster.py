@@ -90,8 +90,8 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
         cause, text = error.cause, str(error)
     except RayActorError as error:
         raise WorkerDiedError(
-            f"a remote reader died {MAX_RETRIES + 1} times on one batch, or could not be started again: {error}. "
-            "Ray's logs tell why: often it is memory; give it more with RemoteGroup(memory=…), or smaller batches"
+            f"a remote reader died {MAX_RETRIES + 1} times on one batch, or could not be restarted: {error}. "
+            "Ray's logs say why; often it is memory: give it more with RemoteGroup(memory=…), or use smaller batches"
         ) from error
     if isinstance(cause, Exception) and not isinstance(cause, RayError):
         cause.add_note(f"raised in a remote reader:\n{text}")

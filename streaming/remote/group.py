@@ -48,7 +48,7 @@ class RemoteGroup:
             raise ConfigError(f"remote_group {self.name!r}: num_actors: expected at least 1, got {self.num_actors!r}")
         for what, value in {"num_cpus": self.num_cpus, **self.resources}.items():
             if not is_number(value) or not 0 <= value < math.inf:
-                raise ConfigError(f"remote_group {self.name!r}: {what}: expected a number from 0 on, got {value!r}")
+                raise ConfigError(f"remote_group {self.name!r}: {what}: expected a number of at least 0, got {value!r}")
         for what, size in (("memory", self.memory), ("ahead_limit", self.ahead_limit)):
             if size is not None:
                 parse_bytes(size, name=f"remote_group {self.name!r}: {what}")

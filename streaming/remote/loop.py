@@ -88,7 +88,7 @@ def travelling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
     try:
         recipe: bytes = cloudpickle.dumps((create_dataset, make_loader))
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
-        raise ConfigError(f"remote_group: the data set's function, or an option, cannot travel: {error}") from error
+        raise ConfigError(f"remote_group: the data set's function, or an option, cannot be sent: {error}") from error
     if len(recipe) > _MAX_RECIPE_BYTES:
         raise ConfigError(
             f"remote_group: the data set's function and the options take {format_bytes(len(recipe))}, more than "
@@ -107,12 +107,12 @@ def open_remote(
         ConfigError: An option that makes no sense in an actor; and see ``RemoteLoop``.
     """
     if options.pop("pin_memory"):
-        raise ConfigError("pin_memory: not with remote_group; pin what BatchHandle.get() gives, where it is used")
+        raise ConfigError("pin_memory: not with remote_group; pin what BatchHandle.get() returns, where it is used")
     for name in ("replicate", "stage_fields", "sequence"):
         if options.get(name) not in (None, "read"):
             raise ConfigError(
                 f"{name}: not with remote_group, where all replicas share one object; take your part of what "
-                "BatchHandle.get() gives"
+                "BatchHandle.get() returns"
             )
     if options["balance"] == "exchange":
         raise ConfigError('balance="exchange": not with remote_group, whose actors have no process group; use "local"')

@@ -381,13 +381,14 @@ def _empty(size: int) -> torch.Tensor:
 
 def _left(rank: int, number: int) -> ReplicaError:
     return ReplicaError(
-        f"rank {rank} left its loop before batch {number} of this run, while another rank with the same reader went "
-        "on; look for an error there, or leave the loops after the same batch"
+        f"rank {rank} left its loop before batch {number} of this run, while another rank with the same reader "
+        "continued; look for an error there, or leave the loops after the same batch"
     )
 
 
 def _elsewhere(source: int, there: Place, rank: int, here: Place) -> StateError:
     return StateError(
-        f"replicas begin at different places: rank {source} at epoch {there.epoch}, sample {there.samples_seen}; rank "
+        f"replicas begin at different places: rank {source} at epoch {there.epoch}, sample {there.samples_seen}, but "
+        f"rank "
         f"{rank} at epoch {here.epoch}, sample {here.samples_seen}. Load the same state and set the same epoch on all"
     )

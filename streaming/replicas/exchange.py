@@ -119,7 +119,7 @@ class PackExchange:
         except (RuntimeError, dist.DistError) as error:
             self.drop()
             raise ReplicaError(
-                f"{_OPTION}: of the ranks {self.ranks} one is gone, left its loop, or asked for no batch for "
+                f"{_OPTION}: one of the ranks {self.ranks} is gone, left its loop, or asked for no batch for "
                 f"{TIMEOUT_S:g} s; look for its own error, or leave the loops after the same batch. "
                 f"{str(error).strip().partition(chr(10))[0][:200]}"
             ) from error
@@ -263,6 +263,6 @@ def _elsewhere(ranks: Sequence[int], heads: Int64Array) -> StateError:
         f"rank {rank}: epoch {e}, batch {n}" for rank, (e, n, *_) in zip(ranks, heads.tolist(), strict=True)
     )
     return StateError(
-        f"{_OPTION}: ranks stand at different places ({places}). Load the same state and set the same epoch on all, "
+        f"{_OPTION}: ranks are at different places ({places}). Load the same state and set the same epoch on all, "
         "and leave loops after the same batch"
     )

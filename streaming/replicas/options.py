@@ -81,7 +81,7 @@ class Replicas:
         """
         if self != Replicas(replicate=self.replicate if dispatch else "read"):
             raise ConfigError(
-                "replicate, stage_fields, sequence: for a StreamingDataset only; let collate_fn do it here (replicate= "
+                "replicate, stage_fields, sequence: for a StreamingDataset only; do it in collate_fn here (replicate= "
                 'also goes with sharding="dispatch")'
             )
 

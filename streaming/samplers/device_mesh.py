@@ -112,7 +112,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self.is_single = batch_size is None and global_batch_size is None
         self._sizes = (1, None) if self.is_single else (batch_size, global_batch_size)
         if self.is_single and last_batch == "partial" and drop_last is None:
-            raise ConfigError('last_batch="partial": single indices come in equal numbers; use "drop" or "pad"')
+            raise ConfigError('last_batch="partial": ranks get equal numbers of single indices; use "drop" or "pad"')
         self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
         self._tail: dict[str, Any] = {"last_batch": last_batch, "drop_last": drop_last, "epoch_size": epoch_size}
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
@@ -347,8 +347,9 @@ class DeviceMeshSampler(Sampler[Any]):
         tail = (plan.num_samples - plan.start) % plan.global_batch_size
         if self.shape.last_batch == "partial" and 0 < tail < ranks:
             raise ConfigError(
-                f'last_batch="partial": of the last {tail} samples of this epoch some of the {ranks} data-parallel '
-                f'ranks would get none, and torch\'s loader cannot make a batch of no samples. Use last_batch="pad" '
+                f'last_batch="partial": some of the {ranks} data-parallel ranks would get none of the last {tail} '
+                f"samples "
+                f'of this epoch, and torch\'s loader cannot make a batch of no samples. Use last_batch="pad" '
                 f'and valid_mask, "drop", or streaming.DataLoader, which makes empty batches'
             )
 

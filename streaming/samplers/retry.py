@@ -46,7 +46,7 @@ _LISTED = 5
 _NEAR = 8  # single indices looked ahead and back
 _jitter = random.Random()  # noqa: S311  not a secret; the generator that all share is the training's
 _FATES = {
-    "substitute": "Another one stands in for each, and so comes twice",
+    "substitute": "Another one takes the place of each, and so appears twice",
     "skip": "Each is left out of its batch",
     "raise": "Its error is raised",
 }
@@ -210,7 +210,7 @@ class RetrySampler(Sampler[Any]):
         if found > self._allowed:
             recent = "\n".join(f"  {bad['number']}: {bad['reason']}" for bad in list(self._bad.values())[-_LISTED:])
             raise TooManyBadSamplesError(
-                f"{found} invalid samples in this epoch {where}, max_bad_samples={self._limit} allows "
+                f"{found} invalid samples in this epoch {where}, but max_bad_samples={self._limit} allows "
                 f"{self._allowed}. The last ones, by index:\n{recent}\nRepair them, or raise max_bad_samples"
             )
 
@@ -323,7 +323,8 @@ class RetryingDataset(Dataset[Any]):
         if len(samples) != len(indices):
             raise DataError(
                 f"{type(self.dataset).__name__}.__getitems__: {len(indices)} indices gave {len(samples)} samples; "
-                "give one for each, None for what is invalid"
+                f"return "
+                "one for each, None for those that are invalid"
             )
         return self._kept(indices, samples)
 
@@ -341,7 +342,7 @@ class RetryingDataset(Dataset[Any]):
                 self._reports.put(int(index), error, None)
                 last_error = error
         if last_error is not None and not kept:
-            last_error.add_note(f"so is every sample of its batch of {len(indices)}: nothing is left of it")
+            last_error.add_note(f"so is every other sample of its batch of {len(indices)}: nothing is left of it")
             raise last_error
         return kept
 

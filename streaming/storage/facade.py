@@ -216,7 +216,9 @@ class Storage:
                 return found
         missing = next((one for one in errors if isinstance(one, NotFoundError)), None)
         if missing is not None:
-            missing.add_note(f"asked there because {redact(route.prefix)} fails, of which it should be a whole copy")
+            missing.add_note(
+                f"it was asked because {redact(route.prefix)} fails, of which it should be a complete copy"
+            )
             raise missing
         if failure is None:  # the primary was not asked: no mirror is left, so it is
             found = work(Site(self._store, url))

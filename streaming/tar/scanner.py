@@ -30,8 +30,8 @@ _MAGIC = {
     b"PK\3\4": ("a zip file", "unzip"),
 }
 _CUT_OFF = (
-    "truncated? fetch or write the shard again, or save what there is: `shard_tools repair URL --to TARGET` (with "
-    "--drop-damaged where samples are lost)"
+    "truncated? fetch or write the shard again, or save what is left: `shard_tools repair URL --to TARGET` (with "
+    "--drop-damaged if samples are lost)"
 )
 
 

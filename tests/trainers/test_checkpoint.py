@@ -93,7 +93,7 @@ def test_what_is_no_loader_or_no_whole_state_is_refused(sources: dict[str, Sampl
     with mixture(sources) as loader:
         with pytest.raises(ConfigError, match=r"WholeState: expected a loader, got a dict; write WholeState\(loader\)"):
             WholeState(loader.state_dict())  # type: ignore[arg-type]  # as users do
-        with pytest.raises(StateError, match=r"expected what its state_dict\(\) gave, got the keys \['epoch'"):
+        with pytest.raises(StateError, match=r"expected what its state_dict\(\) returned, got the keys \['epoch'"):
             WholeState(loader).load_state_dict(loader.state_dict())
 
 

@@ -115,7 +115,7 @@ class ObjectAdapter:
         """See :class:`Adapter`."""
         if scheme_of(url) in HTTP_SCHEMES:
             raise StorageError(
-                f"listing {redact(url)}: plain http servers have no listing; name the shards, with braces as in "
+                f"listing {redact(url)}: plain http servers cannot be listed; name the shards, with braces as in "
                 '"https://host/{000000..000099}.tar"'
             )
         store, key, place = self._at(url)
@@ -289,4 +289,4 @@ def _quoted(tag: str | None) -> str | None:
 
 def _writable(url: str) -> None:
     if scheme_of(url) in HTTP_SCHEMES:
-        raise StorageError(f"{redact(url)}: http URLs are read only here; write to s3, gs, az or a path")
+        raise StorageError(f"{redact(url)}: http URLs can only be read; write to s3, gs, az or a path")

@@ -110,14 +110,15 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return AccessDeniedError(
             f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
             "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
-            + (". Who may read but not list names the shards, as in {000000..000099}.tar" if doing == "listing" else "")
+            + (". To read without listing, name the shards, as in {000000..000099}.tar" if doing == "listing" else "")
         )
     if isinstance(error, errors.PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
     if isinstance(error, errors.NotSupportedError) or any(token in debug for token in _NO_RANGE):
         return RangeIgnoredError(
-            f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
-            "requests, or copy the data to one"
+            f"{where}: the server does not answer byte ranges as asked; use a server or proxy that "
+            f"supports "
+            "Range requests, or copy the data to one"
         )
     if status == 416:
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
@@ -182,15 +183,15 @@ _FINAL = (
     ("InvalidPath", _BAD_KEY),
     ("TooManyRedirects", "the server redirects more than ten times, in a circle perhaps; check the URL"),
     ("kind: Redirect", "the server redirects to somewhere that cannot be followed; check the URL"),
-    ("InvalidListResponse", "the answer is no listing; check endpoint_url, and that it is a store of this kind"),
+    ("InvalidListResponse", "the answer is not a listing; check endpoint_url, and that it is a store of this kind"),
     *(
         (token, f"the answer {words}, which is needed; use a server or proxy that does, or copy the data to one")
         for token, words in (
             ("MissingContentLength", "does not say its length"),
-            ("InvalidContentLength", "says a length that is no number"),
+            ("InvalidContentLength", "gives a length that is not a number"),
             ("MissingLastModified", "does not say when the object was changed"),
-            ("InvalidLastModified", "does not say rightly when the object was changed"),
-            ("BadHeader", "has a header that is no text"),
+            ("InvalidLastModified", "gives an invalid date for the object's last change"),
+            ("BadHeader", "has a header that is not text"),
         )
     ),
 )

@@ -76,7 +76,7 @@ def _copy() -> Client:
     except (OSError, ImportError, AttributeError) as error:  # the last: not Linux
         raise StorageError(
             f"process {os.getpid()} was forked from one that uses obstore, whose threads it lacks, and cannot load it "
-            f"again: {error}. Cure: {CURE}; or the storage option client='fsspec'"
+            f"again: {error}. To avoid this, {CURE}; or use the storage option client='fsspec'"
         ) from error
     return Client(api=copy, stores=copy._store, errors=copy.exceptions)
 

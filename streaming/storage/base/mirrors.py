@@ -60,7 +60,7 @@ def _mirror(given: object) -> Mirror:
         raise ConfigError('storage option mirrors: a mirror is a URL, or a dict such as {"url": …, "endpoint_url": …}')
     options = {str(name): value for name, value in given.items() if name != "url"}
     if "mirrors" in options:
-        raise ConfigError("storage option mirrors: a mirror has no mirrors of its own; list them side by side")
+        raise ConfigError("storage option mirrors: a mirror cannot have mirrors of its own; list them side by side")
     return Mirror(url=given["url"].rstrip("/"), options=options)
 
 
@@ -86,7 +86,7 @@ def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
     prefix = "/".join(common)
     if not prefix or prefix.endswith((":/", ":")):
         raise ConfigError(
-            f"mirrors: {redact(parts[0])} and the other URLs lie in no common directory; say which stands for which: "
+            f"mirrors: {redact(parts[0])} and the other URLs have no directory in common; say which mirrors which: "
             'storage_options={"mirrors": {"s3://bucket/train": ["s3://other/train"]}}'
         )
     return {prefix: mirrors}

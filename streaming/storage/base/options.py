@@ -142,7 +142,7 @@ class StorageOptions:
             given, missing = ("key", "secret") if self.secret is None else ("secret", "key")
             raise ConfigError(f"storage option {given} is given without {missing}; give both or neither")
         if self.anon and self.key is not None:
-            raise ConfigError("storage options anon=True and key exclude each other; give one of them")
+            raise ConfigError("storage options anon=True and key cannot be combined; give one of them")
 
 
 _BOOLEANS = {"anon", "requester_pays", "path_style"}
@@ -164,7 +164,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
     for given, value in (options or {}).items():
         name = _ALIASES.get(given, given)
         if name in values or name in times or name in hedges:
-            raise ConfigError(f"storage option {name} is given twice, as {given} too; give it once")
+            raise ConfigError(f"storage option {name} is given twice, also as {given}; give it once")
         if name in _TIMES:
             times[name] = value
         elif name in _HEDGES:

@@ -120,7 +120,9 @@ def retrying(
             if failures > policy.max_retries or now_s >= end_s or now_s + wait_s > end_s or hopeless():
                 error.add_note(f"gave up after {total} attempts in {now_s - began_s:.1f} s")
                 if wait_s:
-                    error.add_note(f"most requests fail: retries had to wait for each other, this one {wait_s:.1f} s")
+                    error.add_note(
+                        f"most requests fail, so retries had to wait for each other: this one {wait_s:.1f} s"
+                    )
                 if allowance is not None and stuck:
                     allowance.give_back()
                 raise
