@@ -58,7 +58,7 @@ class ShardSource:
         window_bytes: See above.
         num_threads: Requests at a time.
         firsts: Which places of ``order`` begin a record; the samples after one are joined to it. None: all.
-        key_prefix: As in :class:`~shard_tools.reshard.ReshardOptions`.
+        key_prefix: As in :class:`~shard_tools.sets.reshard.ReshardOptions`.
     """
 
     kind = "shards"

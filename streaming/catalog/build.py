@@ -1,4 +1,4 @@
-"""Index shards: scan what is not indexed yet, write the index files, and load what was indexed."""
+"""Index shards: scan those that are not indexed yet, write the index files, and load existing ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SHOWN_ERRORS = 10
 
 
 def shard_name(url: str, index_url: str | None = None) -> str:
-    """Return the name of a shard in the index at ``index_url``: its path below that directory, else its file name."""
+    """Return the name of a shard in the index at ``index_url``: its path below that directory, or its file name."""
     directory, name = split_url(url)
     if index_url is not None:
         above = index_url.rstrip("/") + "/"
@@ -54,7 +54,7 @@ def home_of(url: str, index_url: str | None) -> str:
 
 
 def samples_url(url: str, index_url: str | None) -> str:
-    """Return where the sample table of the shard at ``url`` lies."""
+    """Return the URL of the sample table of the shard at ``url``."""
     return join_url(home_of(url, index_url), samples_path(shard_name(url, index_url)))
 
 
@@ -70,7 +70,7 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
 
 
 def no_samples(url: str, why: str = "") -> IndexMissingError:
-    """Return the error of a shard without a sample table; ``why``: what it is needed for."""
+    """Return the error for a shard without a sample table; ``why`` says what it is needed for."""
     shown = redact(url)
     return IndexMissingError(
         f"{shown}: the index has no sample table for this shard{why}; run `shard_tools index --force {shown}`"
@@ -90,31 +90,30 @@ def index_shards(
     duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
 ) -> ChunkTable:
-    """Index the shards at ``urls`` and write the index files; the chunk table of these shards, in this order.
+    """Index the shards at ``urls`` and write the index files; return the chunk table of these shards, in this order.
 
-    Writes each shard's sample file as soon as it is scanned, and ``chunks.parquet`` last, so an interrupted call goes
-    on where it stopped: a shard that has a sample file, and whose chunk rows are known for its size of now, is not read
-    again. Shards that the
-    index holds already stay in it. If shards are damaged, the others are still scanned, ``chunks.parquet`` is left
-    as it was, and the first error is raised with the others as notes.
+    Each shard's sample file is written as soon as the shard is scanned, and ``chunks.parquet`` last, so an interrupted
+    call continues where it stopped: a shard that has a sample file, and whose chunk rows match its current size, is not
+    read again. Other shards that the index already holds are kept. If shards are damaged, the others are still scanned,
+    ``chunks.parquet`` is not changed, and the first error is raised with the others as notes.
 
     Args:
-        storage: Where to read and write.
+        storage: The store.
         urls: Shards.
         index_url: Directory in which ``_shardstream/`` is written; default: each shard's own directory.
-        parallel: Shards scanned at a time; default: the CPUs that this process may use.
-        force: Scan every shard anew.
-        processes: Scan in processes instead of threads: faster for small records, but a script needs its
-            ``if __name__ == "__main__":`` guard.
-        executor: Scan there: elsewhere, on a cluster. The caller shuts it down.
-        rule: Where chunks are cut.
-        duplicate_keys: As in :func:`streaming.scan.scan_shard`.
-        progress: Told about scanned bytes from any thread; with ``processes`` or ``executor`` once per shard.
+        parallel: Shards scanned in parallel; default: the number of CPUs that this process may use.
+        force: Scan every shard again.
+        processes: Scan in processes instead of threads: faster for small records, but a script needs its ``if __name__
+            == "__main__":`` guard.
+        executor: Executor on which to scan, such as a cluster. The caller shuts it down.
+        rule: Rule for cutting chunks.
+        duplicate_keys: As for :func:`streaming.catalog.scan.scan_shard`.
+        progress: Called with scanned bytes, from any thread; with ``processes`` or ``executor`` once per shard.
 
     Raises:
-        ConfigError: For a compressed shard, or two shards of one name in one index.
-        DataError: For a damaged shard; see :func:`streaming.catalog.scan.scan_shard`.
-        StorageError: If a shard cannot be read or the index not be written.
+        ConfigError: A shard is compressed, or two shards have the same name in one index.
+        DataError: A shard is damaged; see :func:`streaming.catalog.scan.scan_shard`.
+        StorageError: A shard cannot be read, or the index cannot be written.
     """
     for url in urls:
         if split_url(url)[1].lower().endswith(_COMPRESSED):
@@ -203,7 +202,7 @@ def _gather(
 ) -> list[ChunkTable]:
     """Return the results.
 
-    After a damaged shard the others go on, after any other error what has not begun is cancelled.
+    After a damaged shard the others continue; after any other error, calls that have not begun are cancelled.
     """
     tables: list[ChunkTable] = []
     errors: list[DataError] = []
@@ -247,16 +246,16 @@ def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = No
 
 
 def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> dict[str, ChunkTable]:
-    """Return what the index of the shards at ``urls`` knows, by its directory: these shards, and perhaps others.
+    """Return the chunk tables of the index of the shards at ``urls``, by directory; they may include other shards.
 
-    Each directory's ``chunks.parquet`` is read once. A shard that is not in it, but has a sample file (an unfinished
-    writer or indexer), is taken from that file's footer. The shards themselves are not looked at: see
+    Each directory's ``chunks.parquet`` is read once. A shard that is not in it but has a sample file (from an
+    unfinished writer or indexer) is taken from that file's footer. The shards themselves are not checked: see
     :func:`check_sizes`.
 
     Raises:
-        IndexMissingError: If a shard is in no index; names the command that makes one.
-        IndexFormatError: If an index file is damaged or too new.
-        ConfigError: If two shards have one name in one index.
+        IndexMissingError: A shard is in no index; the message names the command that makes one.
+        IndexFormatError: An index file is damaged or too new.
+        ConfigError: Two shards have the same name in one index.
     """
     tables: dict[str, ChunkTable] = {}
     for home, group in _homes(urls, index_url).items():
@@ -272,11 +271,10 @@ def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = N
 
 
 def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, *, tell: bool = False) -> _T | None:
-    """Return what ``ask`` finds out about an index file, or None where there is none.
+    """Return the result of ``ask`` for an index file, or None if there is no such file.
 
-    Without the right to list a bucket, S3 answers 403 to whoever asks for an object that it does not have. So a
-    refusal means "none" where ``shard``, which lies beside the index, can be read; None for an index elsewhere.
-    ``tell``: say so in the log.
+    Without permission to list a bucket, S3 answers 403 for objects that do not exist. So a refusal means "none" if
+    ``shard``, which is beside the index, can be read; None for an index elsewhere. ``tell``: log it.
 
     Raises:
         AccessDeniedError: The shard cannot be read either.
@@ -340,13 +338,13 @@ def footer_of(storage: Storage, url: str) -> bytes | None:
 
 
 def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:
-    """Check that each shard at ``urls`` still has the size that ``table``, in the same order, knows of.
+    """Check that each shard at ``urls`` still has the size recorded in ``table``, which is in the same order.
 
-    Asked of a storage one after the other: let ``StorageAhead`` ask before.
+    A storage is asked one by one: let ``StorageAhead`` prefetch the answers.
 
     Raises:
-        IndexMismatchError: Naming the first shard of another size.
-        NotFoundError: If a shard is gone.
+        IndexMismatchError: A shard has another size; the message names the first one.
+        NotFoundError: A shard no longer exists.
     """
     for url, shard in zip(urls, table.shards, strict=True):
         size_bytes = storage.info(url).size_bytes

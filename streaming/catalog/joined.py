@@ -24,9 +24,9 @@ from streaming.types import Int64Array
 
 
 class JoinedSource(OneOrder):
-    """Read several data sets chunk by chunk: their chunks stand one set after the other, in the order of their names.
+    """Read several data sets chunk by chunk: their chunks are concatenated, in the order of the sets' names.
 
-    What it is asked of a chunk it asks of the chunk's set, with that set's storage, cache and fields. It is a
+    Questions about a chunk go to the chunk's set, with that set's storage, cache and fields. A
     ``streaming.engine.source.Source``. Thread-safe.
 
     Args:
@@ -48,13 +48,13 @@ class JoinedSource(OneOrder):
 
     @property
     def fingerprint(self) -> str:
-        """What tells the sources, and their names, from others."""
+        """Identifies the sources and their names."""
         lines = "\n".join(f"{len(name)} {name} {found}" for name, found in self.fingerprints.items())
         return sha256(lines.encode()).hexdigest()
 
     @property
     def urls(self) -> Sequence[str]:
-        """URLs of the shards of all sources, as they are asked for: with what may be secret."""
+        """URLs of the shards of all sources, as they are requested; they may contain secrets."""
         return [url for one in self._joined for url in one.urls]
 
     @cached_property
@@ -87,7 +87,7 @@ class JoinedSource(OneOrder):
         return np.searchsorted(self._starts, chunk_ids, side="right") - 1
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``: the offsets, but where a filter keeps less than all of a source."""
+        """See ``Source``: the offsets, unless a filter keeps only part of a source."""
         if not self._have_gaps.any():
             return offsets
         found = offsets.copy()
@@ -119,18 +119,18 @@ class JoinedSource(OneOrder):
         )
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """See ``Source``: all of them have an equal part."""
+        """See ``Source``: all sets get an equal part."""
         for one in self._joined:
             one.keep_at_most(num_bytes // len(self._joined))
 
     @property
     def is_packed(self) -> bool:
-        """Whether what is dealt out are packs of samples: of all sets, or of none."""
+        """Whether packs of samples are dealt out, by all sets or none."""
         return all(one.is_packed for one in self._joined)
 
     @cached_property
     def _shown_urls(self) -> npt.NDArray[np.object_]:
-        """The shard of each chunk, for people; 8 bytes a chunk."""
+        """The shard of each chunk, for display; 8 bytes per chunk."""
         every = [one.urls_of(np.arange(len(one.chunk_samples))) for one in self._joined]
         return np.array([url for urls in every for url in urls], object)
 
@@ -150,7 +150,7 @@ class JoinedSource(OneOrder):
         return replace(self._joined[source].slice(within, first, stop), source=source)
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
-        """Fill ``out``; taking it apart may be left to the caller."""
+        """Fetch a range into ``out``; locating its samples may be left to the caller."""
         return self._joined[wanted.source].fetch_unit(wanted, out)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
@@ -191,7 +191,7 @@ class JoinedSource(OneOrder):
         return self._joined[source].locate(within, inside)
 
     def counters(self) -> dict[str, float]:
-        """Return what the storages and caches of all sources counted since they were opened, added up."""
+        """Return the counters of all sources' storages and caches since they were opened, added up."""
         counted: dict[str, float] = {}
         for one in self._apart():
             for name, value in one.counters().items():
@@ -199,12 +199,12 @@ class JoinedSource(OneOrder):
         return counted
 
     def in_flight(self) -> list[ActiveRequest]:
-        """Return all storages' calls under way, oldest first."""
+        """Return the requests in progress of all storages, oldest first."""
         calls = [call for one in self._apart() for call in one.in_flight()]
         return sorted(calls, key=lambda call: -call.age_s)
 
     def _apart(self) -> list[ChunkSource | PackedSource]:
-        """Return the sets without those that share the storage of one before: views, and sets that are named twice."""
+        """Return the sets without those that share the storage of an earlier one: views, and sets named twice."""
         return list({(id(one.storage), id(one.cache)): one for one in self._sets}.values())
 
     def _place(self, chunk_id: int) -> tuple[int, int]:
@@ -218,9 +218,9 @@ class JoinedSource(OneOrder):
 
 
 def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkSource | PackedSource]:
-    """Return the sets, copied where an earlier one reads with the same options: both then use its storage.
+    """Return the sets, copied to use an earlier set's storage if their options are the same.
 
-    So hundreds of sets in a bucket have one client, whose connections stay open, in place of one each.
+    So hundreds of sets in a bucket share one client, and its open connections.
     """
     storages: list[Storage] = []
     found: list[ChunkSource | PackedSource] = []

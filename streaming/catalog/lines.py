@@ -1,4 +1,4 @@
-"""Find where the records of a text file begin: one vectorised pass, four bytes a record to keep."""
+"""Locate the records of a text file: one vectorised pass, and four bytes per record to keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streaming.errors import DataError
 from streaming.types import Int64Array
 
 MAX_LINE_BYTES = 256 << 20
-"""A line beyond this is no record, and would not fit into memory often."""
+"""A longer line cannot be a record, and would often not fit into memory."""
 _SEGMENT_BITS = 32
 _NEWLINE, _QUOTE = 10, 34
 _WHITE = {False: b" \t\n\r\x0b\x0c", True: b"\n\r"}
@@ -80,7 +80,7 @@ def scan_lines(blocks: Iterable[bytes | memoryview], where: str, *, quoted: bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordStarts:
-    """Where each record of a file begins, and where the last one ends.
+    """The offset of each record of a file, and the end of the last one.
 
     Attributes:
         low: uint32 ``[n + 1]``, the lower half of each offset.
@@ -112,7 +112,7 @@ class RecordStarts:
         return len(self.low) - 1
 
     def range_of(self, record: int) -> tuple[int, int]:
-        """Return the first byte of a record, and one past its last."""
+        """Return the first byte of a record, and its end (exclusive)."""
         segments = np.searchsorted(self.segments, [record, record + 1], side="right") - 1
         begin, end = (segments << _SEGMENT_BITS) + self.low[record : record + 2].astype(np.int64)
         return int(begin), int(end)
@@ -130,10 +130,10 @@ class RecordStarts:
 
 
 def json_line(line: bytes, where: str) -> tuple[dict[str, object], bytes]:
-    """Return the object of a line of JSONL, and its text without white space around it and a mark of its encoding.
+    """Return the object of a line of JSONL, and its text without surrounding white space and byte order mark.
 
     Raises:
-        DataError: The line is no JSON, or no object; ``where`` names it.
+        DataError: The line is not JSON, or not an object; ``where`` names it.
     """
     text = line.strip().removeprefix(b"\xef\xbb\xbf")
     try:

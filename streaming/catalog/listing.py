@@ -1,4 +1,4 @@
-"""Find shards in few round trips, and hand what was found, as bytes, to ranks that did not look themselves."""
+"""Find shards in few round trips, and serialise the result for ranks that did not search themselves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundShards:
-    """Shards as they were found.
+    """The result of finding shards.
 
     Attributes:
         urls: The shards.
-        table: The chunk table over them; None if there is no index, of a large set for good.
-        sizes: Bytes of each shard, where there is no index.
-        missing_index: Why there is none, and the cure; "" if there is one.
-        types: How fields decode of which ``tokens.json`` beside the index says so, as ``decode=`` takes it.
+        table: The chunk table over them; None if there is no index (for a large set, permanently).
+        sizes: Size of each shard, if there is no index.
+        missing_index: Why there is no index, and what to do; "" if there is one.
+        types: How to decode the fields described in ``tokens.json`` beside the index, in the form of ``decode=``.
     """
 
     urls: tuple[str, ...]
@@ -66,9 +66,9 @@ class FoundShards:
 
 
 class StorageAhead(Storage):
-    """A storage as it is while a data set is being opened: every object is taken not to change in that time.
+    """A storage while a data set is being opened, during which every object is assumed not to change.
 
-    Remembers what it read whole and what it was told about objects, by listings too. For one thread; close it.
+    Caches what it has read completely and what it knows about objects, also from listings. For one thread; close it.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -79,15 +79,15 @@ class StorageAhead(Storage):
         self._asked: list[Future[Any]] = []
 
     def close(self) -> None:
-        """Forget everything; what is under way ends by itself. Where nothing is, no thread is left."""
+        """Drop the cache; requests in progress end by themselves. If there are none, no thread is left."""
         self._threads.shutdown(wait=all(asked.done() for asked in self._asked), cancel_futures=True)
 
     def was_listed(self, url: str) -> bool:
-        """Tell whether a listing named ``url``, or somebody asked for it."""
+        """Tell whether ``url`` was in a listing or has been requested."""
         return url in self._infos
 
     def will_ask(self, url: str) -> None:
-        """Ask for size and version of ``url`` in the background."""
+        """Request size and version of ``url`` in the background."""
         self._start(self._infos, url, self._storage.info)
 
     def will_read(self, url: str) -> None:
@@ -108,7 +108,7 @@ class StorageAhead(Storage):
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See ``Storage``."""
         for info in self._storage.list(url):
-            if info.size_bytes:  # an empty one may be the mark of a folder: only asking tells
+            if info.size_bytes:  # an empty one may be a folder marker: only a request can tell
                 known: Future[ObjectInfo] = Future()
                 known.set_result(info)
                 self._infos[info.url] = known
@@ -121,7 +121,7 @@ class StorageAhead(Storage):
         return asked[url]
 
     def _told(self, asked: dict[str, Future[_T]], url: str, ask: Callable[[str], _T]) -> _T:
-        """Return the answer: that of the background where it asks already, else from right here."""
+        """Return the answer, from the background request if there is one, otherwise from a new one."""
         if url not in asked:
             answer: Future[_T] = Future()
             try:

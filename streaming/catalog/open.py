@@ -1,4 +1,4 @@
-"""Open a data set: from the URLs that a user writes to shards with an index."""
+"""Open a data set: from the user's URLs to shards with an index."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from streaming.types import SHARD_SUFFIXES, DuplicateKeys
 
 _log = logging.getLogger(__name__)
 SCAN_LIMIT_BYTES = 1 << 30
-"""Sets up to this size are indexed at every start: a second of reading from disk, some from a bucket."""
+"""Sets up to this size are indexed at every start: a second of reading from disk, several from a bucket."""
 
 CHECKED_AT_OPEN = 256
-"""Sets of up to so many shards have every shard's size checked at start; in larger ones a shard of another size than
-the index says shows at its first damaged or failing read."""
+"""For sets of up to this many shards, every shard's size is checked at the start; in larger sets, a shard of the
+wrong size is noticed at its first damaged or failing read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShards(FoundShards):
-    """Shards as they were found, in the order of the data set, and what was made of those without an index.
+    """Shards as found, in the order of the data set, with the result of scanning those without an index.
 
     Attributes:
-        index: Where the index lies, if not beside the shards.
-        scanned: Sample tables of a set that was indexed on the fly, one per shard; else None.
+        index: Location of the index, if not beside the shards.
+        scanned: Sample tables of a set that was indexed on the fly, one per shard; otherwise None.
     """
 
     index: str | None
@@ -73,22 +73,22 @@ def open_shards(
     *,
     duplicate_keys: DuplicateKeys = "error",
 ) -> OpenShards:
-    """Return the shards that ``urls`` stand for, with their index; small sets without one are indexed in memory.
+    """Return the shards at ``urls`` with their index; small sets without one are indexed in memory.
 
     Args:
-        storage: Where they are.
-        urls: As users write them.
-        index: Where the index lies, if not beside the shards.
-        peers: Other processes that open the same set: rank 0 looks for all; of a set without an index each
-            scans a share.
-        duplicate_keys: As in :func:`streaming.scan.scan_shard`, where shards are scanned.
+        storage: The store.
+        urls: URLs as written by the user.
+        index: Location of the index, if not beside the shards.
+        peers: Other processes that open the same set: rank 0 searches for all; each scans a share of a set without an
+            index.
+        duplicate_keys: As for :func:`streaming.catalog.scan.scan_shard`, if shards are scanned.
 
     Raises:
         NotFoundError: Nothing matches, or a shard is missing.
-        IndexMismatchError: The index does not cover or describe these shards.
+        IndexMismatchError: The index does not cover or match these shards.
     """
     if peers is None:
-        found = _find(storage, urls, index)  # as it is: a large table takes a second to become bytes and a table again
+        found = _find(storage, urls, index)  # not serialised: for a large table the round trip takes a second
     else:
         name = digest_of([str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls)), index])
         data = shared(peers, f"open/{name}", lambda: _find(storage, urls, index).to_bytes())
@@ -112,7 +112,7 @@ def digest_of(value: Any) -> str:
 def _find(
     lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None
 ) -> FoundShards:
-    """List the shards and read their index; with ``sizes`` where they are to be scanned."""
+    """List the shards and read their index; include ``sizes`` if they must be scanned."""
     with closing(StorageAhead(lasting)) as storage:
         folders = _folders_of(urls)
         for home in folders if index is None else [index]:
@@ -143,10 +143,10 @@ def _find(
 
 
 def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
-    """Tell how the fields decode that ``tokens.json`` describes; {} where one directory has none, or they differ.
+    """Return how to decode the fields that ``tokens.json`` describes; {} if a directory has none, or they differ.
 
-    Directories that were listed are known to have one or not. Others are asked, which is one request each. What is
-    wrong with it is told, and hinders nothing: the fields stay bytes.
+    For directories that were listed it is known whether they have one; for others it takes one request each. Errors are
+    logged but do not matter: the fields then stay bytes.
     """
     urls = [join_url(home, TOKENS_FILE) for home in homes]
     seen = [any(f"{url}/".startswith(f"{folder}/") for folder in folders) for url in urls]
@@ -174,10 +174,10 @@ def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[
 
 
 def _types_of(field: object, dtype: object, mask: object) -> dict[str, str]:
-    """Tell how tokens and their mask decode.
+    """Return how to decode tokens and their mask.
 
     Raises:
-        ValueError: They are none.
+        ValueError: The description is invalid.
     """
     if not isinstance(field, str) or dtype not in ("uint16", "uint32") or not (mask is None or isinstance(mask, str)):
         raise ValueError(f"field {field!r} of {dtype!r}, mask {mask!r}")
@@ -197,7 +197,7 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
 
 
 def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Sequence[str]) -> Records | None:
-    """Return where some fields of one shard lie, or None if there is no sample table."""
+    """Return the locations of some fields of one shard, or None if there is no sample table."""
     if shards.scanned is not None:
         return Records.of_table(shards.scanned[shard], fields)
     found = _read_samples(storage, shards, shard)
@@ -232,16 +232,19 @@ def _check_is_of(chunks: ChunkTable, shards: OpenShards, shard: int, path: str) 
 
 _PROBED = 8
 _MOST_FOOTERS = 1024
-"""Shards looked at for a field that the first ones lack: some seconds, and only for a name that is hardly right."""
+"""Maximum number of shards searched for a field that the first ones lack: takes seconds, but the name is probably
+wrong."""
 
 
 def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], peers: Peers | None = None) -> None:
-    """Look for ``fields`` in the shards: one small request where the first shard has them all; with peers, on rank 0.
+    """Check that ``fields`` exist in the shards: one small request if the first shard has them all.
 
-    Sets that can only be streamed, or whose index has no sample tables, are taken on trust.
+    With peers, on rank 0.
+
+    Sets that can only be streamed, or whose index has no sample tables, are not checked.
 
     Raises:
-        ConfigError: No shard has one of them (of at most 1,024 shards, spread evenly).
+        ConfigError: No shard has one of the fields (of at most 1,024 evenly spaced shards).
     """
 
     def look() -> bytes:
@@ -254,9 +257,9 @@ def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], pe
 def check_decoded(
     storage: Storage, shards: OpenShards, names: Sequence[str], peers: Peers | None = None, option: str = "decode"
 ) -> None:
-    """Warn of ``names`` in an ``option`` that no sample of the first shard has use for; with peers, on rank 0.
+    """Warn about ``names`` in an ``option`` that match no field of the first shard; with peers, on rank 0.
 
-    Names with ``*`` are patterns. It is no error: one mapping may serve several sets.
+    Names with ``*`` are patterns. It is not an error, because one mapping may serve several sets.
     """
     plain = [name for name in names if "*" not in name]
 
@@ -362,10 +365,10 @@ def _folders_of(urls: Any) -> list[str]:
 
 
 def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], shards: Sequence[str]) -> None:
-    """Refuse that a shard vanishes unseen: a directory or prefix stands for every one that its index knows.
+    """Check that no shard has vanished: a directory or prefix stands for every shard that its index knows.
 
     Raises:
-        IndexMismatchError: One is not there any more.
+        IndexMismatchError: One is no longer there.
     """
     found = set(shards)
     for home, table in tables.items():
@@ -403,7 +406,7 @@ def _scan(
     threads: Executor,
     duplicate_keys: DuplicateKeys,
 ) -> list[SampleTable]:
-    """Return the sample tables of all shards; with peers, every R-th is scanned here and the others are waited for."""
+    """Return the sample tables of all shards; with peers, scan every R-th here and wait for the others."""
 
     def scan(place: int) -> SampleTable:
         return scan_shard(storage, urls[place], split_url(urls[place])[1], duplicate_keys=duplicate_keys)

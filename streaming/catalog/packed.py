@@ -1,4 +1,4 @@
-"""Deal out the documents of groups of chunks in packs: ``PackedSource``."""
+"""Provide the documents of groups of chunks as packs: ``PackedSource``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def kept_fits() -> Fits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackGroups:
-    """Runs of chunks of one shard each, that are packed on their own; int64[G] each.
+    """Runs of chunks of one shard each that are packed separately; int64 [G] each.
 
     Attributes:
-        firsts: First chunk of each, among those that the data set gives.
-        stops: One past its last chunk.
-        packs: K, packs of each.
-        digest: Tells the lengths of the documents from others.
+        firsts: First chunk of each, among those of the data set.
+        stops: End (exclusive) of its chunks.
+        packs: K, number of packs of each.
+        digest: Identifies the lengths of the documents.
     """
 
     firsts: Int64Array
@@ -60,17 +60,17 @@ class PackGroups:
 
 
 class PackedSource(OneOrder):
-    """Deal out the documents of a data set in packs: groups are its chunks, packs its samples.
+    """Provide the documents of a data set as packs: groups are its chunks, packs its samples.
 
-    It is a ``streaming.engine.source.Source``. How many packs a group has depends on the documents' lengths alone;
-    which documents meet in one, on the order's seed and the pass. Thread-safe.
+    A ``streaming.engine.source.Source``. The number of packs in a group depends only on the documents' lengths; which
+    documents share a pack also depends on the order's seed and the pass. Thread-safe.
 
     Args:
         documents: The data set.
         groups: Groups that hold all of its chunks, in their order.
-        lengths_of: Tokens of each sample of a shard.
-        rules: How documents become packs.
-        fits: What is known of groups that were counted here.
+        lengths_of: Returns the tokens of each sample of a shard.
+        rules: Rules for packing documents.
+        fits: Known fits of groups that were counted here.
     """
 
     is_packed = indexed = True
@@ -111,7 +111,7 @@ class PackedSource(OneOrder):
         self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)
 
     def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
-        """Return all packs of a group in a pass; asked for by many threads, they are made once."""
+        """Return all packs of a group in a pass; computed once, even if many threads ask."""
         return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))
 
     def _packed(self, group: int, pass_number: int, seed: int) -> KeptPacks:
@@ -146,21 +146,18 @@ class PackedSource(OneOrder):
 
     @property
     def fingerprint(self) -> str:
-        """What tells these packs from others: the documents, their lengths, and how they are packed."""
+        """Identifies these packs: the documents, their lengths, and how they are packed."""
         rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # of before it
         said = json.dumps([self.documents.fingerprint, self._groups.digest, rules], sort_keys=True)
         return sha256(said.encode()).hexdigest()
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:  # noqa: ARG002  as ChunkSource has it
-        """Return all groups if this is the fingerprint.
-
-        Else None: of packs it is not told whether documents came since.
-        """
+        """Return all groups if this is the fingerprint, otherwise None: for packs, added documents are not detected."""
         return len(self.chunk_samples) if fingerprint == self.fingerprint else None
 
     @property
     def urls(self) -> Sequence[str]:
-        """URLs of the shards, as they are asked for: with what may be secret."""
+        """URLs of the shards, as they are requested; they may contain secrets."""
         return self.documents.urls
 
     @property
@@ -197,7 +194,7 @@ class PackedSource(OneOrder):
         return self.documents.urls_of(self._groups.firsts[chunk_ids])
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """Return the bytes of a whole group: those of its chunks, and of what a filter leaves out between them."""
+        """Return the byte range of a whole group: its chunks, and whatever a filter leaves out between them."""
         return self.documents.run(int(self._groups.firsts[chunk_id]), int(self._groups.stops[chunk_id]))
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:  # noqa: ARG002  as Source has it

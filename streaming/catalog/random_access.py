@@ -1,4 +1,4 @@
-"""Read single samples, and tell one shard from another at the same URL."""
+"""Read single samples, and distinguish versions of a shard at the same URL."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from streaming.types import Int64Array, Sample
 
 _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
-"""Sample tables asked for at once, where many are wanted."""
+"""Number of sample tables requested in parallel."""
 _RECENT_CHUNKS = 4
-"""Chunks kept for random access: neighbours are usually asked for together."""
+"""Number of chunks cached for random access, because neighbours are usually requested together."""
 _RECENT_TABLES_BYTES = 128 << 20
-"""Sample tables kept: four of shards of a million samples, or ten thousand of shards of a hundred videos."""
+"""Size of the sample table cache: four tables of a million samples, or ten thousand tables of a hundred videos."""
 
 
 class Readable(Protocol):
-    """What random access needs of a data set."""
+    """Interface of a data set for random access."""
 
     storage: Storage
     shards: OpenShards
@@ -60,11 +60,11 @@ class Readable(Protocol):
         """Return the bytes of samples ``[first, stop)`` of a chunk."""
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
-        """Fill ``out``; taking it apart may be left to the caller."""
+        """Fetch a range into ``out``; locating its samples may be left to the caller."""
 
 
 class Versions:
-    """What tells a shard from another one at the same URL: its store, its size and its chunks' checksums."""
+    """Version of a shard, which distinguishes it from others at the same URL: its store, size and chunk checksums."""
 
     def __init__(self, shards: OpenShards, storage_options: Mapping[str, object] | None) -> None:
         self._shards = shards
@@ -86,11 +86,11 @@ class Versions:
 
 
 class RandomAccess:
-    """Random access, with what was read last kept at hand. Thread-safe.
+    """Random access with a cache of recent reads. Thread-safe.
 
     Args:
-        dataset: What is read.
-        tables: That of another choice of the same shards' samples, which keeps their sample tables for both.
+        dataset: The data set.
+        tables: Random access to another selection of the same shards, whose cache of sample tables is shared.
     """
 
     def __init__(self, dataset: Readable, tables: RandomAccess | None = None) -> None:
@@ -102,7 +102,7 @@ class RandomAccess:
         in_children(self, RandomAccess._renew_locks)
 
     def _renew_locks(self) -> None:
-        """Give a forked child its own; what was read before the fork stays at hand."""
+        """Give a forked child its own locks; what was read before the fork stays cached."""
         self._lock = threading.Lock()
         self._told_lost = False
 
@@ -117,13 +117,13 @@ class RandomAccess:
         return self._decode(url, key, fields)
 
     def table(self, shard: int) -> SampleTable | None:
-        """Return the sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
+        """Return the sample table of a shard, or None if it has none; read once, even if many threads ask."""
         if self._kept_by is not None:
             return self._kept_by.table(shard)
         return self._tables.of(shard, lambda: sample_table(self._dataset.storage, self._dataset.shards, shard))
 
     def tell_lost(self, shown_url: str) -> None:
-        """Say in the log, once, that a shard's sample table is gone while others are there."""
+        """Log, once, that a shard's sample table is missing while others exist."""
         with self._lock:
             told, self._told_lost = self._told_lost, True  # one thread finds it False
         if not told:
@@ -186,13 +186,13 @@ def span_borders(
     Reads all sample tables.
 
     Args:
-        table: The chunk table, perhaps of a view: of a chunk that crosses its border all is counted.
-        room_bytes: int64[C], what each chunk takes there.
-        samples_of: The sample table of a shard by number. Where there is none, a chunk counts as one span; without
-            spans (format 1.0), a sample does.
+        table: The chunk table, perhaps of a view; a chunk that crosses its border is counted whole.
+        room_bytes: int64 [C], room that each chunk takes there.
+        samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span; without
+            spans (format 1.0), each sample does.
 
     Returns:
-        int64[n] each, increasing.
+        int64 [n] each, ascending.
     """
     sample_base, byte_base = np.cumsum(table.num_samples) - table.num_samples, np.cumsum(room_bytes) - room_bytes
 

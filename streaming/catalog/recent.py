@@ -1,4 +1,4 @@
-"""Keep what was asked for last at hand, made once however many threads ask for it: ``Recent``."""
+"""Cache recently used values, computed once however many threads ask for them: ``Recent``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _VALUE = TypeVar("_VALUE")
 
 
 class Recent(Generic[_KEY, _VALUE]):
-    """Keep values up to a bound of bytes; what was asked for longest ago goes first.
+    """Cache values up to a limit of bytes, evicting the least recently used.
 
-    Thread-safe. A forked child gets locks of its own, and keeps what was made before the fork; a copy in another
-    process begins empty.
+    Thread-safe. A forked child gets its own locks, and keeps what was made before the fork; a copy in another process
+    begins empty.
 
     Args:
-        limit_bytes: Of all values together; the latest is kept whatever it takes.
-        size_of: Bytes of a value; picklable where this is.
+        limit_bytes: Limit for all values together; the latest is kept whatever its size.
+        size_of: Returns the bytes of a value; must be picklable if this is to be.
 
     Example:
         ``Recent(1 << 20, len).of("a", read)`` reads once, and again only after a MiB of others.
@@ -42,7 +42,7 @@ class Recent(Generic[_KEY, _VALUE]):
         return Recent, (self._limit_bytes, self._size_of)
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Bound the values to another number of bytes, from now on."""
+        """Change the limit of bytes, from now on."""
         with self._lock:
             self._limit_bytes = num_bytes
             self._shrink()
@@ -52,15 +52,15 @@ class Recent(Generic[_KEY, _VALUE]):
             self._kept_bytes -= self._size_of(self._kept.popitem(last=False)[1])
 
     def __contains__(self, key: _KEY) -> bool:
-        """Tell whether the value is kept at this moment."""
+        """Tell whether the value is currently cached."""
         with self._lock:
             return key in self._kept
 
     def of(self, key: _KEY, make: Callable[[], _VALUE]) -> _VALUE:
-        """Return the value of ``key``: the one kept, else what ``make`` returns; others who ask for the key wait.
+        """Return the value of ``key``: the cached one, or the result of ``make``; concurrent callers wait for it.
 
         Raises:
-            Exception: What ``make`` raised; the next that asks calls it again.
+            Exception: Whatever ``make`` raised; the next caller calls it again.
         """
         with self._lock:
             if key in self._kept:
@@ -73,7 +73,8 @@ class Recent(Generic[_KEY, _VALUE]):
                     return self._kept[key]
             made = make()
             with self._lock:
-                # From here on nobody makes it: all find it kept, and the bound holds again before the lock is free.
+                # Invariant: nobody is making it now, everybody finds it cached, and the limit holds before the lock is
+                # released.
                 self._kept[key] = made
                 self._kept_bytes += self._size_of(made)
                 self._shrink()

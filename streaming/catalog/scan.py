@@ -1,6 +1,6 @@
-"""Scan a shard as it lies in a store: one pass over its bytes gives its sample table and chunk rows.
+"""Scan a shard in its store: one pass over its bytes gives its sample table and chunk rows.
 
-A scan reads a shard once, front to back, in bounded memory. Whoever cuts chunks uses one rule
+A scan reads a shard once, sequentially, in bounded memory. All code that cuts chunks uses the same rule
 (:mod:`streaming.index.cutter`), so scanning a shard of our own writer gives the writer's index.
 """
 
@@ -51,23 +51,23 @@ def scan_shard(
 
     Reads the shard once; holds two pieces of ``read_bytes`` and the table, whatever the size of shard or members.
     Reading and CRC32C run in one thread, parsing in the caller's. Header checksums are verified. The result depends
-    on the shard's bytes, ``name`` and ``rule`` alone.
+    only on the shard's bytes, ``name`` and ``rule``.
 
     Args:
-        storage: Where to read.
+        storage: The store.
         url: The shard.
         name: Its name in the index.
-        read_bytes: Bytes per request; default: ``LOCAL_READ_BYTES`` for files, else ``READ_BYTES``.
-        rule: Where chunks are cut.
-        duplicate_keys: ``"keep"``: a key that comes back, and a field that its sample holds already, begin a sample of
-            their own.
-        progress: Told about scanned bytes, from the calling thread.
+        read_bytes: Bytes per request; default: ``LOCAL_READ_BYTES`` for files, otherwise ``READ_BYTES``.
+        rule: Rule for cutting chunks.
+        duplicate_keys: ``"keep"``: a key that occurs again, or a field that its sample already has, begins another
+            sample.
+        progress: Called with scanned bytes, from the calling thread.
 
     Raises:
-        TarError: If the shard is damaged or truncated, or ends without an end-of-archive mark.
-        DuplicateKeyError: If a key comes twice in the shard, or a field twice in a sample, unless kept.
-        ConfigError: If the shard is compressed.
-        StorageError: If it cannot be read.
+        TarError: The shard is damaged or truncated, or ends without an end-of-archive marker.
+        DuplicateKeyError: A key occurs twice in the shard, or a field twice in a sample, unless kept.
+        ConfigError: The shard is compressed.
+        StorageError: It cannot be read.
     """
     size_bytes = storage.info(url).size_bytes
     scan = _Scan(redact(url), rule, duplicate_keys)
@@ -83,9 +83,9 @@ def scan_shard(
 
 
 def _pieces(helper: Executor, storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of ``url``, the next piece being read while one is used.
+    """Yield the bytes of ``url``, reading the next piece while one is used.
 
-    A piece is valid until the next, and for what was handed to ``helper``, which has one thread, before that.
+    A piece is valid until the next one, and for work handed to ``helper`` (which has one thread) before that.
     """
     buffers = [np.empty(min(read_bytes, size_bytes), np.uint8).data for _ in range(2)]
 
@@ -277,7 +277,7 @@ def _check_unique(keys: list[str], record_starts: Int64Array, url: str) -> None:
 
 
 def compressed_error(url: str) -> ConfigError:
-    """Return what is raised for a compressed shard."""
+    """Return the error for a compressed shard."""
     return ConfigError(
         f"{url}: a compressed shard has no byte ranges to index; decompress it (`gunzip`), or stream it as it is"
     )

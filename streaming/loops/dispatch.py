@@ -166,7 +166,6 @@ class _DealOut:
 
     Args:
         collate: Collates the samples of one rank.
-        num_ranks: Number of data ranks.
         shape: Shape of the batches; under ``"drop"``, partial ones never get here.
     """
 
