@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
@@ -198,16 +197,14 @@ class MixedLanes(Endless):
                 counts[number] = self.sources.laid[name][lane]
         with self._lock:
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
-            start = self._block_starts(group, block)
-            drawn, counted = self._drawn(group, start, start)
-            runs, stamps, sources, is_first = drawn.of(counted)
-            here = runs.lanes == lane
-            first, given = here & is_first, here & (stamps <= start)
-            np.add.at(counts, self._places[sources[first]], runs.begins[first])
-            np.add.at(counts, self._places[sources[given]], runs.sizes[given])
+            drawn = self._drawn(group, block.time, block.time)
+            here = drawn.runs.lanes == lane
+            first, given = here & drawn.is_first, here & (drawn.stamps <= block.time)
+            np.add.at(counts, self._places[drawn.sources[first]], drawn.runs.begins[first])
+            np.add.at(counts, self._places[drawn.sources[given]], drawn.runs.sizes[given])
             rows = np.arange(block.splits[within], block.splits[within + 1])
             rows = rows[block.runs.begins[rows] < place]
-            self._give(np.append(block.stamps[rows], start))
+            self._give(np.append(block.stamps[rows], block.time))
         runs = block.runs.taken(rows)
         taken = np.minimum(runs.sizes, place - runs.begins)
         np.add.at(counts, self.sources.source_of(runs.chunk_ids), taken)
@@ -223,12 +220,6 @@ class MixedLanes(Endless):
             due = self._growths[name].due(self._frontier)
         # Everything laid out is stamped before the frontier, so it begins before what is due there.
         return self._lanes[name].free_pass(int(due) + 2) if due else 0
-
-    def _block_starts(self, group: int, block: LaneBlock) -> int:
-        """Return the time at which a block begins."""
-        return next(number for (of, number), kept in self._blocks.items() if of == group and kept is block) * (
-            self._block_time
-        )
 
     def _blocks_of(self, group: int, lanes: slice, start: int, stop: int) -> Iterator[LaneBlock]:
         """Yield the blocks that hold positions ``[start, stop)`` of some lanes of a group."""
@@ -262,21 +253,20 @@ class MixedLanes(Endless):
         """
         if start < self._absent_until:
             raise self._still_needed(start)
-        low, high = group * self._group, min((group + 1) * self._group, self.settings.lanes)
-        drawn, counted = self._drawn(group, start, stop)
-        given, runs, stamps = drawn.stamped(start, stop, counted, range(low, high))
-        before = self._absent_laid[low:high] + given
-        splits = np.searchsorted(runs.lanes, np.arange(low, high + 1))
+        lanes = self._lanes_of(group)
+        given, runs, stamps = self._drawn(group, start, stop).stamped(start, stop, lanes)
+        before = self._absent_laid[lanes.start : lanes.stop] + given
+        splits = np.searchsorted(runs.lanes, np.arange(lanes.start, lanes.stop + 1))
         ends = sums(runs.sizes)
         sizes = np.diff(ends[splits])
         begins = ends[:-1] + np.repeat(before - ends[splits[:-1]], np.diff(splits))
         return LaneBlock(
-            runs=replace(runs, begins=begins),
-            stamps=stamps,
-            splits=splits,
-            starts=before,
+            time=start, runs=replace(runs, begins=begins), stamps=stamps, splits=splits, starts=before,
             stops=before + sizes,
-        )
+        )  # fmt: skip
+
+    def _lanes_of(self, group: int) -> range:
+        return range(group * self._group, min((group + 1) * self._group, self.settings.lanes))
 
     @property
     def _behind_absent(self) -> int:
@@ -313,8 +303,8 @@ class MixedLanes(Endless):
             f"lacks: chunks are laid whole, and what was laid is read to its end. {advice}"
         )
 
-    def _drawn(self, group: int, start: int, stop: int) -> tuple[Drawn, npt.NDArray[np.bool_]]:
-        """Return at least the runs of all sources stamped in ``[start, stop]``, and which sources have any.
+    def _drawn(self, group: int, start: int, stop: int) -> Drawn:
+        """Return at least the runs of all sources stamped in ``[start, stop]``.
 
         Runs of a few more chunks, and of several blocks, are cached: most sources have nothing new in most blocks.
         """
@@ -323,20 +313,20 @@ class MixedLanes(Endless):
         more = ((due - self._growth.due(start)) * _BLOCKS_AHEAD).astype(np.int64)
         # When a run is stamped, up to a mean chunk more is due than comes before it.
         since = np.maximum(self._growth.due(start).astype(np.int64) - self._mean_chunks - 1, 0)
-        until, counted = due.astype(np.int64) + 2, due != 0
-        missing = np.flatnonzero(counted & ((drawn.since > since) | (until > drawn.until)))
+        until = np.where(due, due.astype(np.int64) + 2, 0)  # nothing of a source that has no share yet
+        missing = np.flatnonzero((drawn.since > since) | (until > drawn.until))
         if len(missing):
             windows = {source: self._window(source, group, int(since[source]), int(until[source]), int(more[source]))
                        for source in missing.tolist()}  # fmt: skip
             drawn = self._kept[group] = drawn.replaced(windows)
-        return drawn, counted
+        return drawn
 
     def _window(self, source: int, group: int, start: int, stop: int, more: int) -> tuple[int, int, Runs, Floats]:
         """Return ``start``, an end of at least ``stop + more``, one source's runs between them, and their stamps."""
-        name, low, high = self._names[source], group * self._group, min((group + 1) * self._group, self.settings.lanes)
+        name, group_lanes = self._names[source], self._lanes_of(group)
         lanes = self._lanes[name]
         ahead = max(stop + min(more, _CHUNKS_AHEAD * lanes.mean_chunk), start + 4 * lanes.mean_chunk)
-        runs = lanes.runs(low, high, start, ahead)
+        runs = lanes.runs(group_lanes.start, group_lanes.stop, start, ahead)
         # The phase is in units of the mean chunk, not of the actual one, or small chunks would come first everywhere.
         marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
         return start, ahead, runs, self._growths[name].stamps(marks)

@@ -91,12 +91,13 @@ def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Grow
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneBlock:
-    """What some lanes lay out in a stretch of time.
+    """What some lanes lay out in a stretch of time, which begins at ``time``.
 
     ``runs.begins`` are lane positions; those of lane ``low + i`` are rows ``splits[i]`` to ``splits[i + 1]``, on lane
     positions ``[starts[i], stops[i])``. ``stamps`` are those of the runs, ascending in each lane.
     """
 
+    time: int
     runs: Runs
     stamps: Floats
     splits: Int64Array
@@ -155,28 +156,19 @@ class Drawn:
             runs=Runs.joined([runs for runs, _ in parts]), stamps=np.concatenate([stamps for _, stamps in parts]),
         )  # fmt: skip
 
-    def of(self, counted: npt.NDArray[np.bool_]) -> tuple[Runs, Floats, Int64Array, npt.NDArray[np.bool_]]:
-        """Select the runs of some sources, bool [S]: runs, stamps, sources, and which are the first in a lane."""
-        if counted.all():
-            return self.runs, self.stamps, self.sources, self.is_first
-        rows = np.flatnonzero(counted[self.sources])
-        return self.runs.taken(rows), self.stamps[rows], self.sources[rows], self.is_first[rows]
-
-    def stamped(
-        self, start: int, stop: int, counted: npt.NDArray[np.bool_], lanes: range
-    ) -> tuple[Int64Array, Runs, Floats]:
+    def stamped(self, start: int, stop: int, lanes: range) -> tuple[Int64Array, Runs, Floats]:
         """Return what sources gave before ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``.
 
         The runs are sorted by lane, then by stamp. What a source gave before consists of everything up to its first run
         here, and of those runs here that are stamped no later.
         """
         self._blocks += 1
-        if self._blocks >= _SORTED_FROM and not self.until[~counted].any():
+        if self._blocks >= _SORTED_FROM:
             if self._by_time is None:
                 self._by_time = _ByTime.of(self, lanes)
             given, rows = self._by_time.between(start, stop)
             return given, self.runs.taken(rows), self.stamps[rows]
-        runs, stamps, _, is_first = self.of(counted)
+        runs, stamps, is_first = self.runs, self.stamps, self.is_first
         is_before = stamps <= start
         given = np.zeros(len(lanes), np.int64)
         np.add.at(given, runs.lanes[is_first] - lanes.start, runs.begins[is_first])
