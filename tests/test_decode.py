@@ -462,3 +462,9 @@ def test_the_closest_name_of_a_field_decides():
     assert [decoders.decoder_for(name)(b"1") for name in ("a.txt", "A.TXT", "b.txt", "txt", "cls")] == [
         1, 1, "1", "1", b"1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_json_of_every_encoding_that_json_may_have(encoding):
+    for text in ("a", "ä"):  # ASCII in UTF-16 is UTF-8 as well, with NULs in it
+        assert auto("json", json.dumps([text], ensure_ascii=False).encode(encoding)) == [text]
