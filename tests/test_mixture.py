@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import MiniS3Server
 
+from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
@@ -519,6 +520,32 @@ def test_the_line_at_the_start_says_when_passes_begin(
     line = next(record.message for record in caplog.records if "epoch 0 begins" in record.message)
     assert "without end" in line
     assert "math begins its second pass at step 10, web begins its second pass at step 19" in line
+
+
+def test_sources_too_small_for_whole_chunks_are_warned_about_once(
+    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chunks have 4 of 179 samples; half the square root of 20 chunks are a twentieth of these, not quite."""
+
+    def told(lanes: int, mesh: DeviceMesh | None = None, **options: Any) -> list[str]:
+        caplog.clear()
+        mix = mixture(sets, "web math", shuffle=ShuffleConfig(lanes=lanes), **options)
+        with DataLoader(mix, global_batch_size=12, device_mesh=mesh) as loader:
+            take(loader, 1)
+            take_on(loader, 1)
+        return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+    both = {"web": 1, "math": 1}
+    [warning] = told(21, weights=both)
+    assert "a chunk of 'math' has 4 of their 179 samples" in warning
+    assert "drawn in 21 lanes" in warning
+    assert "about 9 samples ahead of or behind its share" in warning
+    assert 'quotas="exact"' in warning
+    assert told(20, weights=both) == []
+    assert told(21, weights=both, quotas="exact") == []
+    assert told(21) == []  # all of both, once
+    assert told(21, weights={"web": 1, "math": 0}) == []
+    assert told(21, mesh_of(2, 1), weights=both) == []  # the first rank says it
 
 
 # --- sources with options of their own ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -25,6 +26,8 @@ _PASSES_TOLD = 6
 """Number of passes named in the log line at the start; later ones follow from them."""
 _MOST_LAID = 2**12
 """Maximum of numbers in a state about sources that may be dropped: one per lane and source, about 30 KB of JSON."""
+_COARSE = 0.05
+"""Part of all samples by which a source may stray from its share without a warning."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _log = logging.getLogger("streaming")
 
@@ -171,6 +174,29 @@ class RunShares:
         for at, name, number in coming[:_PASSES_TOLD]:
             told.append(f"{name} begins its {_ordinal(number + 1)} pass at step {at // global_batch_size:,}")
         return ", ".join(told)
+
+    def coarseness(self, lanes: int) -> str:
+        """Return a warning if sources are so small that whole chunks cannot keep the shares; "" otherwise.
+
+        Every lane starts at a random phase among the chunks, so over L lanes the samples drawn from a source differ
+        from its share by about half the square root of L chunks (docs/design/0022).
+        """
+        last = self.ledger.last
+        if last.dealt != "chunks" or not self._mixture.is_endless:
+            return ""
+        tables = {name: self._mixture.leaves[name].chunk_samples for name in sorted(last.drawn) if last.weights[name]}
+        total = sum(int(table.sum()) for table in tables.values())
+        name, table = max(tables.items(), key=lambda one: float(one[1].mean()))
+        strays = float(table.mean()) * math.sqrt(lanes) / 2
+        if len(tables) == 1 or strays <= _COARSE * total:
+            return ""
+        return (
+            f"the sources of this mixture are small: a chunk of {name!r} has {round(float(table.mean())):,} of their "
+            f"{total:,} samples. Whole chunks are drawn in {lanes} lanes, so at any step a source may be about "
+            f"{round(strays):,} samples ahead of or behind its share. "
+            'Mixture(…, quotas="exact") keeps the shares at every step; '
+            "smaller shards (shard_tools reshard --max-bytes) come closer to them"
+        )
 
     def _agreed(
         self, free: int, weights: Mapping[str, float], at: int | None, mesh: DeviceMesh, timeout_s: float

@@ -8,14 +8,13 @@ from typing import Any
 from infra import MeshFinder
 from streaming.arguments import format_bytes
 from streaming.datasets.dataset import StreamingDataset
-from streaming.epochs.iterator import Loop
 from streaming.epochs.position import Place
 
 _log = logging.getLogger("streaming")
 
 
 class Announcer:
-    """Write one INFO line at the start of each epoch, on the first rank.
+    """Write one INFO line at the start of each epoch, on the first rank; once, a warning about coarse shares.
 
     Args:
         dataset: The data set.
@@ -27,9 +26,16 @@ class Announcer:
         self._dataset = dataset
         self._config: Any = loop.config
         self._finder = finder
+        self._has_begun = False
 
-    def __call__(self, loop: Loop, place: Place) -> None:
+    def __call__(self, loop: Any, place: Place) -> None:
         """Write the line for an epoch that begins at ``place``."""
+        shares, is_first = getattr(loop, "shares", None), not self._has_begun
+        self._has_begun = True
+        if is_first and shares is not None and self._finder.mesh.rank == 0:
+            warning = shares.coarseness(loop.order.lanes)
+            if warning:
+                _log.warning("%s", warning)
         if self._finder.mesh.rank == 0 and _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.line(loop, place))
 
