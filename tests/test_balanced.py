@@ -94,7 +94,7 @@ def test_resumed_on_another_world_with_other_weights(data: StreamingDataset, cap
     assert any("the mixture changes at row" in message for message in caplog.messages)
     cats = sum(CLASSES[int(key)] == "cat" for key in total(natural[200:]).elements())
     assert abs(cats - 2400 * 100 / 174) <= 2 * 4 * 6
-    with pytest.raises(StateError, match="which this Balanced lacks"):
+    with pytest.raises(StateError, match="but this Balanced has"):
         plain_world(Balanced(data, by="num"), 1, 1, state)
 
 

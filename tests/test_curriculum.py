@@ -265,7 +265,7 @@ def test_another_schedule_at_a_resume_is_an_entry_of_the_ledger(
     assert any("the mixture changes at row" in message for message in caplog.messages)
     whole, _ = world(faster, 1, 230, {**after, "samples_seen": 0})
     assert whole[30:] == batches  # from the ledger alone
-    with pytest.raises(StateError, match="which this Curriculum lacks"):
+    with pytest.raises(StateError, match="but this Curriculum has"):
         world(Curriculum(data, "tokens", STEPS, buckets=5), 1, 1, state)
     with pytest.raises(StateError, match="was saved over other samples"):
         world(Curriculum(data[:200], "tokens", STEPS, buckets=[0.5, 0.75]), 1, 1,

@@ -194,7 +194,7 @@ class RunShares:
             f"the sources of this mixture are small: a chunk of {name!r} has {round(float(table.mean())):,} of their "
             f"{total:,} samples. Whole chunks are drawn in {lanes} lanes, so at any step a source may be about "
             f"{round(strays):,} samples ahead of or behind its share. "
-            'Mixture(…, quotas="exact") keeps the shares at every step; '
+            f'{type(self._mixture).__name__}(…, quotas="exact") keeps the shares at every step; '
             "smaller shards (shard_tools reshard --max-bytes) come closer to them"
         )
 
