@@ -268,7 +268,7 @@ class EpochSampler:
             ConfigError: Always.
         """
         raise ConfigError(
-            "this loader's sampler gives no indices: its batches are shares of the ranks, and it resumes from a state "
-            "by itself. Give the loader as it is to the program, without its prepare or skip functions; "
+            "this loader's sampler gives no indices: its batches are already split over the ranks, and it resumes from "
+            "a state by itself. Give the loader to the program as it is, without its prepare or skip functions; "
             "streaming.integrations has what Accelerate and transformers need"
         )

@@ -164,7 +164,7 @@ def test_shares_of_a_mixture_that_ends_are_exact_at_every_step(sets: dict[str, S
 
 
 def test_a_source_of_less_than_a_batch_cannot_be_dealt_in_batches(sets: dict[str, SampleSet]) -> None:
-    with pytest.raises(ConfigError, match=r"'code' gives 23 samples an epoch, a global batch has 24.*repeats="):
+    with pytest.raises(ConfigError, match=r"'code' gives 23 samples an epoch, too few for .* of 24: .*repeats="):
         DataLoader(mixture(sets, **ONE_SOURCE), batch_size=24)
     with DataLoader(mixture(sets, repeats={"web": 1, "code": 0, "math": 1}, **ONE_SOURCE), batch_size=24) as loader:
         assert len(loader) == 4 + 2

@@ -435,7 +435,7 @@ def mixtures_end_or_do_not(folder: Path) -> None:
     sources = {name: write_set(folder / name, (8,)).open() for name in ("a", "b")}
     even = {"a": 1.0, "b": 1.0}
     endless = Mixture(sources, weights=even)
-    said(lambda: len(endless), "Give ends=", "epoch_size=", "sum(mixture.sizes.values())", kind=TypeError)
+    said(lambda: len(endless), "Give it ends=", "epoch_size=", "sum(mixture.sizes.values())", kind=TypeError)
     with DataLoader(endless, batch_size=4, epoch_size=16) as loader:
         assert (len(loader), len(Mixture(sources, weights=even, ends="all"))) == (4, 16)
         loader.set_weights({"a": 1.0, "b": 3.0})

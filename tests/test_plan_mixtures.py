@@ -135,7 +135,7 @@ def test_files_that_describe_no_mixture(sets: dict[str, SampleSet], tmp_path: Pa
 
 
 def test_transforms_are_of_sources_and_errors_name_theirs(described: Any) -> None:
-    with pytest.raises(ConfigError, match="'wbe' is no source; they are code, math, web"):
+    with pytest.raises(ConfigError, match="'wbe' is not a source; they are code, math, web"):
         Mixture.from_file(described(), transforms={"wbe": dict})
     with pytest.raises(OptionError) as caught:
         Mixture.from_file(described({"sources": {"a": {"sources": {"b": {"url": "x", "batch_size": 3}}}}}))

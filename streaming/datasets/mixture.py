@@ -46,7 +46,7 @@ from streaming.types import Int64Array, Sample, Transform
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
-_AT_THE_SOURCE = "it is an option of each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
+_AT_THE_SOURCE = "it belongs to each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
 _ELSEWHERE = {
     name: _AT_THE_SOURCE.format(name)
     for name in ("index", "fields", "decode", "transform", "storage_options", "mirrors", "cache_dir", "cache_limit",
@@ -56,9 +56,9 @@ _ELSEWHERE = {
     "probabilities": "write weights={…: …}",
     "proportions": "write weights={…: …}",
     "streams": "give the sources as a dict by name, the first argument",
-    "epoch_size": "it is an option of the loader; write DataLoader(mixture, epoch_size=…)",
+    "epoch_size": "it belongs to the loader; write DataLoader(mixture, epoch_size=…)",
 }  # fmt: skip
-_SLASH = 'a slash stands between the names of a mixture within a mixture, as in "web/en"'
+_SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/en"'
 
 
 @checks_names(_ELSEWHERE)
@@ -174,7 +174,7 @@ class Mixture(JoinedSource):
         made = cls._described(read_description(path, options), "", options)
         unknown = sorted(set(transforms or {}) - set(made.leaves))
         if unknown:
-            raise ConfigError(f"transforms: {unknown[0]!r} is no source; they are {some_names(sorted(made.leaves))}")
+            raise ConfigError(f"transforms: {unknown[0]!r} is not a source; they are {some_names(sorted(made.leaves))}")
         return made._with_transforms(transforms or {}, "")
 
     @classmethod
@@ -226,8 +226,9 @@ class Mixture(JoinedSource):
         """
         if self._blend.quotas is None:
             raise TypeError(
-                "this Mixture has no len(): with weights= it is drawn from without end. Give ends=, or the loader an "
-                "epoch_size=, or write sum(mixture.sizes.values()) for the samples that there are"
+                "this Mixture has no len(): with weights= it is drawn from without end. Give it ends=, or give the "
+                "loader an "
+                "epoch_size=; for the number of samples write sum(mixture.sizes.values())"
             )
         return sum(self._blend.quotas.values())
 
@@ -243,7 +244,7 @@ class Mixture(JoinedSource):
         """
         if isinstance(index, builtins.slice):
             raise ConfigError(
-                "mixture[a:b]: a mixture has no ranges; take those of its sources: Mixture({…: dataset[a:b], …})"
+                "mixture[a:b]: a mixture cannot be sliced; slice its sources: Mixture({…: dataset[a:b], …})"
             )
         quotas = self.sizes if self._blend.quotas is None else self._blend.quotas
         number = checked_number(index, sum(quotas.values()), "sample", "the mixture has")
@@ -378,7 +379,7 @@ class Mixture(JoinedSource):
                 "Make it with weights= and ends=None, and give the loader an epoch_size"
             )
         if not isinstance(weights, Mapping):
-            hint = "; a Schedule is taken at a resume: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
+            hint = "; give a Schedule when resuming: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
         return by_weight(self._blends, weights, self._units)
@@ -413,8 +414,9 @@ class Mixture(JoinedSource):
         for name, count in quotas.items():
             if 0 < count < size:
                 raise ConfigError(
-                    f'batches="one_source": {name!r} gives {count:,} samples an epoch, a global batch has {size:,}: '
-                    "no batch would ever be of it. Read it more often (repeats=), give a smaller batch, or "
+                    f'batches="one_source": {name!r} gives {count:,} samples an epoch, too few for a global batch of '
+                    f"{size:,}: "
+                    "it would never get a batch. Read it more often (repeats=), give a smaller batch, or use "
                     'batches="mixed"'
                 )
         return {name: count - count % size for name, count in quotas.items()}
@@ -439,10 +441,12 @@ class Mixture(JoinedSource):
         missing = self.needed(ledger)
         if missing:
             raise StateError(
-                f"this state drew from {some_names([*map(repr, missing)])}, which this mixture lacks. Where the others "
-                "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
-                "0 (weights or the Schedule at a resume, or set_weights). States say from then on what it has laid, "
-                "and when that is read it may be left out, and be gone"
+                f"this state drew from {some_names([*map(repr, missing)])}, which this mixture lacks. The positions "
+                f"of the "
+                "other sources depend on its chunks too: keep it in the mixture with the weight 0 (in weights or the "
+                "Schedule at a resume, or by set_weights). States then record how far it reaches; once that is read, "
+                "it may "
+                "be left out and deleted"
             )
 
     def grown(self, ledger: Ledger) -> list[str]:
@@ -481,8 +485,8 @@ class Mixture(JoinedSource):
                 if count is None:
                     raise StateError(
                         f"the source {name!r} is not the one of the run: it had the fingerprint {fingerprint[:12]} at "
-                        f"row {entry.start}, and has {self.leaves[name].fingerprint[:12]}. Give the shards, and the "
-                        "filter, that the run read; others may stand behind them"
+                        f"row {entry.start}, but now has {self.leaves[name].fingerprint[:12]}. Give the shards and the "
+                        "filter that the run read; other shards may only follow them"
                     )
                 if name not in found:
                     found[name] = [(0, count)]
@@ -598,8 +602,8 @@ def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
         for option in shape.__dataclass_fields__:
             if getattr(shape, option) != getattr(other, option):
                 raise ConfigError(
-                    f"sources: Packed {first!r} has {option}={getattr(shape, option)!r}, {name!r} "
-                    f"{option}={getattr(other, option)!r}; packs of one batch are alike: give both the same"
+                    f"sources: Packed {first!r} has {option}={getattr(shape, option)!r}, but {name!r} has "
+                    f"{option}={getattr(other, option)!r}; packs of one batch must be alike: give both the same"
                 )
 
 

@@ -30,7 +30,7 @@ def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Uni
         return dict.fromkeys(sources, 1.0)
     found = {name: _mean_tokens(name, one) if unit == "tokens" else _mean_bytes(one) for name, one in sources.items()}
     shown = some_names([f"{name} {count:.1f}" for name, count in found.items()])
-    _log.info("unit=%r: a sample has on average %s %s; weights are divided by it", unit, shown, unit)
+    _log.info("unit=%r: samples have on average %s %s; weights are divided by these", unit, shown, unit)
     return found
 
 

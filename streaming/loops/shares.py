@@ -271,8 +271,8 @@ def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> L
     made = orders()
     if len(names) * made.settings.lanes > _MOST_LAID:
         _log.info(
-            "%s: without a weight from row %d on. Of what it laid states hold no more than %d numbers, so it has "
-            "to stay in the mixture", some_names(names), last.start, _MOST_LAID,
+            "%s: without a weight from row %d on. States can record at most %d numbers of such sources, so "
+            "keep it in the mixture", some_names(names), last.start, _MOST_LAID,
         )  # fmt: skip
         return ledger
     laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}

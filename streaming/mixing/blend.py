@@ -60,11 +60,11 @@ def blend_of(
         ConfigError: The arguments contradict each other, or are not valid for these sources.
     """
     if weights is not None and repeats is not None:
-        raise ConfigError("weights and repeats: give one of them; weights are shares, repeats passes an epoch")
+        raise ConfigError("weights and repeats: give only one; weights are shares, repeats are passes per epoch")
     if weights is None:
         if ends is not None or units is not None:
             raise ConfigError(
-                "ends and unit: they are about weights; without them an epoch ends after its passes. Give weights="
+                "ends and unit: they apply to weights; without weights an epoch ends after its passes. Give weights="
             )
         return _by_passes(sources, repeats)
     schedule = by_weight(sources, weights, units)
@@ -73,8 +73,8 @@ def blend_of(
     segments: list[Any] = schedule.segments()
     if len(segments) > 1:
         raise ConfigError(
-            "ends: an epoch that ends is laid out with the same weights all over; with a Schedule leave it out, "
-            "and say how long an epoch is: DataLoader(mixture, epoch_size=…)"
+            "ends: an epoch that ends has the same weights throughout; with a Schedule leave ends out, and set the "
+            "length of an epoch: DataLoader(mixture, epoch_size=…)"
         )
     return Blend(_quotas_until(ends, segments[0][1], sizes))
 
@@ -87,12 +87,12 @@ def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None
     for name, within in sources.items():
         if within.quotas is None:
             raise ConfigError(
-                f"the source {name!r} is a mixture without end: it has no passes to count. Give this mixture "
+                f"the source {name!r} is a mixture without end, which has no passes to count. Give this mixture "
                 "weights=, or that one ends="
             )
         quotas.update({leaf: _rounded(exact[name] * count) for leaf, count in within.quotas.items()})
     if not sum(quotas.values()):
-        raise ConfigError(f"repeats: an epoch would be empty, got {dict(times)}; read a source more often")
+        raise ConfigError(f"repeats: got {dict(times)}, which makes an empty epoch; give a source a larger number")
     return Blend(dict(sorted(quotas.items())))
 
 
@@ -132,9 +132,7 @@ def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, 
     exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
     unread = sorted(set(sizes) - set(exact))
     if unread and ends == "all":
-        raise ConfigError(
-            f'ends="all": {some_names(unread)} with the weight 0 would never come to an end; leave them out'
-        )
+        raise ConfigError(f'ends="all": {some_names(unread)} with the weight 0 would never end; leave them out')
     lengths = [sizes[name] / weight for name, weight in exact.items()]
     length = min(lengths) if ends == "first" else max(lengths)
     return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
@@ -174,9 +172,9 @@ def check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
         )
     unknown, missing = sorted(set(given) - set(sources), key=str), sorted(set(sources) - set(given))
     if unknown or missing:
-        hint = "" if not missing else f"; missing: {some_names(missing)} (give 0 where a source is not to be read)"
+        hint = "" if not missing else f"; missing: {some_names(missing)} (give 0 to a source that should not be read)"
         if any(str(name).partition("/")[0] in sources for name in unknown):
-            hint += "; shares within a mixture are its own weights="
+            hint += "; give a mixture within a mixture its own weights="
         known = f"{what}: the sources are {some_names(sorted(sources))}"
         raise ConfigError(known + (f", got {some_names(list(map(repr, unknown)))}" if unknown else "") + hint)
     if isinstance(given, Mapping):

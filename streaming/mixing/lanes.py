@@ -295,12 +295,12 @@ class MixedLanes(Endless):
     def _still_needed(self, time: int) -> StateError:
         """Make the error for a stretch of time in which absent sources may have runs."""
         lanes, names = self.settings.lanes, self.sources.every_name[len(self._names) :]
-        advice = "Give it the source"
+        advice = "Add the source"
         if self._absent_until < np.inf:
-            advice += f" with the weight 0 up to row {self._free * lanes:,} or so; behind that it may be gone"
+            advice += f" with the weight 0 up to row {self._free * lanes:,} or so; after that it may be deleted"
         return StateError(
             f"around row {time * lanes:,} this mixture draws from {', '.join(map(repr, names))}, which it "
-            f"lacks: chunks are laid whole, and what was laid is read to its end. {advice}"
+            f"lacks: chunks are laid out whole, and what was laid out is read to its end. {advice}"
         )
 
     def _drawn(self, group: int, start: int, stop: int) -> Drawn:

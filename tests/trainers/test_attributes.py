@@ -50,7 +50,7 @@ def test_the_sampler_passes_the_epoch_on_and_gives_no_indices(samples: SampleSet
     again = torch.utils.data.DataLoader(
         list(range(48)), batch_sampler=BatchSampler(loader.sampler, 2, drop_last=False)
     )  # as programs do that deal samples out themselves
-    with pytest.raises(ConfigError, match="shares of the ranks"):
+    with pytest.raises(ConfigError, match="already split over the ranks"):
         next(iter(again))
 
 
