@@ -40,7 +40,7 @@ LOCAL_GAP_BYTES = 128 << 10
 """A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
 (benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
 REMOTE_GAP_BYTES = 1 << 20
-"""A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
+"""Smallest gap in an object that is worth another GET: 12 ms at the 85 MB/s of one GET, by AWS's guidelines for S3.
 The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
 
 FILTER_GAP_BYTES = 128 << 10
@@ -51,7 +51,7 @@ other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The part of the shards that a view shows: samples ``[first, stop)``, which begin in chunk ``first_chunk``."""
+    """The part of the shards that a view covers: samples ``[first, stop)``, which begin in chunk ``first_chunk``."""
 
     first: int
     stop: int
@@ -72,11 +72,11 @@ class Window:
 
 
 class OneOrder(ABC):
-    """Order the chunks of a set, pass after pass, under the settings that the user chose.
+    """Order the chunks of a set, pass after pass, with the user's settings.
 
     Attributes:
         shuffle: Whether epochs are shuffled.
-        shuffle_config: How.
+        shuffle_config: How they are shuffled.
         seed: Seed of the order.
         names: See ``Source``: a single set has none.
     """
@@ -92,10 +92,10 @@ class OneOrder(ABC):
         """int64[C], samples of each chunk."""
 
     def _order_by(self, shuffle: object, seed: object) -> None:
-        """Take the order that a user chose: True, False or a ``ShuffleConfig``, whose seed comes before ``seed``.
+        """Apply the user's choice of order: True, False or a ``ShuffleConfig``, whose seed overrides ``seed``.
 
         Raises:
-            ConfigError: It is none, or there is no such seed.
+            ConfigError: It is none of these, or the seed is invalid.
         """
         if not isinstance(shuffle, (bool, ShuffleConfig)):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
@@ -122,14 +122,14 @@ class OneOrder(ABC):
 
 
 class ChunkSource(OneOrder):
-    """Read shards with a chunk table, or a range of their samples: what a ``StreamingDataset`` is to the engine.
+    """Read shards with a chunk table, or a range of their samples: the engine's view of a ``StreamingDataset``.
 
-    It is a ``streaming.engine.source.Source``. Thread-safe.
+    A ``streaming.engine.source.Source``. Thread-safe.
 
     Attributes:
-        storage: Where the shards lie.
+        storage: The store of the shards.
         shards: The shards, and their chunk table if they have one.
-        cache: What keeps fetched chunks, or None.
+        cache: Cache of fetched chunks, or None.
         fields: Fields to read; None: all.
     """
 
@@ -149,7 +149,7 @@ class ChunkSource(OneOrder):
         """The chunk table.
 
         Raises:
-            IndexMissingError: If the set has no index and is too large to index on the fly.
+            IndexMissingError: The set has no index and is too large to index on the fly.
         """
         if self.shards.table is None:
             raise IndexMissingError(self.shards.missing_index)
@@ -164,7 +164,7 @@ class ChunkSource(OneOrder):
 
     @property
     def urls(self) -> Sequence[str]:
-        """URLs of the shards, as they are asked for: with what may be secret."""
+        """URLs of the shards, as they are requested; they may contain secrets."""
         return self.shards.urls
 
     @property
@@ -174,17 +174,17 @@ class ChunkSource(OneOrder):
 
     @property
     def can_grow(self) -> bool:
-        """Whether the set is told apart from itself with shards appended: not ranges, and groups of samples."""
+        """Whether the set can be recognised after shards were appended; not for ranges and groups of samples."""
         return self._window is None and (self._selected is None or self._selected.is_whole)
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        """Tell how many chunks the set had when this was its fingerprint, if shards were only appended since.
+        """Return the number of chunks that the set had when this was its fingerprint.
 
-        Else None.
+        Returns None unless shards have only been appended since.
 
         Args:
-            fingerprint: Of the set, now or then.
-            num_shards: Shards that it had; None: it is looked for, from all of them downwards.
+            fingerprint: Fingerprint of the set, current or earlier.
+            num_shards: Number of shards that it had; None: search, from all of them downwards.
         """
         whole = self.shards.table
         if fingerprint == self.fingerprint:
@@ -207,7 +207,7 @@ class ChunkSource(OneOrder):
 
     @property
     def stored_samples(self) -> Int64Array:
-        """int64[C], samples that lie in the bytes of each chunk: with those that a filter leaves out."""
+        """int64 [C], samples in the bytes of each chunk, including those that a filter leaves out."""
         if self._selected is None or self.shards.table is None:
             return self.chunk_samples
         return self.shards.table.num_samples[self._selected.chunks]
@@ -234,11 +234,11 @@ class ChunkSource(OneOrder):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a filter leaves samples out: those at an offset and inside a chunk's bytes have other numbers."""
+        """Whether a filter leaves samples out, so that offsets differ from the numbers inside a chunk's bytes."""
         return self._selected is not None
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``: the offsets, but where a filter keeps less than all."""
+        """See ``Source``: the offsets, unless a filter leaves samples out."""
         return offsets if self._selected is None else self._selected.inside(chunk_ids, offsets)
 
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
@@ -253,7 +253,7 @@ class ChunkSource(OneOrder):
         """See ``Source``: nothing is kept."""
 
     def keeps(self, shard: int) -> npt.NDArray[np.bool_]:
-        """Return which samples of a shard are in the set, bool[n]."""
+        """Return which samples of a shard are in the set, bool [n]."""
         whole = self.shards.table
         if whole is None:
             raise IndexMissingError(self.shards.missing_index)
@@ -266,12 +266,12 @@ class ChunkSource(OneOrder):
         return (places >= low) & (places < high)
 
     def counters(self) -> dict[str, float]:
-        """Return what storage and cache counted since the set was opened; all its loaders count there."""
+        """Return the counters of storage and cache since the set was opened, over all its loaders."""
         cache = {} if self.cache is None else self.cache.metrics.snapshot()
         return {**self.storage.metrics.snapshot(), **cache}
 
     def in_flight(self) -> list[ActiveRequest]:
-        """Return the storage's calls under way, oldest first."""
+        """Return the storage requests in progress, oldest first."""
         return self.storage.in_flight()
 
     @cached_property
@@ -279,7 +279,7 @@ class ChunkSource(OneOrder):
         return np.array([redact(url) for url in self.shards.urls], object)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """Return the URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
+        """Return the URL of the shard of each chunk, as shown in samples and messages, without secrets."""
         urls: list[str] = self._shown_urls[self.table.shard[chunk_ids]].tolist()
         return urls
 
@@ -290,9 +290,9 @@ class ChunkSource(OneOrder):
         return chunk_id if self._window is None else self._window.first_chunk + chunk_id
 
     def run(self, first: int, stop: int) -> FetchRange:
-        """Return the bytes of chunks ``[first, stop)`` of one shard in one piece, with what a filter skips.
+        """Return the byte range of chunks ``[first, stop)`` of one shard, including what a filter leaves out.
 
-        Samples count from the first one of the first chunk's bytes: there is no ``lead``.
+        Samples count from the first one in the first chunk's bytes: there is no ``lead``.
         """
         head, whole = self.chunk(first), self.shards.table
         low, high = self._whole_id(first), self._whole_id(stop - 1) + 1
@@ -305,7 +305,7 @@ class ChunkSource(OneOrder):
         )  # fmt: skip
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """Return the bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
+        """Return the byte range of a whole chunk; in a view, a chunk that crosses its border includes other samples."""
         table, lead = self.table, 0
         if self._selected is not None and self.shards.table is not None:
             table, chunk_id = self.shards.table, int(self._selected.chunks[chunk_id])
@@ -327,11 +327,13 @@ class ChunkSource(OneOrder):
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """Return the bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table.
+        """Return the byte range of samples ``[first, stop)`` of a chunk.
 
-        What is fetched is made of whole spans, so that it can be checked: it begins with ``lead`` other samples, and
-        may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
-        Where the table is lost, it is the whole chunk.
+        For less than the chunk this needs a sample table.
+
+        The range consists of whole spans, so that it can be checked: it begins with ``lead`` other samples, and may end
+        with some. A sample table of format 1.0 has no spans: then the range is exactly these samples, unchecked. If the
+        table is missing, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
         there = whole.num_samples if self._selected is not None else self.table.num_samples[chunk_id]
@@ -359,12 +361,12 @@ class ChunkSource(OneOrder):
         )
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> UnitLayout | TakeApart:
-        """Fill ``out``; taking it apart, as ``apart`` says, may be left to the caller."""
+        """Fetch a range into ``out``; locating its samples, by ``apart``, may be left to the caller."""
         known = replace(self._fields_of(wanted.url), apart=apart)
         return fetch_unit(self.storage, wanted, out, self.cache, known)
 
     def apart(self, wanted: FetchRange) -> TakeApart:
-        """See ``Source``: its headers say it."""
+        """See ``Source``: samples are located by the tar headers."""
         return apart_later(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
@@ -372,18 +374,18 @@ class ChunkSource(OneOrder):
         return reads_whole(wanted, self._fields_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Count the bytes that each chunk takes with these ``fields`` and this filter, int64.
+        """Return the number of bytes that each chunk takes with these ``fields`` and this filter, int64.
 
-        Reads sample tables for it.
+        Reads sample tables.
         """
         if self.fields is None and self._selected is None:
             return self.chunk_bytes[chunk_ids]
         return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
     def range_bytes(self, ranges: Sequence[FetchRange]) -> Int64Array:
-        """Count the bytes that each range takes with these ``fields`` and this filter, int64.
+        """Return the number of bytes that each range takes with these ``fields`` and this filter, int64.
 
-        Reads sample tables for it.
+        Reads sample tables.
         """
 
         def size(wanted: FetchRange) -> int:
@@ -401,7 +403,7 @@ class ChunkSource(OneOrder):
         return FieldsOf(samples=samples, fields=self.fields, gap_bytes=min(gap_bytes, FILTER_GAP_BYTES), kept=kept)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
-        """Return where a sample inside a chunk lies in its shard; None if the sample table is missing or unreadable."""
+        """Return the location of a sample in its shard; None if the sample table is missing or unreadable."""
         try:
             samples = self.samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
         except StorageError:
@@ -409,7 +411,7 @@ class ChunkSource(OneOrder):
         return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + inside)
 
     def samples_at(self, url: str) -> SampleTable | None:
-        """Return the sample table of a shard; None if it is missing, or of no use."""
+        """Return the sample table of a shard; None if it is missing or does not match."""
         try:
             return self._recent.table(self._numbers[url])
         except DataError:
@@ -431,5 +433,5 @@ class ChunkSource(OneOrder):
         return {url: number for number, url in enumerate(self.shards.urls)}
 
     def has_sample_tables(self) -> bool:
-        """Tell whether the first shard has a sample table (a data set is indexed as a whole)."""
+        """Tell whether the first shard has a sample table (data sets are indexed as a whole)."""
         return self._recent.table(0) is not None

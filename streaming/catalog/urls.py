@@ -1,4 +1,4 @@
-"""Expand what a user writes to the list of shard URLs."""
+"""Expand the user's URLs to the list of shard URLs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streaming.types import SHARD_SUFFIXES
 
 INDEX_DIRECTORY = "_shardstream"
 MAX_BRACE_URLS = 5_000_000
-"""URLs that one pattern may stand for: a thousand terabytes in shards of 256 MB, and half a minute to write out."""
+"""Maximum number of URLs in one pattern: a petabyte in shards of 256 MB, and half a minute to expand."""
 _MAX_DEPTH = 20
 _DECOMPRESSORS = {
     **dict.fromkeys((".tar.bz2", ".tbz2", ".tbz"), "bunzip2"),
@@ -37,13 +37,14 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
     """Return the shard URLs that ``spec`` names, in its order (listings sorted).
 
-    Braces are expanded as a shell does (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several; a
-    prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` below it, but those in hidden folders or with
-    hidden names (that begin with a dot). A shard is the same by another spelling, and by a symbolic link.
+    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several URLs; a
+    prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and
+    folders (whose names begin with a dot). Different spellings of a URL, and symbolic links, are recognised as the same
+    shard.
 
     Raises:
-        ConfigError: For a malformed pattern, a shard that is named twice, or one that is compressed in another way.
-        NotFoundError: If a directory or prefix holds no shard.
+        ConfigError: A pattern is malformed, a shard is named twice, or it is compressed in another way.
+        NotFoundError: A directory or prefix holds no shard.
     """
     if isinstance(spec, (str, os.PathLike)):
         specs: Sequence[str | os.PathLike[str]] = [spec]
@@ -67,13 +68,13 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
 
 class _Identity:
-    """Names by which one shard is told from another, however it is spelt; folders are looked at once."""
+    """Identify shards however they are spelt; folders are listed once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, frozenset[str]]] = {}
 
     def of(self, url: str) -> str:
-        """Return the same for two URLs exactly if they are known to mean one shard."""
+        """Return equal values for two URLs if and only if they are known to be the same shard."""
         scheme = scheme_of(url)
         if scheme == "file":
             folder, name = os.path.split(local_path(url))
@@ -122,7 +123,7 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _refuse_many(pattern: str, shown: str) -> None:
-    """Refuse what would take forever, or the stack, to write out."""
+    """Refuse patterns that would take forever to expand, or exhaust the stack."""
     depth = deepest = 0
     for letter in pattern:
         depth += (letter == "{") - (letter == "}")
@@ -137,7 +138,7 @@ def _refuse_many(pattern: str, shown: str) -> None:
 
 
 def _count(pattern: str) -> int:
-    """Count at least as many as ``braceexpand`` would give, without writing any of them out."""
+    """Return an upper bound of the number of URLs from ``braceexpand``, without expanding."""
     total, depth, start = 1, 0, 0
     for at, letter in enumerate(pattern):
         if letter == "{":
@@ -185,7 +186,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         yield url
         return
     if scheme_of(url) in HTTP_SCHEMES and not path.endswith("/"):
-        yield url  # a download link without a telling name
+        yield url  # a download link whose name does not say what it is
         return
     listed = list(storage.list(url))
     base = url.rstrip("/") + "/"
@@ -212,16 +213,16 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
 
 
 def _is_shard(url: str, base: str) -> bool:
-    """Tell whether an object listed below ``base`` is a shard: not one of the index, and not hidden below it."""
+    """Tell whether an object listed below ``base`` is a shard: neither part of an index nor hidden."""
     parts = url.removeprefix(base).split("/") if url.startswith(base) else [url]
     return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url and not any(map(_HIDDEN, parts))
 
 
 def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
-    """Tell whether a listed object is the mark of an empty folder, as consoles make them: its key ends with a slash."""
+    """Tell whether a listed object is an empty folder's marker, as consoles make them: its key ends with a slash."""
     return info.size_bytes == 0 and scheme_of(info.url) != "file" and not storage.exists(info.url)
 
 
 def _decompressor(path: str) -> str:
-    """Return the program that makes a plain tar of a shard compressed in a way that is not read here; else empty."""
+    """Return the program that decompresses a shard in an unsupported format; "" if there is none."""
     return next((program for end, program in _DECOMPRESSORS.items() if path.lower().endswith(end)), "")

@@ -1,4 +1,4 @@
-"""Lay out by the sample table what headers do not say: ranges that were read in pieces, and damaged ones."""
+"""Locate samples by the sample table if headers cannot be used: for ranges read in pieces, and damaged ones."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def narrowed(
     samples: SampleTable, rows: range, pieces: RangePieces, data: memoryview, fields: Sequence[str] | None, url: str,
     *, kept: npt.NDArray[np.bool_] | None = None,
 ) -> UnitLayout | None:  # fmt: skip
-    """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum vouches for.
+    """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum confirms.
 
     Whether a sample is bad depends on the bytes of its shard and on ``fields``, not on which pieces were read.
 
     Args:
         samples: The sample table of the shard.
-        rows: Its samples whose bytes these are.
+        rows: The samples in these bytes.
         pieces: What was read.
-        data: The bytes as they are.
+        data: The bytes.
         fields: Fields to deliver; None: all.
         url: The shard, for messages.
-        kept: Which of the samples are to be delivered, bool[n]; None: all.
+        kept: Which of the samples are to be delivered, bool [n]; None: all.
 
     Returns:
-        None where nothing can be told apart: the samples are not whole spans, or no sum differs.
+        None if good and bad samples cannot be distinguished: they are not whole spans, or no checksum differs.
     """
     damage: dict[int, DataError] = {}
     for one in sums_of(samples, rows.start, rows.stop, fields, kept):
@@ -50,7 +50,7 @@ def layout_by_table(
     samples: SampleTable | Records, rows: range, pieces: RangePieces, fields: Sequence[str] | None,
     damage: Mapping[int, DataError],
 ) -> UnitLayout:  # fmt: skip
-    """Return where the sample table says that the fields of some samples lie in the memory of ``pieces``."""
+    """Return, according to the sample table, where the fields of some samples are in the memory of ``pieces``."""
     among = slice(rows.start, rows.stop)
     columns = {
         name: (starts[among], sizes[among])
@@ -71,7 +71,7 @@ def layout_by_table(
 
 
 def checksum_error(url: str, start: int, end: int, got: int, expected: int) -> ChecksumError:
-    """Say that bytes ``[start, end)`` of a shard are not those of the index."""
+    """Make the error for bytes ``[start, end)`` of a shard that differ from the index."""
     return ChecksumError(
         f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, twice in a row. The shard is "
         f"damaged, or was replaced by one of the same size. shard_tools verify {url} lists what differs; "

@@ -1,4 +1,4 @@
-"""Say where the samples of a fetched range lie in memory, and which of them are damaged."""
+"""Describe where the samples of a fetched range are in memory, and which of them are damaged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class UnitLayout:
     Attributes:
         keys: The key of each sample.
         fields: The ``F`` extensions.
-        starts: int64 ``[n, F]``, where each field's bytes begin; -1 where the sample lacks the field.
-        sizes: int64 ``[n, F]``, their number.
-        num_bytes: Bytes of the memory that they lie in; what was given beyond that is not in use.
-        damage: Samples whose bytes are not those of the index, and why; all others are intact.
+        starts: int64 ``[n, F]``, first byte of each field; -1 if the sample lacks the field.
+        sizes: int64 ``[n, F]``, number of bytes.
+        num_bytes: Bytes of memory in use; anything allocated beyond that is free.
+        damage: Samples whose bytes differ from the index, and why; all others are intact.
     """
 
     keys: Sequence[str]
@@ -32,11 +32,11 @@ class UnitLayout:
 
 
 TakeApart: TypeAlias = Callable[[memoryview], UnitLayout]
-"""Where the samples lie in bytes that were fetched and checked; a ``DataError`` if they are not what the index says.
-It costs Python, and no waiting. So the thread that needs it does it: fetching threads would take the interpreter
-from that thread dozens of times a unit."""
+"""Locates the samples in bytes that were fetched and checked; raises ``DataError`` if they do not match the index.
+It takes Python time but does not block, so the thread that needs the result calls it: fetching threads would contend
+with that thread for the interpreter dozens of times per unit."""
 
 
 def taken_apart(found: UnitLayout | TakeApart, data: memoryview) -> UnitLayout:
-    """Return where samples lie in ``data``; what is not known yet is found out now."""
+    """Return the locations of samples in ``data``, computing them now if they are not known yet."""
     return found if isinstance(found, UnitLayout) else found(data)

@@ -1,4 +1,4 @@
-"""Choose the pieces of a range to read for some fields: the fewest bytes that their requests are worth."""
+"""Choose the pieces of a range to read for some fields, weighing bytes against requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangePieces:
-    """Ranges of a shard, and how they lie in memory: end to end.
+    """Ranges of a shard, which are contiguous in memory.
 
     Attributes:
-        ranges: Half-open, none empty, in order; they do not touch.
+        ranges: Half-open, non-empty, in order; they do not touch.
         heads: First byte of each range in the shard.
         places: First byte of each range in memory, and the number of all bytes.
     """
@@ -37,7 +37,7 @@ class RangePieces:
         return self.places[-1]
 
     def located(self, offsets: Int64Array) -> Int64Array:
-        """Return where bytes of the shard lie in memory, int64 of the same shape.
+        """Return where bytes of the shard are in memory, int64 of the same shape.
 
         Meaningless for bytes that are not there.
         """
@@ -48,7 +48,7 @@ class RangePieces:
         return offsets - heads[which] + np.array(self.places, np.int64)[which]
 
     def parts(self, memory: memoryview, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
-        """Return the bytes of ranges, each of which lies in one of the pieces."""
+        """Return the bytes of ranges, each of which is inside one of the pieces."""
         found = []
         for start, end in ranges:
             which = bisect_right(self.heads, start) - 1
@@ -58,12 +58,10 @@ class RangePieces:
 
 
 def pieces_of(sums: Iterable[Sum], start: int, end: int, gap_bytes: int) -> RangePieces | None:
-    """Return the pieces of ``[start, end)`` to read so that ``sums`` can be checked.
+    """Return the pieces of ``[start, end)`` to read so that ``sums`` can be checked; None to read it as a whole.
 
-    None if it is better read as a whole.
-
-    A hole of less than ``gap_bytes`` is read, too, and a range is cut only if this much is saved: pure arithmetic, in
-    which a request costs as much as reading that many bytes.
+    A gap of less than ``gap_bytes`` is read too, and a range is cut only if that saves as much: a request is taken to
+    cost as much as reading that many bytes.
     """
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(one for found in sums for one in found.ranges):

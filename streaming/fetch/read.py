@@ -1,4 +1,4 @@
-"""Fetch one unit: a run of consecutive samples of one shard, checked and taken apart."""
+"""Fetch one unit: a run of consecutive samples of one shard, checked and located."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ UnitKey: TypeAlias = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRange:
-    """What one ranged GET asks for: ``num_samples`` whole samples of one shard.
+    """One ranged GET: ``num_samples`` whole samples of one shard.
 
     Attributes:
         url: The shard.
         byte_start: First byte in the shard.
-        byte_end: One past the last byte.
+        byte_end: End (exclusive).
         first_sample: Number, within the shard, of the first sample of the range.
-        num_samples: Samples that the range holds, by the index.
-        crc32c: CRC32C of the bytes, or None where the index has none for this range.
-        shard_bytes: Size of the whole shard, by the index.
-        version: Tells this shard from others that lie, or lay, at the same URL.
-        spans: Where ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans that make the
-            range. Empty where the index has none; then the tar header checksums are verified instead.
-        lead: Samples at the beginning that nobody asked for; they are here because a checksum covers them too.
-        source: Which of a mixture's it is of: two may read the same bytes in different ways.
+        num_samples: Samples that the range holds, according to the index.
+        crc32c: CRC32C of the bytes, or None if the index has none for this range.
+        shard_bytes: Size of the whole shard, according to the index.
+        version: Distinguishes this shard from others that are, or were, at the same URL.
+        spans: If ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans in the range.
+            Empty if the index has none; then the tar header checksums are verified instead.
+        lead: Number of samples at the beginning that were not requested, but share a checksum.
+        source: Source of a mixture: two may read the same bytes in different ways.
     """
 
     url: str
@@ -71,35 +71,35 @@ class FetchRange:
 
     @property
     def sums(self) -> tuple[tuple[int, int], ...]:
-        """End (relative) and CRC32C of each piece with a checksum; they make the range, or there are none."""
+        """End (relative) and CRC32C of each piece with a checksum; they cover the range, or there are none."""
         return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
 
     @property
     def key(self) -> UnitKey:
-        """What tells this range from any other."""
+        """Identifies this range."""
         return self.url, self.byte_start, self.byte_end, self.source
 
 
 Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]
-"""Where the samples of a range lie, all of which was read and matches its checksums, or how to find out."""
+"""Returns the locations of the samples of a completely read, verified range, or a function that finds them."""
 
 
 def apart_later(wanted: FetchRange) -> TakeApart:
-    """Return what finds the samples of a range, all of which was read and matches its checksums, in its bytes."""
+    """Return a function that finds the samples in the bytes of a completely read, verified range."""
     return partial(layout_of, wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldsOf:
-    """What partial reads need to know of a range's shard, and how it is narrowed where it is damaged.
+    """What partial reads need to know about a range's shard.
 
     Attributes:
-        samples: The sample table of the shard, or None. Asked for only where large samples are to be read by fields, or
+        samples: The sample table of the shard, or None. Requested only if large samples are to be read by fields, or
             bytes are damaged.
         fields: Fields to deliver; None: all.
-        gap_bytes: Holes from this size on are left out: about what is read in the time of one more request.
-        kept: Which of samples ``[first, stop)`` of the shard a filter keeps, bool[n]; None: all. Of the others nothing
-            is to be delivered.
+        gap_bytes: Gaps from this size on are not read: about what is read in the time of one more request.
+        kept: Which of samples ``[first, stop)`` of the shard a filter keeps, bool [n]; None: all. Others are not
+            delivered.
     """
 
     samples: Callable[[], SampleTable | None]
@@ -118,11 +118,11 @@ _NOTHING_KNOWN = FieldsOf(samples=lambda: None, fields=None, gap_bytes=0)
 
 
 def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, known: FieldsOf = _NOTHING_KNOWN) -> UnitLayout:
-    """Fetch a range into ``out`` and take it apart at once: see :func:`fetch_unit`.
+    """Fetch a range into ``out`` and locate its samples immediately; see :func:`fetch_unit`.
 
     Raises:
-        TarError: The bytes match no checksum (there is none) and are not whole samples.
-        ChecksumError, IndexMismatchError, StorageError: As :func:`fetch_unit`.
+        TarError: There is no checksum, and the bytes are not whole samples.
+        ChecksumError, IndexMismatchError, StorageError: As for :func:`fetch_unit`.
     """
     return taken_apart(fetch_unit(storage, wanted, out, None, known), out)
 
@@ -134,20 +134,20 @@ def fetch_unit(
     cache: NodeCache | None = None,
     known: FieldsOf = _NOTHING_KNOWN,
 ) -> UnitLayout | TakeApart:
-    """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`); where each field lies in it.
+    """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`); return where each field is in it.
 
-    Whole ranges that match their checksums are not taken apart yet: for these it is the function that does it.
+    For whole ranges that match their checksums the result is a function that locates the samples.
 
-    Fields that nobody wants are left out where that saves enough, if the sample table has checksums of the others: then
-    the first bytes of ``out`` hold the pieces that were read. With a cache, the bytes come from there if they can, and
-    go there if they could not. Where they are damaged, but the sample table has checksums for parts of them, the
-    layout says which samples are bad.
+    Fields that are not wanted are left out if that saves enough and the sample table has checksums of the others: then
+    the first bytes of ``out`` hold the pieces that were read. With a cache, the bytes are read from it if possible, and
+    stored in it otherwise. If bytes are damaged but the sample table has checksums for parts of them, the layout says
+    which samples are bad.
 
     Raises:
-        ChecksumError: The bytes are damaged, and nobody knows which of them.
-        TarError: The bytes match no checksum (there is none) and are not whole samples.
-        IndexMismatchError: The shard is missing, or is another one than the index describes.
-        StorageError: The store did not deliver.
+        ChecksumError: The bytes are damaged, and it cannot be determined which.
+        TarError: There is no checksum, and the bytes are not whole samples.
+        IndexMismatchError: The shard is missing, or differs from the one in the index.
+        StorageError: The store failed.
     """
     rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
     part = _part_of(wanted, rows, known)
@@ -182,14 +182,14 @@ def fetch_unit(
 
 
 def size_of_unit(wanted: FetchRange, known: FieldsOf) -> int:
-    """Tell how many bytes of ``out`` :func:`fetch_range` will use."""
+    """Return how many bytes of ``out`` :func:`fetch_range` will use."""
     part = _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known)
     return wanted.num_bytes if part is None else part.pieces.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What to read, and the sums to check it by."""
+    """The pieces to read, and the checksums to verify them."""
 
     pieces: RangePieces
     sums: tuple[Sum, ...]
@@ -197,15 +197,15 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part(_Plan):
-    """A plan to read some fields of a range, by this sample table."""
+    """A plan for reading some fields of a range, using this sample table."""
 
     samples: SampleTable
 
 
 def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
-    """Return the plan for the fields and samples that are wanted; None: read all of the range.
+    """Return the plan for the fields and samples that are wanted; None: read the whole range.
 
-    The sample table is not even looked at where samples are small on average, and no long run of them is filtered out.
+    The sample table is not even requested if samples are small on average and no long run of them is filtered out.
     """
     kept, mean_bytes = known.kept_rows(rows), wanted.num_bytes / max(1, len(rows))
     has_large = known.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
@@ -220,7 +220,7 @@ def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
 
 
 def _longest_run(mask: Mask) -> int:
-    """Tell how many values that follow each other are all true, at most."""
+    """Return the length of the longest run of True."""
     edges = np.flatnonzero(np.concatenate(([True], ~mask, [True])))
     return int(np.diff(edges).max()) - 1
 
@@ -237,17 +237,14 @@ def _whole_of(wanted: FetchRange) -> _Plan:
 def _through_cache(
     read: _Read, out: memoryview, cache: NodeCache | None, layout: Callable[[], UnitLayout]
 ) -> UnitLayout:
-    """Return ``layout()`` of the bytes, from the cache or the store.
-
-    What the cache has is fetched anew if it is of no use.
-    """
+    """Return ``layout()`` of the bytes, from the cache or the store; an unusable cache entry is fetched again."""
     if cache is None or not len(out):
         read.into(out)
         return layout()
     url, version, start = read.identity
     hit = cache.read_into(url, version, start, out, read.into, crc32c=read.crc32c)
     try:
-        if hit and read.crc32c is None:  # else the cache compared it
+        if hit and read.crc32c is None:  # otherwise the cache has compared it
             read.check(out)
         return layout()
     except DataError:
@@ -259,7 +256,7 @@ def _through_cache(
 
 
 class _Read:
-    """Carries out a plan for one range."""
+    """Execute a plan for one range."""
 
     def __init__(self, storage: Storage, wanted: FetchRange, plan: _Plan) -> None:
         self.plan = plan
@@ -274,7 +271,7 @@ class _Read:
 
     @property
     def identity(self) -> tuple[str, str, int]:
-        """URL, version and first byte: with their number, what tells these bytes from any others."""
+        """URL, version and first byte; together with the size they identify these bytes."""
         wanted = self._wanted
         if self._is_whole:
             return wanted.url, wanted.version, wanted.byte_start
@@ -282,14 +279,14 @@ class _Read:
         return wanted.url, f"{wanted.version}|pieces {digest}", wanted.byte_start
 
     def into(self, out: memoryview) -> None:
-        """Fill ``out`` from the store.
+        """Fetch ``out`` from the store.
 
-        Bytes that differ from the index's checksum are fetched once more before they count as damaged.
+        Bytes that differ from the index's checksum are fetched again before they count as damaged.
 
         Raises:
-            IndexMismatchError: The shard is missing, or is another one than the index describes.
-            ChecksumError: The bytes are damaged, in a shard of the right size; ``out`` holds them as they are.
-            StorageError: The store did not deliver.
+            IndexMismatchError: The shard is missing, or differs from the one in the index.
+            ChecksumError: The bytes are damaged, in a shard of the right size; ``out`` holds them.
+            StorageError: The store failed.
         """
         wanted = self._wanted
         try:
@@ -309,7 +306,7 @@ class _Read:
             raise
 
     def check(self, out: memoryview) -> None:
-        """Compare the bytes with their sums.
+        """Compare the bytes with their checksums.
 
         Raises:
             IndexMismatchError, ChecksumError: They differ.
@@ -322,10 +319,10 @@ class _Read:
         raise checksum_error(self._wanted.shown_url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
 
     def _read(self, out: memoryview) -> None:
-        """Fill ``out``. Of a shard that was replaced since this process first read it, the checksums decide.
+        """Fill ``out``. If the shard was replaced since this process first read it, the checksums decide.
 
         Raises:
-            IndexMismatchError: It was replaced, by something that the index does not describe.
+            IndexMismatchError: It was replaced by one that differs from the index.
             ChangedError: It was replaced, and there are no checksums.
         """
         try:
@@ -338,10 +335,10 @@ class _Read:
                 raise self._replaced(error) from error
 
     def _check_replaced(self, out: memoryview) -> None:
-        """Ask whether bytes that differ from the sums are those of another shard: some stores tell only when asked.
+        """Check whether bytes that differ belong to another shard: some stores tell only when asked.
 
         Raises:
-            IndexMismatchError: So it is.
+            IndexMismatchError: They do.
         """
         if self._differing(out) is None:
             return
@@ -350,7 +347,7 @@ class _Read:
         except ChangedError as error:
             raise self._replaced(error) from error
         except StorageError:
-            return  # not to be known: the bytes are damaged
+            return  # unknown, so the bytes count as damaged
 
     def _replaced(self, error: ChangedError) -> IndexMismatchError:
         wanted = self._wanted
@@ -367,7 +364,7 @@ class _Read:
             self._storage.read_into(self._wanted.url, start, part, summed=bool(self.plan.sums))
 
     def _differing(self, out: memoryview) -> tuple[Sum, int] | None:
-        """Return the first sum that the bytes do not match, and what they give."""
+        """Return the first checksum that the bytes do not match, and their actual one."""
         for one in self.plan.sums:
             got = one.found_in(self.plan.pieces.parts(out, one.ranges))
             if got != one.crc32c:
@@ -376,7 +373,7 @@ class _Read:
 
 
 def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
-    """Tell whether the bytes of a range are those of the index; without checksums nobody knows."""
+    """Tell whether the bytes of a range match the index; without checksums this cannot be known."""
     start = 0
     for stop, expected in wanted.sums:
         if crc32c.crc32c(data[start:stop]) != expected:
@@ -391,11 +388,11 @@ def reads_whole(wanted: FetchRange, known: FieldsOf) -> bool:
 
 
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
-    """Return where each field lies in the bytes of ``wanted``.
+    """Return where each field is in the bytes of ``wanted``.
 
     Raises:
         TarError: They are not whole samples.
-        IndexMismatchError: They are another number of samples.
+        IndexMismatchError: The number of samples differs.
     """
     layout = parse_chunk(
         out, url=wanted.shown_url, base=wanted.byte_start, verify_headers=not wanted.sums, repeats=True
@@ -412,10 +409,7 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
 
 
 def layout_by_records(records: Records, wanted: FetchRange) -> UnitLayout | None:
-    """Return where fields lie in the bytes of ``wanted``, all of which match their checksums.
-
-    None if that cannot be.
-    """
+    """Return where fields are in the bytes of ``wanted``, all of which match their checksums; None if impossible."""
     rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
     if rows.stop > len(records.keys):
         return None
@@ -425,7 +419,7 @@ def layout_by_records(records: Records, wanted: FetchRange) -> UnitLayout | None
 
 
 def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -> None:
-    """Explain a failed read by the size of the shard, if that is what is wrong."""
+    """Explain a failed read by the size of the shard, if that is the cause."""
     try:
         size_bytes = storage.info(wanted.url).size_bytes
     except StorageError:

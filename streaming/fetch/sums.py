@@ -1,4 +1,4 @@
-"""Find which bytes of a shard have a checksum of their own, and whose samples they are."""
+"""Find which bytes of a shard have a checksum of their own, and to which samples they belong."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Sum:
     """Bytes of a shard with one checksum.
 
     Attributes:
-        ranges: Where they lie, half-open, in order; none is empty.
-        crc32c: CRC32C of all of them, end to end.
+        ranges: Their ranges, half-open, non-empty, in order.
+        crc32c: CRC32C of all of them, concatenated.
         first: First sample of the shard that is bad if they differ.
-        stop: One past the last such sample.
+        stop: End (exclusive) of these samples.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class Sum:
     stop: int
 
     def found_in(self, parts: Sequence[memoryview]) -> int:
-        """Return the CRC32C of the bytes that are there, a part for each of ``ranges``."""
+        """Return the actual CRC32C of the bytes, given as one part for each of ``ranges``."""
         crc = 0
         for part in parts:
             crc = crc32c.crc32c(part, crc)
@@ -44,13 +44,13 @@ class Sum:
 def sums_of(
     samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask | None = None
 ) -> tuple[Sum, ...]:
-    """Return the sums by which samples ``[first, stop)`` are checked, in order of their first bytes.
+    """Return the checksums for samples ``[first, stop)``, in order of their first bytes.
 
-    With ``fields``, only those that these fields need: the large members among them, and for the others the rest of
-    their spans; spans in which no sample has any of the fields are left out. With ``kept``, bool[stop - first],
-    likewise those that these samples need.
+    With ``fields``, only those that these fields need: of their large members, and for the others the rest of their
+    spans; spans in which no sample has any of the fields are left out. With ``kept``, bool [stop - first], likewise
+    those that these samples need.
 
-    Empty where the index has no spans, and where these samples are not whole spans.
+    Empty if the index has no spans, or these samples are not whole spans.
     """
     low, high = np.searchsorted(samples.span_starts, [first, stop]).tolist()
     borders = samples.span_starts[low : high + 1]
@@ -86,7 +86,10 @@ def sums_of(
 def _large_members(
     samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None, kept: Mask | None
 ) -> list[tuple[int, int, int, int, bool]]:
-    """Start, end, sample, CRC32C of every large member of some samples, and whether it is asked for; by start."""
+    """Return start, end, sample and CRC32C of every large member of some samples, and whether it is wanted.
+
+    By start.
+    """
     members = []
     for name, sums in samples.large.fields.items():
         starts, sizes = samples.fields[name]
@@ -101,7 +104,7 @@ def _large_members(
 def _has_small(
     samples: SampleTable, borders: Int64Array, fields: Sequence[str] | None, kept: Mask | None
 ) -> list[bool]:
-    """Tell whether each span has bytes that are asked for beside its large members."""
+    """Return whether each span has wanted bytes outside its large members."""
     first, stop = borders[[0, -1]].tolist()
     there = np.full(stop - first, fields is None)
     for name in fields or ():

@@ -1,7 +1,7 @@
-"""Compare what all ranks are about to train on, at the start, and tell by name where they differ.
+"""Compare at the start what all ranks are about to train on, and report by name where they differ.
 
-Through the key-value store of torch.distributed, not by a collective: a rank that iterates alone waits for nobody
-longer than a time-out. Every rank leaves one small entry and reads one verdict; the first rank of the mesh compares.
+This uses the key-value store of torch.distributed, not a collective, so a rank that iterates alone never waits longer
+than a time-out. Every rank leaves one small entry and reads one verdict; the first rank of the mesh compares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from streaming.errors import AgreementError
 
 DEFAULT_TIMEOUT_S = 60.0
-"""How long the first iteration waits for ranks that do not come, before it warns and goes on without them."""
+"""How long the first iteration waits for absent ranks before it warns and continues without them."""
 
 _NAMED = 8
 """Differences that a message spells out."""
@@ -25,26 +25,26 @@ _NAMED = 8
 _log = logging.getLogger(__name__)
 
 Facts = Mapping[str, Any]
-"""What must agree: JSON-able values by the name that users know."""
+"""What must agree: JSON-serialisable values by the names that users know."""
 
 
 class Board(Protocol):
-    """What is used of ``torch.distributed.Store``. Entries are seen by all ranks."""
+    """The part of ``torch.distributed.Store`` that is used. All ranks see all entries."""
 
     def set(self, key: str, value: str) -> object:
         """Leave an entry."""
 
     def get(self, key: str) -> bytes:
-        """Read one that is there."""
+        """Read an entry that exists."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count up; the new number."""
+        """Add to a counter and return the new number."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all are there."""
+        """Tell whether all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> object:
-        """Wait for all; raises at the time-out."""
+        """Wait for all keys; raises after the time-out."""
 
     def delete_key(self, key: str) -> bool:
         """Remove an entry."""
@@ -55,19 +55,19 @@ def agree(
 ) -> None:
     """Compare ``facts`` over ``ranks``.
 
-    The n-th call of a rank for a ``subject`` meets the n-th of the others.
+    The n-th call of a rank for a ``subject`` is matched with the n-th of the others.
 
     Args:
         board: Where ranks leave entries.
-        rank: This one.
-        ranks: All that take part, in the same order everywhere; the first compares.
-        facts: This rank's.
-        subject: What is compared: calls for different subjects do not meet.
-        timeout_s: How long to wait for ranks that do not come.
-        required: Whether their absence is an error; else it is a warning.
+        rank: This rank.
+        ranks: All participants, in the same order everywhere; the first compares.
+        facts: This rank's facts.
+        subject: What is compared; calls for different subjects are independent.
+        timeout_s: How long to wait for absent ranks.
+        required: Whether their absence is an error; otherwise it is a warning.
 
     Raises:
-        AgreementError: Ranks differ (the same message on all of them), or did not come.
+        AgreementError: Ranks differ (the same message on all of them), or some did not arrive.
     """
     home, turn = _home(board, rank, ranks, subject)
     board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
@@ -83,24 +83,24 @@ def agree(
     if verdict["problem"]:
         raise AgreementError(verdict["problem"])
     late = differences({rank: facts}, verdict["majority"])
-    if late:  # came after the verdict
+    if late:  # arrived after the verdict
         raise AgreementError(_problem(late, len(ranks) - len(verdict["missing"])))
     if verdict["missing"] and rank not in verdict["missing"]:
         _absent(verdict["missing"], timeout_s, required=required)
 
 
 def stand_aside(board: Board, rank: int, ranks: Sequence[int], *, subject: str) -> None:
-    """Tell those who :func:`agree` on ``subject`` that ``ranks`` are not numbers of this job: nothing is compared.
+    """Tell those in :func:`agree` on ``subject`` to compare nothing, because ``ranks`` are not ranks of this job.
 
-    Where a mesh has the data ranks alone, as programs with tensor peers give it, several processes are one of its
-    ranks, and the process with the number of another one would be waited for in vain.
+    If a mesh has only the data ranks, as in programs with tensor parallelism of their own, several processes share one
+    of its ranks, and a process with the number of another would be waited for in vain.
     """
     home, turn = _home(board, rank, ranks, subject)
     board.set(f"{home}/{turn}/{rank}", json.dumps(None))
 
 
 def _home(board: Board, rank: int, ranks: Sequence[int], subject: str) -> tuple[str, int]:
-    """Return where entries about a subject lie, and which of its calls this is for ``rank``, from 1."""
+    """Return the key of entries about a subject, and which of its calls this is for ``rank``, from 1."""
     digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
     home = f"shardstream/agree/{digest}"
     return home, board.add(f"{home}/turn/{rank}", 1)
@@ -109,16 +109,18 @@ def _home(board: Board, rank: int, ranks: Sequence[int], subject: str) -> tuple[
 def gathered(
     board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float
 ) -> dict[int, dict[str, Any]]:
-    """Gather what each of ``ranks`` says; the n-th call of a rank for a ``subject`` meets the n-th of the others.
+    """Gather the facts of all ``ranks``.
+
+    The n-th call of a rank for a ``subject`` is matched with the n-th of the others.
 
     Raises:
-        AgreementError: Some did not come.
+        AgreementError: Some did not arrive.
     """
     digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
     home = f"shardstream/gather/{digest}"
     turn = board.add(f"{home}/turn/{rank}", 1)
     board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
-    if turn > 2:  # all ranks have read that one: they have come to the one behind it since
+    if turn > 2:  # all ranks have read that one, because they have since reached the next
         board.delete_key(f"{home}/{turn - 2}/{rank}")
     keys = [f"{home}/{turn}/{one}" for one in ranks]
     if not _came(board, keys, timeout_s):
@@ -130,7 +132,7 @@ def gathered(
     return {one: json.loads(board.get(key)) for one, key in zip(ranks, keys, strict=True)}
 
 
-_MARGIN_S = 5.0  # for the comparing rank to have waited itself
+_MARGIN_S = 5.0  # time for the comparing rank's own wait
 
 
 def _came(board: Board, keys: list[str], timeout_s: float) -> bool:
@@ -161,13 +163,13 @@ def _gather(board: Board, home: str, ranks: Sequence[int], timeout_s: float) -> 
 
 
 def majority_of(told: Sequence[Facts]) -> dict[str, Any]:
-    """Find what most say, by fact; among equals, what the first says."""
+    """Return the most common value of each fact; ties go to the first rank."""
     names = dict.fromkeys(name for facts in told for name in facts)
     return {name: json.loads(Counter(_text(facts.get(name)) for facts in told).most_common(1)[0][0]) for name in names}
 
 
 def differences(told: Mapping[int, Facts], majority: Facts) -> list[tuple[int, str, Any, Any]]:
-    """List rank, fact, its value, the majority's, for all that differ."""
+    """List rank, fact, its value, and the majority's value, for all that differ."""
     return [
         (rank, name, facts.get(name), value)
         for rank, facts in told.items()

@@ -1,4 +1,4 @@
-"""Write an exception as JSON, and read it back on another rank. No pickle, no import."""
+"""Encode an exception as JSON, and decode it on another rank. No pickle, no import."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def error_to_json(error: BaseException) -> bytes:
 
 
 def error_from_json(data: bytes, note: str) -> BaseException:
-    """Return the exception with one more note: of the same type and message where that type is known here.
+    """Return the exception with one more note, of the same type and message if that type is known here.
 
-    Else it is a ``WorkerError`` that names the type.
+    Otherwise it is a ``WorkerError`` that names the type.
     """
     told = json.loads(data)
     error = _same_type(told)

@@ -1,4 +1,4 @@
-"""Notice torch's own ``DataLoader`` reading a data set alike on every rank."""
+"""Detect torch's own ``DataLoader`` reading the same data on every rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class UnshardedWarning:
-    """Warn once where torch's sequential or random sampler deals out a whole data set on each of several ranks.
+    """Warn once if torch's sequential or random sampler deals out a whole data set on each of several ranks.
 
-    They ask for the length as an iteration begins; samplers that shard (torch's DistributedSampler, DeviceMeshSampler)
-    ask earlier or elsewhere, and trainers that cut the batches of torch's samplers stand between these and the loader.
+    These samplers ask for the length when an iteration begins; samplers that shard (torch's DistributedSampler,
+    DeviceMeshSampler) ask earlier or elsewhere, and trainers that shard the batches of torch's samplers are between
+    these and the loader in the call stack.
     """
 
     def __init__(self) -> None:
         self._is_done = False
 
     def check(self, num_ranks: Callable[[], int]) -> None:
-        """Look who asks for the length of a data set; to be called in its ``__len__``."""
+        """Check who asks for the length of a data set; call this in its ``__len__``."""
         if self._is_done:
             return
         frame: FrameType | None = sys._getframe(2)
@@ -49,8 +50,8 @@ def _module(frame: FrameType | None) -> str:
 
 
 def tell_of_opening_alone(peers: Peers | None, num_ranks: Callable[[], int]) -> None:
-    """Log that each of several ranks, without peers, reads the index of a data set, and what would spare them that."""
-    # Where nobody hears of it nobody looks: that takes half a millisecond.
+    """Log that each of several ranks, without peers, reads the index of a data set, and how to avoid that."""
+    # Skipped if the message would not be logged, because it takes half a millisecond.
     if peers is None and _log.isEnabledFor(logging.INFO) and (ranks := num_ranks()) > 1:
         _log.info(
             "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet and torchrun "

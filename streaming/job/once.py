@@ -1,4 +1,4 @@
-"""Work that one rank does for all: the others get its result, or its error, instead of asking the store as well."""
+"""Do work on one rank for all: the others get its result, or its error, instead of asking the store as well."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any, Protocol
 from streaming.job.error_codec import error_from_json, error_to_json
 
 PEER_WAIT_S = 20.0
-"""How long a process waits for a peer to begin what it counts on, before it does that itself."""
+"""How long a process waits for a peer to begin work that it needs, before it does the work itself."""
 
 LOOK_UP_S = 0.25
-"""After how long, at most, it looks again whether that peer has begun, or goes on from an older world instead."""
+"""Longest interval between checks whether that peer has begun, or continues from an earlier world instead."""
 
 RESULT_WAIT_S = 600.0
-"""How long it waits for one that has begun: listing and reading a large index from far away."""
+"""How long it waits for a peer that has begun: time to list and read a large, distant index."""
 
 PIECE_BYTES = 4 << 20
-"""Of one entry in the key-value store, which takes 8 MiB."""
+"""Size of one entry in the key-value store, which accepts 8 MiB."""
 
 MOST_BYTES = 4 << 30
-"""What the key-value store, which is one thread of one process, hands out to all ranks for one result: some seconds."""
+"""Maximum that the key-value store, a single thread, hands out to all ranks for one result: takes some seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class Peers(Protocol):
-    """Processes that can leave bytes for each other. Nobody waits for anybody beyond a time-out."""
+    """Processes that can leave bytes for each other. No wait exceeds a time-out."""
 
     @property
     def rank(self) -> int:
@@ -38,26 +38,26 @@ class Peers(Protocol):
 
     @property
     def world_size(self) -> int:
-        """All of them."""
+        """Number of processes."""
 
     def turn(self, name: str) -> int:
-        """Tell how often this process has asked for this name, this time included."""
+        """Return how many times this process has asked for this name, including now."""
 
     def leave(self, name: str, data: bytes) -> None:
         """Leave ``data`` for the others."""
 
     def find(self, name: str, timeout_s: float) -> bytes | None:
-        """Return what somebody left, or None if nobody did in time; 0: if nobody has."""
+        """Return what was left, or None if nothing was left in time; 0: do not wait."""
 
 
 def shared(peers: Peers | None, name: str, make: Callable[[], bytes]) -> bytes:
-    """Return what ``make`` returns: called on rank 0, whose result all others get; without peers, here.
+    """Return the result of ``make``, which is called on rank 0 for all; without peers, here.
 
-    The n-th call for a name meets the n-th of the others. Where rank 0 does not begin in time (this process works
-    alone), or the result is too large to be handed to all (more than ``MOST_BYTES`` together), ``make`` is called here.
+    The n-th call for a name is matched with the n-th of the others. If rank 0 does not begin in time (this process
+    works alone), or the result is too large for all (more than ``MOST_BYTES`` together), ``make`` is called here.
 
     Raises:
-        Exception: What ``make`` raised, here or on rank 0.
+        Exception: Whatever ``make`` raised, here or on rank 0.
     """
     if peers is None:
         return make()
@@ -71,13 +71,13 @@ def shared(peers: Peers | None, name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def shared_parts(peers: Peers | None, name: str, make: Callable[[int, int], bytes]) -> list[bytes]:
-    """Return what ``make`` returns for each rank of so many: called here for this one, the others tell theirs.
+    """Return the result of ``make`` for each rank: called here for this rank; the others send theirs.
 
-    Without peers, this is the only rank.
-    What a rank has not begun in time is made here, and so is what comes after it, unless it is there already.
+    Without peers, this is the only rank. What a rank has not begun in time is made here, and so is everything after it
+    that is not available yet.
 
     Raises:
-        Exception: What ``make`` raised, here or on the rank whose part it was.
+        Exception: Whatever ``make`` raised, here or on the rank whose part it was.
     """
     if peers is None:
         return [make(0, 1)]
@@ -95,31 +95,31 @@ def shared_parts(peers: Peers | None, name: str, make: Callable[[int, int], byte
 
 
 def part_of(count: int, rank: int, world_size: int) -> range:
-    """Return which of so many things are a rank's part."""
+    """Return which of ``count`` items are a rank's part."""
     return range(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def framed(head: Mapping[str, Any], *body: bytes) -> bytes:
-    """Put a JSON-able head before bytes, for ``unframed``."""
+    """Put a JSON-serialisable head before bytes, for ``unframed``."""
     text = json.dumps(head).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *body])
 
 
 def unframed(data: bytes) -> tuple[Any, int]:
-    """Return the head, and where the bytes behind it begin."""
+    """Return the head, and where the bytes after it begin."""
     start = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:start]), start
 
 
 def go_on(peers: Peers) -> None:
-    """Tell processes that join that this one has opened its data sets in an older world: they wait in vain."""
+    """Tell joining processes that this one opened its data sets in an earlier world, so they need not wait for it."""
     peers.leave(f"goes on/{peers.rank}", b"1")
 
 
 def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
-    """Wait until ``rank`` begins, or is known to go on from an older world; whether it begins.
+    """Wait until ``rank`` begins, or is known to continue from an earlier world; return whether it begins.
 
-    It looks, sleeps and looks again: of each timed wait that runs out torch's store writes two warnings.
+    This polls, because torch's store logs two warnings for each timed wait that expires.
     """
     until_s = time.monotonic() + wait_s
     pause_s = 0.01
@@ -139,7 +139,7 @@ def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
 
 
 def _told(peers: Peers, place: str, raised: str) -> bytes | None:
-    """Wait for what a rank that has begun leaves; None if that did not come, or was too large."""
+    """Wait for the result of a rank that has begun; None if it did not come, or was too large."""
     told = peers.find(f"{place}/told", RESULT_WAIT_S)
     if told is None:
         return None
@@ -152,7 +152,7 @@ def _told(peers: Peers, place: str, raised: str) -> bytes | None:
 
 
 def _made(peers: Peers, place: str, make: Callable[[], bytes]) -> bytes:
-    """Make it, and leave it for the others: the pieces first, then word of them."""
+    """Make the result and leave it for the others: the pieces first, then the announcement."""
     peers.leave(f"{place}/begun", b"1")
     try:
         data = make()

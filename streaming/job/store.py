@@ -1,4 +1,4 @@
-"""Find the other processes of the job, where torch.distributed or torchrun's agent knows them."""
+"""Find the other processes of the job through torch.distributed or torchrun's agent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from streaming.errors import ConfigError
 from streaming.job.once import Peers, go_on
 
 _CONNECT_S = 10.0
-"""To the store of torchrun's agent, which listens before it starts any process."""
+"""For the store of torchrun's agent, which listens before it starts any process."""
 _log = logging.getLogger(__name__)
 _of_agents: dict[tuple[int, str], Peers | None] = {}
-"""By process, since a forked one is another, and start of the job."""
+"""By process id, because a forked child is another process, and by start of the job."""
 
 
 class StoreAddress(Protocol):
-    """Where a key-value store listens before torch.distributed is set up, and who this process is among its users."""
+    """Address of a key-value store before torch.distributed is set up, and this process's place among its users."""
 
     @property
     def host(self) -> str:
@@ -48,9 +48,9 @@ class StoreAddress(Protocol):
 
 
 class StorePeers:
-    """Peers through a key-value store: that with which torch.distributed was set up, or that of torchrun's agent.
+    """Peers through a key-value store: that of torch.distributed, or that of torchrun's agent.
 
-    No collective: a process that opens a data set alone (evaluation on rank 0) waits for nobody who will not come for
+    No collective is used: a process that opens a data set alone (evaluation on rank 0) waits for absent processes no
     longer than the time-out.
     """
 
@@ -71,7 +71,7 @@ class StorePeers:
         """See ``Peers``."""
         key = f"shardstream/{name}"
         try:
-            if not timeout_s and not self._store.check([key]):  # to wait for 0 s is to wait for ever
+            if not timeout_s and not self._store.check([key]):  # waiting for 0 s would wait forever
                 return None
             self._store.wait([key], timedelta(seconds=timeout_s or 1))
         except dist.DistStoreError:
@@ -94,14 +94,14 @@ def job_store(needed_for: str) -> tuple[int, Any]:
 
 
 class ProcessGroup:
-    """Remember the process group of torch.distributed as it is now, or that there is none; keeps nothing alive."""
+    """Remember the current process group of torch.distributed, or that there is none; keeps nothing alive."""
 
     def __init__(self) -> None:
         self._store = weakref.ref(job_store("")[1]) if _is_set_up() else None
 
     @property
     def is_current(self) -> bool:
-        """Whether torch.distributed still has that group, and has not been set up since."""
+        """Whether torch.distributed still has that group, and has not been set up again since."""
         if not _is_set_up():
             return self._store is None
         return self._store is not None and self._store() is job_store("")[1]
@@ -112,15 +112,15 @@ def _is_set_up() -> bool:
 
 
 def job_world_size() -> int:
-    """Return the processes of the job, as torch.distributed knows them; 1 where it is not set up."""
+    """Return the number of processes of the job according to torch.distributed; 1 if it is not set up."""
     return dist.get_world_size() if _is_set_up() else 1
 
 
 def job_peers(agent: StoreAddress | None = None) -> Peers | None:
-    """Return the job's processes, if torch.distributed is set up with more than one, or its launcher keeps a store.
+    """Return the job's processes if torch.distributed is set up with more than one, or its launcher runs a store.
 
     Args:
-        agent: The store of the launcher, where there is one; for the time before torch.distributed is set up.
+        agent: The launcher's store, if there is one; used before torch.distributed is set up.
     """
     if job_world_size() > 1:
         return StorePeers(dist.get_rank(), job_world_size(), dist.distributed_c10d._get_default_store())
@@ -134,17 +134,17 @@ def job_peers(agent: StoreAddress | None = None) -> Peers | None:
 
 
 def tell_of_going_on(world_size: int) -> None:
-    """Tell processes that join, where torch.distributed was set up for this world, that this one opens nothing."""
+    """Tell processes that join, if torch.distributed was set up for this world, that this one opens nothing."""
     if job_world_size() == world_size > 1:
-        with suppress(RuntimeError):  # the store is gone: so nobody joins by it
+        with suppress(RuntimeError):  # the store is gone, so nobody joins through it
             go_on(StorePeers(dist.get_rank(), world_size, dist.distributed_c10d._get_default_store()))
 
 
 def _agent_peers(agent: StoreAddress, pid: int) -> Peers | None:
-    """Return peers through the store of the launcher's agent; None in a process that it did not start.
+    """Return peers through the launcher agent's store; None in a process that it did not start.
 
-    Others inherit the variables: a worker of some pool, a program that a rank runs, what is started anew in a rank's
-    place. The first process of a rank that comes is the rank.
+    Other processes inherit the variables: a pool worker, a program run by a rank, a replacement for a rank. The first
+    process to claim a rank is that rank.
     """
     if parent_process() is not None:
         return None
