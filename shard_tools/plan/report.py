@@ -1,4 +1,4 @@
-"""Tell who reads what under a topology: lanes, bytes, requests, memory and amplification of every data rank."""
+"""Report which data rank reads what under a topology: lanes, bytes, requests, memory and read amplification."""
 
 from __future__ import annotations
 
@@ -212,21 +212,21 @@ def plan(
     urls: str | Sequence[str], *, options: PlanOptions, storage: Storage, index_url: str | None = None,
     where: str | None = None, view: str | None = None, subset: str | None = None,
 ) -> PlanReport:  # fmt: skip
-    """Work out who reads what of the shards at ``urls``; read their index, never their data.
+    """Compute which data rank reads what of the shards at ``urls``; reads their index, never their data.
 
-    Of a filtered set, what is read of a chunk is estimated from the share of its samples that is kept.
+    For a filtered set, what is read of a chunk is estimated from the fraction of its samples that is kept.
 
     Args:
-        urls: Shards, as ``StreamingDataset`` takes them.
-        options: The topology and the loader's choices.
-        storage: Where the shards are.
-        index_url: Where the index lies, if not beside them.
-        where: Condition, as ``StreamingDataset`` takes it.
+        urls: Shards, as for ``StreamingDataset``.
+        options: The topology and the loader's options.
+        storage: Store of the shards.
+        index_url: Location of the index, if not beside them.
+        where: Condition, as for ``StreamingDataset``.
         view: Name of a saved view.
         subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
 
     Raises:
-        IndexMissingError: There is none, and the set is too large to index on the fly.
+        IndexMissingError: There is no index, and the set is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
         ConfigError: Training would refuse this for another reason than memory: an empty epoch.
     """

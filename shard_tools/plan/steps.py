@@ -1,4 +1,4 @@
-"""Say who was in a step of a run, and when a sample comes: worked out from the state and the plan, without any log."""
+"""Show which samples were in a step of a run, and when a sample comes, from the state and the plan, without any log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
 
-_MAX_ROWS = 1 << 20  # shown at once; a range of steps beyond it is surely a mistake
+_MAX_ROWS = 1 << 20  # maximum shown at once; a larger range of steps is surely a mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

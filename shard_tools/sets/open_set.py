@@ -1,4 +1,4 @@
-"""Open shards with their index, for verbs that read a data set."""
+"""Open shards with their index, for commands that read a data set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; bey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSet:
-    """Shards with their chunk table; with their sample tables too if they were read because they have no index."""
+    """Shards with their chunk table, and with their sample tables if these were read because there is no index."""
 
     urls: tuple[str, ...]
     chunks: ChunkTable
@@ -40,13 +40,15 @@ def open_set(
     exclude: str | None = None,
     duplicate_keys: DuplicateKeys = "keep",
 ) -> OpenSet:
-    """Open the shards at ``urls``, but those below ``exclude``, with their index; small sets are read for one.
+    """Open the shards at ``urls``, except those below ``exclude``, with their index.
 
-    What comes twice is kept unless ``duplicate_keys`` says otherwise: whoever looks into a set wants to see it.
+    Small sets without one are scanned.
+
+    Duplicate keys are kept unless ``duplicate_keys`` says otherwise, so that inspection shows them.
 
     Raises:
-        IndexMissingError: If there is no index and the set is too large to read for this.
-        NotFoundError: If nothing matches ``urls``.
+        IndexMissingError: There is no index, and the set is too large to scan for this.
+        NotFoundError: Nothing matches ``urls``.
     """
     shards = shards_beside(urls, storage, exclude)
     try:
@@ -59,7 +61,7 @@ def open_set(
 
 
 def shards_beside(urls: Sequence[str], storage: Storage, exclude: str | None) -> tuple[str, ...]:
-    """Return the shards at ``urls`` that do not lie below ``exclude``, which may be a target inside a source.
+    """Return the shards at ``urls`` that are not below ``exclude``, which may be a target inside a source.
 
     Raises:
         NotFoundError: There is none.

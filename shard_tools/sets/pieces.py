@@ -1,4 +1,4 @@
-"""Read any samples of a shard by its index: in checked pieces, which are spans, or chunks where there are none."""
+"""Read any samples of a shard by its index, in verified pieces: spans, or chunks if there are no spans."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ class ShardPieces:
 def read_pieces(
     storage: Storage, wanted: FetchRange, samples: Callable[[], SampleTable | None]
 ) -> tuple[bytearray, UnitLayout]:
-    """Return the bytes of ``wanted`` and where each field lies in them; where some are damaged, the layout says whose.
+    """Return the bytes of ``wanted`` and where each field is in them; if some are damaged, the layout says whose.
 
     Args:
-        storage: Where the shard lies.
-        wanted: Which bytes.
+        storage: Store of the shard.
+        wanted: The byte range.
         samples: Loads the shard's sample table, to tell damaged samples from others.
 
     Raises:
         ChecksumError: They are damaged, and the index cannot tell which.
-        TarError, IndexMismatchError, StorageError: As :func:`streaming.fetch.read.fetch_range`.
+        TarError, IndexMismatchError, StorageError: As for :func:`streaming.fetch.read.fetch_range`.
     """
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:

@@ -1,4 +1,4 @@
-"""Index shards that others made, or that changed: the verb ``index``."""
+"""Index shards made by other programs, or shards that changed: the command ``index``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a secon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexReport(Report):
-    """What there is after indexing, and how long it took.
+    """The result of indexing.
 
     Attributes:
         num_shards: Shards that were named.
         num_samples: Their samples.
         num_chunks: Their chunks.
         num_bytes: Their bytes.
-        num_scanned_bytes: Bytes that this run read; the rest was indexed before.
-        num_pruned: Shards taken out of the index because they are gone.
+        num_scanned_bytes: Bytes read by this run; the rest was indexed before.
+        num_pruned: Shards removed from the index because they no longer exist.
         index_urls: The chunk tables.
-        fingerprint: Of all these shards, in order.
+        fingerprint: Fingerprint of all these shards, in order.
         seconds: Wall time.
     """
 
@@ -52,7 +52,7 @@ class IndexReport(Report):
 
 
 class _Told:
-    """Pass a scan's progress on, and add it up. Thread-safe."""
+    """Forward a scan's progress, and add it up. Thread-safe."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -63,7 +63,7 @@ class _Told:
     def __call__(self, url: str, num_bytes: int) -> None:
         with self._lock:
             new = url not in self._begun
-            self._begun.add(url)  # each shard counts once, however many pieces of it are told
+            self._begun.add(url)  # each shard counts once, however many of its pieces are reported
             self.num_bytes += num_bytes
         self._progress.advance(num_bytes=num_bytes, num=int(new))
 
@@ -80,23 +80,23 @@ def index(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
-    """Index shards; those whose index is there and fits their size are not read again.
+    """Index shards; those with an index that matches their size are not read again.
 
     Args:
-        urls: Shards, as in ``StreamingDataset``.
-        storage: Where they lie.
-        index_url: Where the index shall lie; default: beside the shards.
-        workers: Shards scanned at a time.
-        force: Read every shard anew.
-        prune: Take shards that are in the index, but no longer in the store, out of it.
-        duplicate_keys: What a key is that comes twice in a shard; as in ``StreamingDataset``.
-        executor: Scan there, on a cluster for example, instead of here.
-        progress: Told of bytes read and shards begun.
+        urls: Shards, as for ``StreamingDataset``.
+        storage: The store.
+        index_url: Where to write the index; default: beside the shards.
+        workers: Shards scanned in parallel.
+        force: Read every shard again.
+        prune: Remove shards from the index that are no longer in the store.
+        duplicate_keys: How to treat a key that occurs twice in a shard; as for ``StreamingDataset``.
+        executor: Executor on which to scan, such as a cluster, instead of here.
+        progress: Receives the bytes read and shards begun.
 
     Raises:
-        DataError: For a damaged shard; the others are indexed, and the next run reads only what is missing.
-        ConfigError: For a compressed shard.
-        StorageError: If a store fails.
+        DataError: A shard is damaged; the others are indexed, and the next run reads only what is missing.
+        ConfigError: A shard is compressed.
+        StorageError: A store failed.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
@@ -131,7 +131,7 @@ def index(
 
 
 def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | None) -> int:
-    """Take shards that are gone out of the index at ``home``; their number."""
+    """Remove shards that no longer exist from the index at ``home``; return their number."""
     table = read_chunks(storage, home)
     named = {shard_name(shard, index_url): shard for shard in shards}
     folder = split_url(shards[0])[0]

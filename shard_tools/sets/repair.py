@@ -1,4 +1,4 @@
-"""Save what can be saved of damaged tars, with an honest word about what cannot."""
+"""Save what is left of damaged tars, and report exactly what is lost."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _HARD_LINK = ord("1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRepair:
-    """What became of one shard.
+    """The result of repairing one shard.
 
     Attributes:
         url: The shard.
-        target: Where what was saved lies; None: nothing was written, because samples would be lost.
-        num_samples: Samples saved, or that would be.
-        num_links: Hard links written as the files that they mean.
-        mended: What was wrong and costs no sample.
+        target: Where the repaired shard is; None: nothing was written, because samples would be lost.
+        num_samples: Samples saved, or that would be saved.
+        num_links: Hard links written as the files they refer to.
+        mended: Defects that cost no sample.
         lost: What is lost, each with its place and cause.
-        lost_keys: Samples that are lost or incomplete, as far as their keys are known.
-        exact: Whether an index told all samples that there were; else more may be lost than anybody knows.
+        lost_keys: Keys of samples that are lost or incomplete, as far as they are known.
+        exact: Whether an index listed all samples; otherwise more may be lost than is known.
     """
 
     url: str
@@ -98,27 +98,28 @@ def repair(
     drop_damaged: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Write what can be saved of the shards at ``urls`` into ``target``, under their names, and index it.
+    """Write what is left of the shards at ``urls`` to ``target``, under their names, and index it.
 
     Folders below the innermost one that holds all shards are kept.
 
-    Members are found by their headers; after damage the search goes on at the next header that holds. Mended without a
-    loss: a missing end-of-archive mark, archives joined by ``cat``, hard links (written as files), long padding. Where
-    there is an index of the shard as it was, its checksums tell damaged bytes, and its keys all that is lost. Without
-    one, bytes inside members are taken as they are, and a sample beside damage counts as incomplete if it lacks a field
-    that all others have.
+    Members are found by their headers; after damage the search continues at the next valid header. Repaired without
+    loss: a missing end-of-archive marker, archives concatenated with ``cat``, hard links (written as files), long
+    padding. If there is an index of the original shard, its checksums identify damaged bytes, and its keys everything
+    that is lost. Without one, bytes inside members are trusted, and a sample next to damage counts as incomplete if it
+    lacks a field that all others have.
 
     Args:
-        urls: Shards, as in ``StreamingDataset``; not compressed.
-        target: Folder or prefix; another one than theirs.
-        storage: Where both lie.
-        index_url: Where the index of the shards lies, if not beside them.
-        drop_damaged: Write a shard although samples of it are lost; else it is left out and reported.
-        progress: Told of bytes and shards.
+        urls: Shards, as for ``StreamingDataset``; not compressed.
+        target: Folder or prefix, different from theirs.
+        storage: Store of both.
+        index_url: Location of the shards' index, if not beside them.
+        drop_damaged: Write a shard even if it has lost samples; otherwise it is left out and reported.
+        progress: Receives bytes and shards.
 
     Raises:
-        ConfigError: A shard is compressed, source and target are one place, or two shards would get one name.
-        StorageError: A store fails.
+        ConfigError: A shard is compressed, source and target are the same place, or two shards would have the same
+            name.
+        StorageError: A store failed.
     """
     progress = progress or NoProgress()
     shards = expand_urls(list(urls), storage)
@@ -160,7 +161,7 @@ class _Source:
         self._storage, self._start, self._window = storage, 0, memoryview(b"")
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return the bytes ``[start, stop)``, cut off at the end of the shard; at most a window."""
+        """Return the bytes ``[start, stop)``, truncated at the end of the shard; at most one window."""
         stop = min(stop, self.size_bytes)
         if not (self._start <= start and stop <= self._start + len(self._window)):
             end = max(start, min(self.size_bytes, start + _WINDOW_BYTES))
@@ -175,7 +176,7 @@ class _Source:
 
 @dataclass(slots=True, kw_only=True)
 class _Member:
-    """A member that was found: its bytes are ``[data, data + size)``; the next header stands at ``next``."""
+    """A member that was found: its bytes are ``[data, data + size)``; the next header is at ``next``."""
 
     name: bytes
     kind: int
@@ -187,7 +188,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Sample:
-    """Neighbouring members of one key; ``beside`` says that something is lost before or after them."""
+    """Adjacent members with one key; ``beside`` says that something is lost before or after them."""
 
     key: str
     members: dict[str, _Member] = field(default_factory=dict)
@@ -195,7 +196,7 @@ class _Sample:
 
 
 class _DamageError(Exception):
-    """No whole member begins here; ``next`` is where the next one should be, if that is known, ``name`` whose it is."""
+    """No whole member begins here; ``next`` is where the next one should be, if known, and ``name`` whose it is."""
 
     def __init__(self, why: str, next_header: int | None = None, name: bytes = b"") -> None:
         super().__init__(why)
@@ -207,7 +208,7 @@ def _header_at(source: _Source, at: int) -> bytes:
 
 
 def _holds(source: _Source, at: int) -> bool:
-    """Tell whether a header, or the end-of-archive mark, stands at ``at``."""
+    """Tell whether there is a header, or the end-of-archive marker, at ``at``."""
     header = _header_at(source, at)
     return at == source.size_bytes or (len(header) == BLOCK_BYTES and (not any(header) or checksum_matches(header)))
 
@@ -311,7 +312,7 @@ class _Salvage:
         self._drop_incomplete()
 
     def _skip(self, at: int, error: _DamageError) -> int:
-        """Note what is lost at ``at``; where the next header stands."""
+        """Record what is lost at ``at``; return where the next header is."""
         after = error.next if error.next is not None else self._next_header(at + BLOCK_BYTES)
         whose = f", member {decode_name(error.name)!r}" if error.name else ""
         self.lost.append(f"bytes {at}-{after}{whose}: {error}")
@@ -368,7 +369,7 @@ class _Salvage:
         self._samples[-1].beside |= beside
 
     def _compare_with_index(self) -> None:
-        """Ask the index of the shard as it was which bytes are damaged."""
+        """Use the index of the original shard to find which bytes are damaged."""
         table = self._table
         if table is None:
             return
@@ -377,7 +378,7 @@ class _Salvage:
         for low, high, expected in zip(bounds[:-1].tolist(), bounds[1:].tolist(), sums.tolist(), strict=True):
             start, stop = (int(table.record_starts[row]) for row in (low, high))
             if stop > self._source.size_bytes:
-                break  # nobody can tell: what is whole by its headers is kept
+                break  # unknown, so members with intact headers are kept
             found = 0
             for piece in self._source.pieces(start, stop):
                 found = crc32c(piece, found)
@@ -412,7 +413,7 @@ class _Salvage:
         out.write(END_OF_ARCHIVE)
 
     def report(self, target: str | None) -> ShardRepair:
-        """Return what became of it."""
+        """Return the result."""
         return ShardRepair(
             url=self._source.url,
             target=target,

@@ -1,4 +1,4 @@
-"""Write indexed shards into new ones: split, merged, mixed, sorted or with some samples left out."""
+"""Write indexed shards into new ones: split, merged, shuffled, sorted or with some samples left out."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, as many as there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions(ShardOptions):
-    """What the new shards shall be, besides what ``ShardOptions`` says.
+    """Options of the new shards, in addition to ``ShardOptions``.
 
     Attributes:
         sort: Column of the sample table, or ``__key__``, to sort by.
-        descending: Sort the largest first.
+        descending: Sort in descending order.
         where: Condition on columns of the sample table (:mod:`streaming.index.where`).
         fields: Keep only these fields; None: all.
-        dedupe: One sample for each key: fields that stand apart are joined; of one that comes twice the first stays.
+        dedupe: Merge samples with the same key; of a field that occurs twice, keep the first.
         key_prefix: Put before every key; ``{shard}`` in it is the shard's name without its suffix, ``{number}`` the
             sample's number in the source.
-        drop: Files that list samples to be left out.
-        index_url: Where the source's index lies, if not beside its shards.
-        memory_bytes: For samples on their way, where the order changes.
+        drop: Files that list samples to leave out.
+        index_url: Location of the source's index, if not beside its shards.
+        memory_bytes: Memory for samples in transit when the order changes.
     """
 
     sort: str | None = None
@@ -72,7 +72,7 @@ class ReshardOptions(ShardOptions):
             )
 
     def identity(self) -> dict[str, object]:
-        """Return what the bytes of the result depend on, but the samples taken."""
+        """Return everything that determines the bytes of the result, except the selection of samples."""
         more = {"dedupe": True} if self.dedupe else {}
         return {
             **more,
@@ -87,19 +87,19 @@ class ReshardOptions(ShardOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport(Report):
-    """What resharding did.
+    """The result of resharding.
 
     Attributes:
         target: Where the new shards are.
         num_source: Samples of the source.
-        num_dropped: Left out because they are on the list.
-        num_filtered: Left out because the condition does not fit them.
-        num_duplicates: Left out by ``dedupe``: all of their fields came before, under the same key.
-        num_joined: Joined by ``dedupe`` to the first of their key.
-        num_not_found: Records of the list that mean no sample of the source.
-        num_unreadable: Lines of the list that are no records.
+        num_dropped: Left out because they are in the list.
+        num_filtered: Left out because they do not match the condition.
+        num_duplicates: Left out by ``dedupe``, because all of their fields came before under the same key.
+        num_joined: Merged by ``dedupe`` into the first of their key.
+        num_not_found: Records of the list that match no sample of the source.
+        num_unreadable: Lines of the list that are not records.
         num_samples: Samples written, now and by an earlier run.
-        num_resumed_samples: Those that an earlier run had written.
+        num_resumed_samples: Samples that an earlier run had written.
         num_shards: New shards.
         num_bytes: Their bytes.
         seconds: Wall time of this run.
@@ -130,22 +130,22 @@ def reshard(
 ) -> ReshardReport:
     """Write the samples of ``source`` into shards ``000000.tar``, … in ``target``, with their index.
 
-    The bytes of every field are carried over as they are, and so are the columns of the sample tables. Every byte
-    that is read is checked against the index. Deterministic, and resumable: as :func:`shard_tools.convert.convert`.
+    The bytes of every field are copied unchanged, and so are the columns of the sample tables. Every byte read is
+    checked against the index. Deterministic and resumable, like :func:`shard_tools.convert.convert`.
 
     Args:
-        source: Shards, as in ``StreamingDataset``.
+        source: Shards, as for ``StreamingDataset``.
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
-        options: What they shall be.
-        storage_options: How to reach the stores of both.
-        progress: Told about samples and bytes written.
+        options: Options of the new shards.
+        storage_options: Options of both stores.
+        progress: Receives the samples and bytes written.
 
     Raises:
-        TargetNotEmptyError: If the target holds shards of other work.
-        ConfigError: For options that do not fit the source.
-        DataError: A sample is damaged and not on the list; or no sample is left.
-        IndexMissingError: If there is no index and the set is too large to read for this.
-        StorageError: If a store fails.
+        TargetNotEmptyError: The target holds shards of other work.
+        ConfigError: Options do not fit the source.
+        DataError: A sample is damaged and not in the list, or no sample is left.
+        IndexMissingError: There is no index, and the set is too large to scan for this.
+        StorageError: A store failed.
     """
     started = time.monotonic()
     options = options or ReshardOptions()

@@ -1,4 +1,4 @@
-"""Select the samples that ``reshard`` takes: all but those on a list, and those that a condition fits."""
+"""Select the samples for ``reshard``: those that match a condition, without those in a list."""
 
 from __future__ import annotations
 
