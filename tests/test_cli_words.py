@@ -24,7 +24,7 @@ def test_typos_in_decode_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         samples.open(decode={"vec.npz": None, "CLS": int, "*.png": None, "*": None})
     (record,) = caplog.records
     assert "no sample of" in record.getMessage()
-    assert "'vec.npz' (did you mean 'vec.npy'?); there are bin, cls, json, txt, vec.npy" in record.getMessage()
+    assert "'vec.npz' (did you mean 'vec.npy'?); its fields are bin, cls, json, txt, vec.npy" in record.getMessage()
 
 
 @pytest.mark.parametrize("option", [("--columns", "tokns"), ("--field", "tokns=txt")])
