@@ -292,7 +292,7 @@ def test_replicas_at_different_places_are_told(dataset: StreamingDataset, play: 
 
     first, *others = play(run, dp_size=1, tp_size=3)
     assert first.startswith(
-        "replicas begin at different places: rank 0 at epoch 0, sample 0; rank 2 at epoch 1, sample 0"
+        "replicas begin at different places: rank 0 at epoch 0, sample 0, but rank 2 at epoch 1, sample 0"
     )
     assert others == [first, first]
 

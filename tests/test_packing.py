@@ -320,7 +320,7 @@ def test_packs_are_full(length: int, num_packs: int, least: float) -> None:
         ({"overlong": "cut"}, "expected one of split, truncate, drop"),
         ({"multiple": 0}, "multiple"),
         ({"multiple": 3}, "use 6 or 9"),
-        ({"multiple": 16}, "take 16"),
+        ({"multiple": 16}, "use 16"),
         ({"max_docs": 0}, "max_docs"),
         ({"padded": 1}, "padded"),
         ({"stride": 9}, "stride"),
