@@ -191,7 +191,9 @@ def test_a_collate_fn_gets_packs(folder: Path) -> None:
     assert sorted(keys) == [f"{number:04d}" for number in range(NUM_CLIPS) if number != 77]
     with pytest.raises(KeyError) as caught:
         epoch_of(buckets(clips(folder)), collate_fn=lambda packs: packs[0]["wav"], jagged=None)
-    assert re.search(r"over 1 packs \(each a dict.*first of them '\d{4}' of", str(caught.value.__notes__))
+    assert re.search(
+        r"given 1 packs \(each a dict.*first of them '\d{4}' of /\S+/\d{4}\.tar['\"]", str(caught.value.__notes__)
+    )
 
 
 def of_samples(packs: list[dict[str, Any]]) -> list[str]:

@@ -348,12 +348,11 @@ class BatchBuilder:
             return collate_fn(samples)
         except Exception as error:
             first = samples[0] if samples and isinstance(samples[0], Mapping) else {}
-            key, what = first.get("__key__"), "samples"
+            key, url, what = first.get("__key__"), first.get("__url__"), "samples"
             if isinstance(key, list):
                 key, what = next(iter(key), None), "packs (each a dict, whose entries hold all that is in it)"
-            error.add_note(
-                f"in collate_fn, given {len(samples)} {what}, the first of them {key!r} of {first.get('__url__')}"
-            )
+                url = next(iter(url), None) if isinstance(url, list) else url
+            error.add_note(f"in collate_fn, given {len(samples)} {what}, the first of them {key!r} of {url}")
             raise
 
     def empty(self, prototypes: Iterator[Rows]) -> Any:
