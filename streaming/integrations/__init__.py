@@ -2,5 +2,6 @@
 
 ``streaming.integrations.accelerate`` and ``streaming.integrations.transformers`` import the libraries of those names;
 ``streaming.integrations.lightning`` is for Fabric, and for loaders without a length. Ray Train, torch.distributed and
-its checkpoints need no adapter: see docs/trainers.md. ``streaming.integrations.gpu_decoders`` passes images to GPU decoders.
+its checkpoints need no adapter: see docs/trainers.md. ``streaming.integrations.gpu_decoders`` passes images to GPU
+decoders.
 """
