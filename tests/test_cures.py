@@ -67,6 +67,7 @@ NOT_RUN = {
     ("cat", ""): "test_cli.py::test_cat_verb",
     ("convert", ""): "test_cli.py::test_convert_reports",
     ("info", ""): "test_cli.py::test_info_verb",
+    ("reshard", "--max-bytes"): "test_reshard.py::test_as_a_command",
     ("reshard", "--sort"): "test_curriculum.py::test_what_it_reads_is_said_and_sorted_shards_cure_it",
     ("reshard", "--where"): "test_reshard.py::test_as_a_command",
 }

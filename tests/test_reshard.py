@@ -502,6 +502,10 @@ def test_as_a_command(data: Path, tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert "100 samples in the source, 0 dropped, 66 filtered out" in ran.stdout
     assert samples(tmp_path / "out")[1] == ("00003", {"cls": b"3", "txt": b"text of 3"})
+    assert command("reshard", data, tmp_path / "small", "--max-bytes", "50kB").exit_code == 0
+    sizes = [path.stat().st_size for path in (tmp_path / "small").glob("*.tar")]
+    assert len(sizes) > 3
+    assert max(sizes) <= 50_000
     for wrong in (["--seed", "3"], ["--sort", "nothing"], ["--shuffle", "--sort", "tokens"], ["--where", "?"]):
         ran = command("reshard", data, tmp_path / "wrong", *wrong)
         assert ran.exit_code == 2, ran.output
