@@ -40,8 +40,7 @@ import sys
 if not hasattr(sys.modules["streaming"], "_HOMES"):
     raise ImportError(
         f"import streaming: {sys.modules['streaming'].__file__} belongs to another package, such as MosaicML's, and "
-        f"hides "
-        f"shardstream's {__file__}. Both are imported as `streaming`, so they need separate environments. Run "
+        f"hides shardstream's {__file__}. Both are imported as `streaming`, so they need separate environments. Run "
         "`pip uninstall mosaicml-streaming` and `pip install --force-reinstall shardstream`"
     )
 

@@ -154,9 +154,8 @@ def numbered_classes(
                     _log.warning("classes are numbered as in %s, which lies beside %s", place, source)
                 return {name: number for number, name in enumerate(listed)}, place
             _log.warning(
-                "%s has class %r, which %s beside it lacks: classes are numbered by this folder alone. Give "
-                "--classes to "
-                "number both alike",
+                "%s has class %r, which %s beside it lacks: classes are numbered by this folder alone. Give --classes "
+                "to number both alike",
                 source,
                 min({*names} - {*listed}),
                 place,

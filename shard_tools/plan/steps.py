@@ -281,8 +281,7 @@ def _check_set(planned: Planned, state: LoaderState) -> None:
     if state.fingerprint != planned.fingerprint:
         raise StateError(
             f"--state: it is of {state.num_samples} samples with fingerprint {state.fingerprint}, but these shards "
-            f"have "
-            f"{planned.table.total_samples} and {planned.fingerprint}: give the set that the run reads, with its "
+            f"have {planned.table.total_samples} and {planned.fingerprint}: give the set that the run reads, with its "
             "--where, --view or --subset (ranges such as dataset[a:b] are not worked out here)"
         )
 

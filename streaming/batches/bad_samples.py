@@ -137,9 +137,8 @@ class BadSamples:
         if not told:
             _log.warning(
                 "%s has %s: were the shards rewritten with another tokenizer? Packs are planned from the column: "
-                "longer "
-                "documents are cut off, shorter ones are padded, and loader.metrics() counts both as changed_lengths. "
-                "Write the column again with `shard_tools column add`",
+                "longer documents are cut off, shorter ones are padded, and loader.metrics() counts both as "
+                "changed_lengths. Write the column again with `shard_tools column add`",
                 shown, reason,
             )  # fmt: skip
 

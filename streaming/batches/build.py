@@ -384,9 +384,8 @@ class BatchBuilder:
             except _Bad:
                 continue
         raise TooManyBadSamplesError(
-            f"this rank gets no rows of the last batch, and none of the {MAX_SUBSTITUTES} samples tried for the "
-            f"shape of "
-            "an empty one could be read and was kept by transform. Check the data set with `shard_tools verify`"
+            f"this rank gets no rows of the last batch, and none of the {MAX_SUBSTITUTES} samples tried for the shape "
+            "of an empty one could be read and was kept by transform. Check the data set with `shard_tools verify`"
         )
 
     def samples(self, rows: Rows) -> list[Sample]:

@@ -137,9 +137,8 @@ def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]
         return {}
     if collate_fn is not None:
         raise ConfigError(
-            f"jagged={jagged!r} has no effect with a collate_fn, which makes the batch itself; leave one of them "
-            f"out, or "
-            'lay fields end to end in that function: Jagged.of([sample["audio"] for sample in samples])'
+            f"jagged={jagged!r} has no effect with a collate_fn, which makes the batch itself; leave one of them out, "
+            'or lay fields end to end in that function: Jagged.of([sample["audio"] for sample in samples])'
         )
     if isinstance(jagged, Mapping):
         named = dict(jagged)

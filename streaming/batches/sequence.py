@@ -209,9 +209,8 @@ def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout)
     if len(odd):
         raise ConfigError(
             f"a document of {lengths[odd[0]]} positions does not divide into {parts} parts for {peer.ring_size} ring "
-            f"and "
-            f"{peer.ulysses_size} ulysses peers ({layout}); round each document up: "
-            f"Packed(…, multiple={peer.divisor(layout)})"
+            f"and {peer.ulysses_size} ulysses peers ({layout}); round each document up: Packed(…, "
+            f"multiple={peer.divisor(layout)})"
         )
     sizes = (lengths // parts).repeat(lengths)
     place = np.arange(borders[0], borders[-1]) - borders[:-1].repeat(lengths)

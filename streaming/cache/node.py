@@ -271,9 +271,8 @@ class NodeCache:
         if self._unwarned.acquire(blocking=False):
             _log.warning(
                 "cache in %s: %s. Reads continue from the store; what is cached stays in use, and writing is retried "
-                "every %d s. This is logged once; the metric cache_errors counts all such errors. Free disk space, "
-                "or set "
-                "cache_limit and cache_dir to what the disk can hold.",
+                "every %d s. This is logged once; the metric cache_errors counts all such errors. Free disk space, or "
+                "set cache_limit and cache_dir to what the disk can hold.",
                 self._layout.directory,
                 error,
                 RETRY_AFTER_S,

@@ -102,9 +102,8 @@ class Space:
             if not self._make_room_alone(need_bytes) and not waiting.pause():
                 raise TimeoutError(
                     f"{self._layout.root}: no room for {need_bytes} bytes after {_ROOM_LIMIT_S:g} s: other processes "
-                    f"hold it, "
-                    f"or are still freeing it. Is one of them stopped, or is the limit of {self._limit_bytes} bytes "
-                    f"too small?"
+                    f"hold it, or are still freeing it. Is one of them stopped, or is the limit of {self._limit_bytes} "
+                    "bytes too small?"
                 )
 
     def drop(self, part: PartFile) -> None:

@@ -290,11 +290,9 @@ def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, 
             storage.read(shard, 0, 1)
             if tell:
                 _log.warning(
-                    "%s: the store denies access to the index but not to the shards, as S3 does when there is no "
-                    "index and "
-                    "s3:ListBucket is not granted: reading the set without an index. Pass one that is stored "
-                    "elsewhere as "
-                    "index=, or make one with `shard_tools index URL --index DIRECTORY`",
+                    "%s: the store denies access to the index but not to the shards, as S3 does when there is no index "
+                    "and s3:ListBucket is not granted: reading the set without an index. Pass one that is stored "
+                    "elsewhere as index=, or make one with `shard_tools index URL --index DIRECTORY`",
                     redact(split_url(shard)[0]),
                 )
             return None
@@ -313,10 +311,9 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
         if rows is None:
             target = redact(home) or "."
             raise IndexMissingError(
-                f"{redact(names[name])}: not in the index at {join_url(target, chunks_path())}; "
-                f"run `shard_tools index {target}`, or, if you may not write there, `shard_tools index {target} "
-                f"--index "
-                "DIRECTORY`, and pass that as index="
+                f"{redact(names[name])}: not in the index at {join_url(target, chunks_path())}; run `shard_tools index "
+                f"{target}`, or, if you may not write there, `shard_tools index {target} --index DIRECTORY`, and pass "
+                "that as index="
             )
         tables.append(rows)
     return tables

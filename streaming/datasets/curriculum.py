@@ -255,8 +255,7 @@ class _Grid:
             counts = " x ".join(str(len(one.borders)) for one in self.metrics)
             raise ConfigError(
                 f"Curriculum: buckets: the metrics' buckets make {counts} cells, but at most {MAX_CELLS:,} are "
-                f"allowed. Give "
-                f"fewer, such as buckets={max(int(MAX_CELLS ** (1 / len(self.metrics))), 1)}"
+                f"allowed. Give fewer, such as buckets={max(int(MAX_CELLS ** (1 / len(self.metrics))), 1)}"
             )
 
     @property
@@ -328,9 +327,8 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
     for what, given in (("by", by), ("buckets", buckets)):
         if isinstance(given, Mapping) and set(given) != set(schedules):
             raise ConfigError(
-                f"Curriculum: {what}: expected a dict with the keys of metric=, {', '.join(map(str, schedules))}, "
-                f"got the keys "
-                f"{', '.join(map(str, given)) or 'none'}"
+                f"Curriculum: {what}: expected a dict with the keys of metric=, {', '.join(map(str, schedules))}, got "
+                f"the keys {', '.join(map(str, given)) or 'none'}"
             )
     asked = []
     for name, own in schedules.items():
@@ -375,8 +373,7 @@ def _checked_buckets(given: Any, by: By) -> Buckets:
     if by == "percentile" and not 0 < borders[0] <= borders[-1] <= 1:
         raise ConfigError(
             f"Curriculum: buckets: borders by percentile must be above 0 and at most 1, got {borders}; for values of "
-            f"the "
-            'column write by="value"'
+            'the column write by="value"'
         )
     return [float(one) for one in borders]
 

@@ -120,8 +120,7 @@ class GroupedMixture(Mixture):
         if others:
             raise StateError(
                 f"this state was saved over other samples: the group {others[0]!r} differs. Open the same shards in "
-                f"the "
-                "same order, with the same filter; if a column was added again since, give it back its old values"
+                "the same order, with the same filter; if a column was added again since, give it back its old values"
             )
         super().check_ledger(ledger)
 
@@ -202,8 +201,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
         if column.num_missing and nulls == "error":
             raise ConfigError(
                 f"{owner}: column {name!r} has no value for {column.num_missing:,} samples, some of them in "
-                f"{column.lacking}. "
-                'Leave them out with nulls="drop", or give them values with `shard_tools column add`'
+                f'{column.lacking}. Leave them out with nulls="drop", or give them values with `shard_tools column add`'
             )
         if column.num_missing:
             _log.info("%s: %d samples without a value of %r are left out", owner, column.num_missing, name)

@@ -227,8 +227,7 @@ class Mixture(JoinedSource):
         if self._blend.quotas is None:
             raise TypeError(
                 "this Mixture has no len(): with weights= it is drawn from without end. Give it ends=, or give the "
-                "loader an "
-                "epoch_size=; for the number of samples write sum(mixture.sizes.values())"
+                "loader an epoch_size=; for the number of samples write sum(mixture.sizes.values())"
             )
         return sum(self._blend.quotas.values())
 
@@ -415,9 +414,8 @@ class Mixture(JoinedSource):
             if 0 < count < size:
                 raise ConfigError(
                     f'batches="one_source": {name!r} gives {count:,} samples an epoch, too few for a global batch of '
-                    f"{size:,}: "
-                    "it would never get a batch. Read it more often (repeats=), give a smaller batch, or use "
-                    'batches="mixed"'
+                    f"{size:,}: it would never get a batch. Read it more often (repeats=), give a smaller batch, or "
+                    'use batches="mixed"'
                 )
         return {name: count - count % size for name, count in quotas.items()}
 
@@ -441,12 +439,10 @@ class Mixture(JoinedSource):
         missing = self.needed(ledger)
         if missing:
             raise StateError(
-                f"this state drew from {some_names([*map(repr, missing)])}, which this mixture lacks. The positions "
-                f"of the "
-                "other sources depend on its chunks too: keep it in the mixture with the weight 0 (in weights or the "
-                "Schedule at a resume, or by set_weights). States then record how far it reaches; once that is read, "
-                "it may "
-                "be left out and deleted"
+                f"this state drew from {some_names([*map(repr, missing)])}, which this mixture lacks. The positions of "
+                "the other sources depend on its chunks too: keep it in the mixture with the weight 0 (in weights or "
+                "the Schedule at a resume, or by set_weights). States then record how far it reaches; once that is "
+                "read, it may be left out and deleted"
             )
 
     def grown(self, ledger: Ledger) -> list[str]:

@@ -378,8 +378,7 @@ class Packed(PackedSource):
         why = f"it has {found:g} bytes for each token of the column" if found else "no sample table has its sizes"
         raise ConfigError(
             f'dtype: it cannot be inferred for field {field!r}: {why}; give dtype="uint16" or "uint32". If neither '
-            f"fits, "
-            "the column counts something else, or was made with another tokenizer"
+            "fits, the column counts something else, or was made with another tokenizer"
         )
 
     def _take_over(self) -> None:
@@ -519,9 +518,8 @@ class _Work:
         least, column, number = int(lengths.min()), self._columns[place], int(samples[row])
         has = "no value" if least == UNKNOWN else f"{least} tokens"
         return ConfigError(
-            f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; "
-            f'leave such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or rebuild the '
-            f"column "
+            f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; leave "
+            f'such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or rebuild the column '
             "(`shard_tools column add`)"
         )
 
@@ -540,8 +538,7 @@ def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Over
     if not padded:
         raise ConfigError(
             "field=None: samples that are not tokens cannot be laid end to end in rows; add padded=True, for batches "
-            "of "
-            "similar sizes under a budget, or name the field of tokens"
+            "of similar sizes under a budget, or name the field of tokens"
         )
     if overlong not in (None, "drop"):
         raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')

@@ -339,8 +339,8 @@ class DevicePrefetcher(Closable):
             return f"prefetcher to {self.device}: not running"
         return (
             f"prefetcher to {self.device}: {flight.stage}; {len(flight.ahead)} batches ahead, {len(flight.held)} "
-            f"copies "
-            f"not yet known to be done, {len(flight.steps)} steps queued on the device and not yet known to be done"
+            f"copies not yet known to be done, {len(flight.steps)} steps queued on the device and not yet known to be "
+            "done"
         )
 
     def close(self) -> None:

@@ -135,11 +135,10 @@ class LocalBuilder:
         if not self._metrics.get("batches_in_turn"):
             _log.warning(
                 "transform, decode or collate_fn draws from process-wide random generators (%s). It is therefore "
-                "called "
-                "on the thread that asks for batches, one batch after the other, seeded by each sample's position, so "
-                "that augmentations neither depend on timing nor disturb the training's own random numbers. Two faster "
-                "ways: give it a second argument, transform(sample, rng), and draw from rng only; or use "
-                "num_workers=%d processes, where it is seeded in the same way",
+                "called on the thread that asks for batches, one batch after the other, seeded by each sample's "
+                "position, so that augmentations neither depend on timing nor disturb the training's own random "
+                "numbers. Two faster ways: give it a second argument, transform(sample, rng), and draw from rng only; "
+                "or use num_workers=%d processes, where it is seeded in the same way",
                 drawn, min(8, os.cpu_count() or 1),
             )  # fmt: skip
         self._metrics.add("batches_in_turn")

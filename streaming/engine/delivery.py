@@ -384,9 +384,8 @@ class Delivery(ABC):
         if not is_told:
             _log.warning(
                 "memory_limit: a batch of %s is too large for it. Two batches that the loop holds, one ahead and the "
-                "one "
-                "being made take up to %s, but batches get only %s of the limit, so memory may exceed the limit by the "
-                'difference. Use memory_limit="%dMiB", or a smaller batch',
+                "one being made take up to %s, but batches get only %s of the limit, so memory may exceed the limit by "
+                'the difference. Use memory_limit="%dMiB", or a smaller batch',
                 format_bytes(num_bytes), format_bytes(least_bytes), format_bytes(self._batch_bytes),
                 enough_for_batches_mib(least_bytes),
             )  # fmt: skip

@@ -78,10 +78,8 @@ class Turn:
         self._end(
             IteratorSupersededError,
             f"this iterator was superseded: another one was made by {_caller()} before this one was exhausted. A "
-            f"loader "
-            "has one iterator at a time: finish or drop one before making the next. For two loops side by side make "
-            "two "
-            "loaders; to look at a sample use dataset[i]",
+            "loader has one iterator at a time: finish or drop one before making the next. For two loops side by side "
+            "make two loaders; to look at a sample use dataset[i]",
         )
 
     def move(self, what: str) -> None:
@@ -89,8 +87,7 @@ class Turn:
         self._end(
             IteratorSupersededError,
             f"this iterator was superseded: {what} was called by {_caller()} before it was exhausted. Call iter() "
-            f"again "
-            "afterwards",
+            "again afterwards",
         )
 
     def close(self) -> None:
@@ -98,8 +95,7 @@ class Turn:
         self._end(
             IteratorEndedError,
             f"this iterator was ended: the loader was closed by {_caller()}. Call iter() again to start the next "
-            f"epoch, "
-            "or load_state_dict() first to resume where this one was",
+            "epoch, or load_state_dict() first to resume where this one was",
         )
 
     def _end(self, kind: type[IteratorEndedError], why: str) -> None:

@@ -137,10 +137,9 @@ def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -
         lacking = [home for home in homes if home not in there]
         if lacking:
             raise IndexMismatchError(
-                f"column {name!r} is missing in {redact(lacking[0])} (in {len(lacking)} of {len(homes)} "
-                f"directories), but "
-                f"present in {redact(next(iter(there)))}. Add it to all of them: "
-                f"shard_tools column add URL… {name} --from FILE --on KEY"
+                f"column {name!r} is missing in {redact(lacking[0])} (in {len(lacking)} of {len(homes)} directories), "
+                f"but present in {redact(next(iter(there)))}. Add it to all of them: shard_tools column add URL… "
+                f"{name} --from FILE --on KEY"
             )
     return {name: LateColumn(name=name, documents=there) for name, there in found.items()}
 

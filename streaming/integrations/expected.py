@@ -20,6 +20,5 @@ def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
         kind = type(given)
         raise ConfigError(
             f"{what}: expected a streaming.DataLoader, got a {kind.__module__}.{kind.__qualname__}; give torch's "
-            f"loaders, "
-            "and what these functions returned, to the program as they are"
+            "loaders, and what these functions returned, to the program as they are"
         )

@@ -40,8 +40,7 @@ def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
     if field.values.device.type != "cpu":
         raise ConfigError(
             f"the bytes are on {field.values.device}, but decoders read them on the CPU and write pixels to the "
-            f"device; "
-            "take batches from the loader itself, not from a DevicePrefetcher"
+            "device; take batches from the loader itself, not from a DevicePrefetcher"
         )
     return [row.numpy() for row in field.rows()]
 

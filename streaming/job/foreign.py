@@ -56,7 +56,6 @@ def tell_of_opening_alone(peers: Peers | None, num_ranks: Callable[[], int]) -> 
         _log.info(
             "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet and torchrun "
             "did not start them. Open it after init_process_group: rank 0 then lists the shards and reads the index "
-            "for "
-            "all",
+            "for all",
             ranks,
         )

@@ -198,8 +198,7 @@ class IterableLoop(Loop):
             if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
                 _log.warning(
                     "%s has no state_dict: what this pass has already read is read again and skipped. Give the data "
-                    "set "
-                    "state_dict and load_state_dict methods", type(self.dataset).__name__,
+                    "set state_dict and load_state_dict methods", type(self.dataset).__name__,
                 )  # fmt: skip
         self.order = state.order
         self.go_to(Place.of(state, state.cursors), state.next_seed)
@@ -291,11 +290,10 @@ class IterableLoop(Loop):
         was = (state.data_rank, state.data_world_size, len(state.cursors))
         if was != (mesh.data_rank, mesh.data_world_size, workers):
             raise StateError(
-                f"an iterable data set resumes only where it was saved: the state is of data rank {was[0]} of "
-                f"{was[1]} with "
-                f"{was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save and "
-                f"load "
-                f"it on every rank, with the same num_workers; or start a new epoch with set_epoch({state.epoch + 1})"
+                f"an iterable data set resumes only where it was saved: the state is of data rank {was[0]} of {was[1]} "
+                f"with {was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save "
+                "and load it on every rank, with the same num_workers; or start a new epoch with "
+                f"set_epoch({state.epoch + 1})"
             )
 
     # --- parts ---
@@ -320,10 +318,9 @@ class IterableLoop(Loop):
             return
         if not can_shard(self.dataset, parts) and not has_sharding_filter(self.dataset):
             _log.warning(
-                "%s cannot be split (no shard(num_shards, index), or fewer than %d shards): each of %d parts "
-                "(ranks times workers) reads all of it and keeps every %dth sample. Provide more shards or a shard "
-                "method, or pass "
-                'sharding="worker_info" if it splits itself by get_worker_info',
+                "%s cannot be split (no shard(num_shards, index), or fewer than %d shards): each of %d parts (ranks "
+                "times workers) reads all of it and keeps every %dth sample. Provide more shards or a shard method, or "
+                'pass sharding="worker_info" if it splits itself by get_worker_info',
                 type(self.dataset).__name__, parts, parts, parts,
             )  # fmt: skip
 

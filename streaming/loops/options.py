@@ -38,8 +38,7 @@ _NEVER = {
     "sampler": _OWN_SAMPLER.format("sampler"),
     "batch_sampler": _OWN_SAMPLER.format("batch_sampler"),
     "generator": "the order comes from a seed, which must be the same on all ranks and is saved in the state_dict; "
-    "write "
-    "seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, of an OrdinaryDataset",
+    "write seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, of an OrdinaryDataset",
     "pin_memory_device": "batches are page-locked for any device; DevicePrefetcher(loader, device=…) copies them there",
     "in_order": "batches always come in order, since a state_dict only counts those handed out; leave it out",
 }
@@ -79,8 +78,7 @@ ELSEWHERE = {
     "max_retries": "write OrdinaryDataset(dataset, max_retries=…); a StreamingDataset retries its requests until a "
     'deadline instead: StreamingDataset(…, storage_options={"deadline_s": …})',
     "sharding": "it applies to iterable data sets: write OrdinaryDataset(dataset, sharding=…); a StreamingDataset "
-    "deals "
-    "out its samples one by one",
+    "deals out its samples one by one",
     "drop_remainder": 'write last_batch="drop" or "partial"',
     "rank": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
     "num_replicas": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
@@ -147,15 +145,13 @@ def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -
         )
     if dataset.recipe_parts[0].packs is None or dataset.recipe_parts[0].packs.padded:
         raise ConfigError(
-            f"balance={balance!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and "
-            f"costs the "
-            "same as any other except for its last rows; leave out balance, or padded"
+            f"balance={balance!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and costs "
+            "the same as any other except for its last rows; leave out balance, or padded"
         )
     if rules.how == "exchange" and collate_fn is not None:
         raise ConfigError(
             'balance="exchange" with a collate_fn: ranks can only exchange packs in the batches that Packed makes '
-            "itself. "
-            'Call the function on the batch in the training loop, or use balance="local"'
+            'itself. Call the function on the batch in the training loop, or use balance="local"'
         )
     return rules
 
@@ -171,11 +167,10 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
     if budget is None or recipe.collate_fn is not None or max(shape.sizes) <= shape.num_ranks:
         return
     raise ConfigError(
-        f"batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
-        f"length={budget}; "
-        f"expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} rank(s), "
-        f"got global_batch_size={max(shape.sizes)}. For several packs per step and rank give collate_fn=list, which "
-        "makes each batch a list of padded packs"
+        "batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
+        f"length={budget}; expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} "
+        f"rank(s), got global_batch_size={max(shape.sizes)}. For several packs per step and rank give collate_fn=list, "
+        "which makes each batch a list of padded packs"
     )
 
 
@@ -192,21 +187,19 @@ def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None
     if wanted.borders is not None and packs.padded:
         raise ConfigError(
             f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is one "
-            f"document, "
-            "so rows are cut as they are; leave borders out"
+            "document, so rows are cut as they are; leave borders out"
         )
     if wanted.borders is not None and packs.multiple % least:
         raise ConfigError(
             f"sequence: SequenceSlice(borders={wanted.borders!r}) cuts each document of a pack into equal parts, so "
-            f"its "
-            f"length must be a multiple of {least}, got multiple={packs.multiple}; write Packed(…, multiple={least})"
+            f"its length must be a multiple of {least}, got multiple={packs.multiple}; write Packed(…, "
+            f"multiple={least})"
         )
     if "labels" in wanted.fields and not packs.shift_labels:
         _log.warning(
             "sequence: labels are sliced as they are, with labels[t] = input_ids[t] (shift_labels=False). A model that "
             "shifts them itself sees one slice only, and compares the tokens at its borders with the wrong labels: "
-            "write "
-            "Packed(…, shift_labels=True) and use a loss that compares position by position"
+            "write Packed(…, shift_labels=True) and use a loss that compares position by position"
         )
 
 

@@ -219,10 +219,9 @@ class Workers:
             except Exception as error:  # noqa: BLE001  whatever a user's object raises
                 _log.warning(
                     "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
-                    "from "
-                    "this process instead, and may hang on locks that its threads hold. Open files, locks and "
-                    "connections "
-                    'on their first use in the worker; or pass multiprocessing_context="fork" to accept the risk',
+                    "from this process instead, and may hang on locks that its threads hold. Open files, locks and "
+                    'connections on their first use in the worker; or pass multiprocessing_context="fork" to accept '
+                    "the risk",
                     type(error).__name__, error,
                 )  # fmt: skip
         method = config.multiprocessing_context or ("fork" if self._from_server else None)

@@ -68,8 +68,7 @@ class RunShares:
         if quotas is not None and self.samples_per_pass < len(mixture):
             _log.info(
                 'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
-                'each '
-                "source comes first in the next epoch", self.samples_per_pass, len(mixture),
+                "each source comes first in the next epoch", self.samples_per_pass, len(mixture),
             )  # fmt: skip
         self._orders: Orders | None = None
         self._ahead: tuple[Ledger, Orders] | None = None
@@ -136,8 +135,7 @@ class RunShares:
             if start < free:
                 raise ConfigError(
                     f"set_weights: at={start}: rows before {free} are planned already; give a row from {free} on, or "
-                    f"leave "
-                    "at out"
+                    "leave at out"
                 )
             ledger = self.ledger.changed(schedule, start)
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
@@ -222,8 +220,7 @@ class RunShares:
             if (one["weights"], one["at"]) != (said["weights"], at):
                 raise AgreementError(
                     f"set_weights: rank {other} gave {one['weights']}, at={one['at']}, but rank {rank} gave "
-                    f"{said['weights']}, "
-                    f"at={at}; give the same on all ranks, at the same step"
+                    f"{said['weights']}, at={at}; give the same on all ranks, at the same step"
                 )
         return int(max(one["free"] for one in told.values()))
 

@@ -106,10 +106,9 @@ class StreamedLoop(BaseLoop):
             )
         if state.samples_seen % self.shape.global_batch_size:
             raise StateError(
-                f"without an index an epoch resumes only after whole batches: the state was saved after "
+                "without an index an epoch resumes only after whole batches: the state was saved after "
                 f"{state.samples_seen} samples, which are not whole batches of {self.shape.global_batch_size}. Give "
-                f"the "
-                f"batch size with which it was saved, or start the next epoch with set_epoch({state.epoch + 1})"
+                f"the batch size with which it was saved, or start the next epoch with set_epoch({state.epoch + 1})"
             )
         self.order = replace(state.order, lanes=self.order.lanes)
         self.go_to(Place.of(state), state.next_seed)

@@ -75,9 +75,8 @@ class PackRules:
         set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_LENGTH) for budget in self.budgets))
         if self.budgets and self.overlong != "drop":
             raise ConfigError(
-                f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: for part of a document its '
-                f"use of "
-                "the other budgets is not known"
+                f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: for part of a document its use '
+                "of the other budgets is not known"
             )
         if self.alike and not self.padded:
             raise ConfigError(

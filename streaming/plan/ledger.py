@@ -318,11 +318,9 @@ class Ledger:
         if (self.last.quotas is None) != (made.quotas is None) or made.quotas is not None:
             raise StateError(
                 f"this state belongs to a different mixture: {'; '.join(changes)}. A mixture that ends (by size, "
-                f"repeats=, "
-                "ends=) is laid out as a whole, and resumes only unchanged; sources and weights of one with weights= "
-                "and "
-                "ends=None may change at a resume. To give up the rest of this epoch instead, load no state and call "
-                "set_epoch with the next one"
+                "repeats=, ends=) is laid out as a whole, and resumes only unchanged; sources and weights of one with "
+                "weights= and ends=None may change at a resume. To give up the rest of this epoch instead, load no "
+                "state and call set_epoch with the next one"
                 + ("; or give the shards that the source had, until the epoch is over" if grown else "")
             )
         start = max(first_free(), self.last.start)
@@ -341,8 +339,7 @@ class Ledger:
             raise StateError(
                 f"this state was drawn with {_DEALT[was[0]].format(was[1])}, but this mixture draws with "
                 f"{_DEALT[now[0]].format(now[1])}: positions of sources in one order mean nothing in the other. Give "
-                f"the "
-                "same, or start a new run"
+                "the same, or start a new run"
             )
 
     def _check_fingerprints(self, made: Entry, grown: Mapping[str, object]) -> None:
@@ -350,14 +347,11 @@ class Ledger:
         for name, fingerprint in made.sources.items():
             if known.get(name, fingerprint) != fingerprint and name not in grown:
                 raise StateError(
-                    f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, "
-                    f"the state "
-                    f"has {known[name][:12]}. Open the same shards in the same order, with the index and the filter "
-                    f"they "
-                    "had. Unless the source is a Packed, new shards may follow if their names sort after all of "
-                    "these; make "
-                    f'others a source of their own: Mixture({{…, "{name}": …, "{name}-2": StreamingDataset(the new '
-                    f"shards)}})"
+                    f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, the "
+                    f"state has {known[name][:12]}. Open the same shards in the same order, with the index and the "
+                    "filter they had. Unless the source is a Packed, new shards may follow if their names sort after "
+                    f'all of these; make others a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
+                    "StreamingDataset(the new shards)})"
                 )
 
 

@@ -259,9 +259,8 @@ def _check_alike(values: Sequence[Value]) -> None:
             raise ConfigError(f"Schedule: expected weights everywhere or a number everywhere, got {first} and {value}")
         if isinstance(value, Mapping) and isinstance(first, Mapping) and set(value) != set(first):
             raise ConfigError(
-                f"Schedule: all values must name the same sources, got {sorted(first)} and {sorted(value)}; give 0 "
-                f"to a "
-                "source that has no share yet, or none any longer"
+                f"Schedule: all values must name the same sources, got {sorted(first)} and {sorted(value)}; give 0 to "
+                "a source that has no share yet, or none any longer"
             )
 
 

@@ -230,8 +230,7 @@ class Shape:
         if num_samples < self.num_ranks and self.last_batch != "pad":
             raise ConfigError(
                 f"{num_samples} samples cannot be dealt to {self.num_ranks} data-parallel ranks: some would get none "
-                f"all "
-                f'epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the data'
+                f'all epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the data'
             )
         if not self.batches_in(num_samples):
             raise ConfigError(

@@ -135,8 +135,7 @@ class LoaderState:
             found = ", ".join(map(repr, list(data)[:5])) or "nothing"
             raise StateError(
                 f"state: expected what state_dict() of a loader returned, got a dict of {found}; if it was saved "
-                f"beside "
-                'other states, pass its own part: loader.load_state_dict(checkpoint["loader"])'
+                'beside other states, pass its own part: loader.load_state_dict(checkpoint["loader"])'
             )
         if isinstance(version, bool) or version not in range(1, STATE_VERSION + 1):
             raise StateError(

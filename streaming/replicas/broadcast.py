@@ -389,6 +389,6 @@ def _left(rank: int, number: int) -> ReplicaError:
 def _elsewhere(source: int, there: Place, rank: int, here: Place) -> StateError:
     return StateError(
         f"replicas begin at different places: rank {source} at epoch {there.epoch}, sample {there.samples_seen}, but "
-        f"rank "
-        f"{rank} at epoch {here.epoch}, sample {here.samples_seen}. Load the same state and set the same epoch on all"
+        f"rank {rank} at epoch {here.epoch}, sample {here.samples_seen}. Load the same state and set the same epoch on "
+        "all"
     )

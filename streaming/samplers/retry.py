@@ -323,8 +323,7 @@ class RetryingDataset(Dataset[Any]):
         if len(samples) != len(indices):
             raise DataError(
                 f"{type(self.dataset).__name__}.__getitems__: {len(indices)} indices gave {len(samples)} samples; "
-                f"return "
-                "one for each, None for those that are invalid"
+                "return one for each, None for those that are invalid"
             )
         return self._kept(indices, samples)
 

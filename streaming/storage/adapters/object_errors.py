@@ -116,9 +116,8 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
     if isinstance(error, errors.NotSupportedError) or any(token in debug for token in _NO_RANGE):
         return RangeIgnoredError(
-            f"{where}: the server does not answer byte ranges as asked; use a server or proxy that "
-            f"supports "
-            "Range requests, or copy the data to one"
+            f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
+            "requests, or copy the data to one"
         )
     if status == 416:
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")

@@ -107,9 +107,8 @@ class Gate:
                     now_s = self._clock()
                     if now_s >= until_s:
                         raise ThrottledError(
-                            f"no request was sent: the store is busy, only {limit} may be under way at once, and "
-                            f"none of "
-                            "them ended in time; use fewer ranks, or spread the data over more prefixes"
+                            f"no request was sent: the store is busy, only {limit} may be under way at once, and none "
+                            "of them ended in time; use fewer ranks, or spread the data over more prefixes"
                         )
                     grows_s = ((limit + 1) / self._most - share) * RECOVERY_S
                     self._changed.wait(max(0.01, min(grows_s, until_s - now_s)))
