@@ -132,7 +132,7 @@ def test_a_pass_is_the_same_for_ever_however_sources_are_listed() -> None:
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "1", True])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
-    with pytest.raises(ConfigError, match="'a': expected a number from 0 on"):
+    with pytest.raises(ConfigError, match="'a': expected a number of at least 0"):
         checked_weights({"a": weight, "b": 1})
 
 

@@ -86,7 +86,7 @@ def test_a_note_that_is_none_is_told_and_hinders_nothing(
     with caplog.at_level(logging.WARNING):
         dataset = StreamingDataset(str(mine))
     assert isinstance(dataset[0]["tok"], bytes)
-    assert "tokens.json: no description of tokens" in caplog.text
+    assert "tokens.json: not a description of tokens" in caplog.text
 
 
 def test_directories_must_agree(mine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

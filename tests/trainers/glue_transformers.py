@@ -55,7 +55,7 @@ with DataLoader(StreamingDataset(URL), global_batch_size=12) as reference:
 
 seen, steps, _ = train(stop_at=3)
 assert (seen, steps) == (expected[:10], 3)
-with pytest.raises(ConfigError, match="batch 2 of epoch 1, but 3 steps of 4 batches"):
+with pytest.raises(ConfigError, match="batch 2 of epoch 1, but the trainer now counts 3 steps of 4 batches"):
     train(stop_at=4, global_batch_size=24)
 seen, steps, loader = train(stop_at=4)
 assert (seen, steps) == (expected[10:], 4), "the epoch's last step is taken, though it is a short one"
