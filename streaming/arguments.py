@@ -1,4 +1,4 @@
-"""Check what users give: numbers of any library, and options by their names, with an answer where one is misspelt."""
+"""Check users' arguments: numbers of any library, and options by name, with a suggestion if one is misspelled."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Tell whether it is a list, a tuple, or what programs for configurations have in their place; text is none."""
+    """Tell whether it is a list, a tuple, or the list type of a configuration library; text is not."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Tell whether ``value`` is a whole number: of Python, of NumPy or of any other library, but no bool."""
+    """Tell whether ``value`` is an integer: Python's, NumPy's or another library's, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def checked_int(name: str, value: object, low: int, high: int) -> int:
-    """Return ``value`` as an int of Python in ``[low, high]``.
+    """Return ``value`` as a Python int in ``[low, high]``.
 
     Raises:
         ConfigError: It is anything else.
@@ -57,7 +57,7 @@ def checked_int(name: str, value: object, low: int, high: int) -> int:
 
 
 def checked_count(name: str, value: object, low: int = 0) -> int:
-    """Return ``value`` as an int of Python from ``low`` on: samples, rows or epochs.
+    """Return ``value`` as a Python int of at least ``low``: samples, rows or epochs.
 
     Raises:
         ConfigError: It is anything else.
@@ -66,7 +66,7 @@ def checked_count(name: str, value: object, low: int = 0) -> int:
 
 
 def checked_seed(name: str, seed: object) -> int:
-    """Return ``seed`` as an int of Python, of 64 bits.
+    """Return ``seed`` as a Python int of 64 bits.
 
     Raises:
         ConfigError: It is anything else.
@@ -78,7 +78,7 @@ def checked_number(index: SupportsIndex, count: int, what: str, owner: str) -> i
     """Return ``index`` as a number from 0 on; negative ones count from the end.
 
     Raises:
-        IndexError: ``owner`` has not so many.
+        IndexError: ``owner`` has fewer items.
     """
     number = operator.index(index)
     if not -count <= number < count:
@@ -98,10 +98,10 @@ def checked_ratio(name: str, value: object) -> float:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Return ``value`` itself, True or False.
+    """Return ``value``, True or False.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is anything else.
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}: expected True or False, got {value!r}")
@@ -109,10 +109,10 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse what is none of the choices.
+    """Reject a value that is not one of the choices.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not.
     """
     known = tuple(choices)
     if value not in known:
@@ -120,10 +120,10 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 
 def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
-    """Return how long to wait, as a float; ``otherwise`` says in the message what may be given in its place.
+    """Return a duration as a float; ``otherwise`` tells, in the message, what may be given instead.
 
     Raises:
-        ConfigError: It is no number above 0, or endless.
+        ConfigError: It is not a number above 0, or infinite.
     """
     if not is_number(seconds) or not 0 < seconds < math.inf:
         raise ConfigError(f"{name}: expected seconds above 0{otherwise}, got {seconds!r}")
@@ -131,21 +131,21 @@ def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
 
 
 def seconds_or_none(name: str, seconds: object, without: str) -> float | None:
-    """Return how long to wait, as a float, or None, which stands for what ``without`` says.
+    """Return a duration as a float, or None, whose meaning ``without`` tells in the message.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is anything else.
     """
     return None if seconds is None else checked_seconds(name, seconds, f", or None for {without}")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether ``value`` is a real number, whole or not, of any library, but no bool."""
+    """Tell whether ``value`` is a real number of any library, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class], _Class]:
-    """Make a class refuse options that it does not have with an answer that helps; for any class, dataclasses too.
+    """Make a class reject unknown options with a helpful message; for any class, including dataclasses.
 
     ::
 
@@ -155,7 +155,7 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
         Reader(bach_size=4)    # OptionError, a TypeError: Reader: no option 'bach_size'; did you mean 'batch_size'?
 
     Args:
-        elsewhere: For options that people know from elsewhere: name -> what to write here instead.
+        elsewhere: For options known from other libraries: name -> what to write here instead.
     """
     known_elsewhere = dict(elsewhere or {})
 
@@ -177,13 +177,13 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
 
 
 def option_names(cls: type) -> tuple[str, ...]:
-    """Return everything that may be given to a class by name."""
+    """Return the names of all arguments of a class."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     return tuple(one.name for one in parameters if one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY})
 
 
 def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[str, str]) -> str:
-    """Say that ``owner`` has no option ``name``, and what it has instead."""
+    """Return the message that ``owner`` has no option ``name``, with the alternatives."""
     if name in elsewhere:
         return f"{owner}: no option {name!r}: {elsewhere[name]}"
     close = get_close_matches(name, known, n=1) or [one for one in known if one.replace("_", "") == name.lower()]
@@ -196,21 +196,21 @@ def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a hint at what is spelt like ``name``, to stand behind it in a message; "" where nothing is."""
+    """Return a hint at the name most similar to ``name``, to append to a message; "" if there is none."""
     close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first names of a list, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, num_ranks: int) -> int:
-    """Return the global batch size of ``num_ranks`` data-parallel ranks; exactly one of the two sizes is to be given.
+    """Return the global batch size of ``num_ranks`` data-parallel ranks; exactly one of the two sizes must be given.
 
     Raises:
-        ConfigError: None or both are given, or the one given is no positive integer, or less than a sample per rank.
+        ConfigError: None or both are given, or the size is not a positive integer, or less than a sample per rank.
     """
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(
@@ -221,7 +221,7 @@ def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, nu
     value = batch_size if batch_size is not None else global_batch_size
     if not is_whole(value) or int(value) < 1:
         raise ConfigError(f"{name}: expected a positive integer, got {value!r}")
-    size = int(value)  # not of NumPy: states are JSON
+    size = int(value)  # not a NumPy integer: states are JSON
     if batch_size is not None:
         return size * num_ranks
     if size < num_ranks:
@@ -233,10 +233,10 @@ def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, nu
 
 
 def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
-    """Return ``last_batch`` as torch's ``drop_last`` changes it: True is ``"drop"``, False ``"partial"``.
+    """Return ``last_batch`` as modified by torch's ``drop_last``: True is ``"drop"``, False ``"partial"``.
 
     Raises:
-        ConfigError: Both are given and differ, or ``drop_last`` is no bool.
+        ConfigError: Both are given and differ, or ``drop_last`` is not a bool.
     """
     if drop_last is None:
         return last_batch
@@ -246,10 +246,10 @@ def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
 
 
 def checked_last_batch(last_batch: str) -> LastBatch:
-    """Return ``last_batch`` itself.
+    """Return ``last_batch``.
 
     Raises:
-        ConfigError: It is none of the three.
+        ConfigError: It is not one of the three choices.
     """
     check_choice("last_batch", last_batch, get_args(LastBatch))
     return last_batch  # type: ignore[return-value]
@@ -261,7 +261,7 @@ def checked_memory_limit(memory_limit: int | str) -> int:
 
 
 def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of fields as shards spell them; None stands for all."""
+    """Return the names of fields as spelled in shards; None stands for all."""
     if fields is None:
         return None
     listed = fields if isinstance(fields, Sequence) and not isinstance(fields, (str, bytes)) else ()
@@ -314,10 +314,9 @@ def checked_limit(limit: object) -> float:
 
 
 def most_bad(limit: float, num_samples: float) -> int:
-    """Return how many of so many samples may be bad: a count as it is, a share rounded up.
+    """Return how many of ``num_samples`` may be bad: a count as given, a share rounded up.
 
-    The whole of them is no limit: samples that were to stand in for others, and are bad too, may come from beyond the
-    epoch.
+    A share of 1 is no limit, since bad substitutes, which count too, may come from beyond the epoch.
     """
     if isinstance(limit, int):
         return limit
@@ -329,10 +328,10 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
 
     Args:
         size: The size; must be positive.
-        name: What the size is, for the error message.
+        name: Name of the size, for the error message.
 
     Raises:
-        ConfigError: If it is not a size, or not positive.
+        ConfigError: It is not a size, or not positive.
     """
     if not is_whole(size) and not isinstance(size, str):
         raise ConfigError(f'{name}: expected an int or a string such as "256MB", got {size!r}')

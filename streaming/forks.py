@@ -1,12 +1,12 @@
-"""Keep our objects right in a forked child: it has their memory, but not the threads that serve them.
+"""Keep our objects valid in a forked child, which has their memory but not the threads that serve them.
 
 A child of ``os.fork`` (and so of ``multiprocessing`` with the method "fork") has one thread. What the others were doing
-stays half done in it: their locks stay taken, their queues have no reader. And what the child writes to shared memory
-or an open file, its parent gets. So an object of ours is one of three kinds:
+stays half done in it: their locks stay taken, their queues have no reader. Conversely, the parent sees what the child
+writes to shared memory or an open file. So each of our objects is of one of three kinds:
 
-- it can be used by the child: ``in_children`` gives it fresh locks and connections before the child does anything else;
-- it belongs to its maker: ``Maker.check`` refuses everybody else, by name and with the cure;
-- it shares memory with the child: ``before_forks`` lets it take note of what the child will hold.
+- the child can use it: ``in_children`` gives it fresh locks and connections before the child does anything else;
+- it belongs to its maker: ``Maker.check`` rejects every other process, by name and with the cure;
+- it shares memory with the child: ``before_forks`` lets it record what the child will hold.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _is_watching = False
 
 
 def in_children(thing: _T, renew: Callable[[_T], object]) -> None:
-    """Have ``renew(thing)`` called in every forked child before its code runs, as long as ``thing`` lives.
+    """Register ``renew(thing)`` to be called in every forked child before its code runs, as long as ``thing`` lives.
 
-    ``renew`` must not take a lock that existed before the fork, wait, or raise. It may set attributes alone: nobody
-    else runs in the child yet.
+    ``renew`` must not take a lock that existed before the fork, wait, or raise. It may set attributes without locks,
+    since nothing else runs in the child yet.
     """
     _add(_in_child, thing, renew)
 
 
 def renew_lock(thing: Any) -> None:
-    """Make a new ``thing._lock``, for ``in_children``, since nobody in the child would give back one that was taken."""
+    """Replace ``thing._lock``, for ``in_children``: nobody in the child would release one taken at the fork."""
     thing._lock = threading.Lock()
 
 
 def before_forks(thing: _T, prepare: Callable[[_T], object]) -> None:
-    """Have ``prepare(thing)`` called before every fork, in the thread that forks, as long as ``thing`` lives.
+    """Register ``prepare(thing)`` to be called before every fork, in the forking thread, as long as ``thing`` lives.
 
     ``prepare`` must not wait or raise.
     """
@@ -59,10 +59,10 @@ def before_forks(thing: _T, prepare: Callable[[_T], object]) -> None:
 
 
 def never_free(thing: object) -> None:
-    """Keep ``thing`` to the very end of a forked child.
+    """Keep ``thing`` alive until the very end of a forked child.
 
-    For clients with event loops: child and parent share the kernel's list of what a loop waits for (epoll). Freed in
-    the child, their connections would be taken off that list, and the parent would wait for them in vain.
+    For clients with event loops: child and parent share the kernel's list of what a loop waits for (epoll). If freed in
+    the child, their connections would be removed from that list, and the parent would wait for them forever.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
@@ -78,7 +78,7 @@ class Maker:
     __slots__ = ("_cure", "_what", "pid")
 
     _own_pid = staticmethod(os.getpid)
-    """At hand when the interpreter ends, too: a ``__del__`` then finds the module's names gone."""
+    """Available during interpreter shutdown, too, when a ``__del__`` finds the module's names gone."""
 
     def __init__(self, what: str, cure: str) -> None:
         self.pid = self._own_pid()
@@ -87,7 +87,7 @@ class Maker:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """Whether this process is the maker."""
         return self._own_pid() == self.pid
 
     def check(self) -> None:
@@ -100,10 +100,9 @@ class Maker:
 
 
 class _Hook(weakref.ref[Any]):
-    """A thing that may go, and what is to be called with it.
+    """A weak reference to a thing, and the function to call with it.
 
-    One object for the garbage collector, where a function of its own would be six: hundreds of data sets have four
-    hooks each.
+    One object for the garbage collector, where a closure would be six: hundreds of datasets have four hooks each.
     """
 
     __slots__ = ("call", "hooks", "number")
@@ -125,7 +124,7 @@ def _forget(hook: Any) -> None:
 
 
 def _add(hooks: _Hooks, thing: _T, call: Callable[[_T], object]) -> None:
-    global _is_watching  # noqa: PLW0603  the interpreter's own list of hooks is global, too, and has no way out
+    global _is_watching  # noqa: PLW0603  the interpreter's own hooks are global, too, and cannot be unregistered
     if not _is_watching:
         _is_watching = True
         os.register_at_fork(before=partial(_run, _before), after_in_child=partial(_run, _in_child))
@@ -134,7 +133,7 @@ def _add(hooks: _Hooks, thing: _T, call: Callable[[_T], object]) -> None:
 
 
 def _run(hooks: _Hooks) -> None:
-    for hook in list(hooks.values()):  # one step for the interpreter: no other thread changes it meanwhile
+    for hook in list(hooks.values()):  # list() is atomic: no other thread changes the dict meanwhile
         thing = hook()
         if thing is not None:
             hook.call(thing)

@@ -1,9 +1,9 @@
-"""Lock and wait, so that no exception out of a signal's handler leaves a lock taken, or waited for in vain.
+"""Lock and wait such that an exception from a signal handler never leaves a lock taken, or a waiter forgotten.
 
-Ctrl-C, an alarm of a test framework, a notebook's "interrupt": each throws wherever the main thread is. ``with`` over a
-``threading.Condition`` runs two functions of Python, and between their lines the exception finds the lock taken with
-nobody to give it back: whoever asks for it next waits for ever. Python looks for signals nowhere between a lock's own
-``__enter__`` and the body, nor between the body and its ``__exit__``, if these two are C.
+Ctrl-C, the alarm of a test framework, a notebook's "interrupt": each raises wherever the main thread happens to be.
+``with`` over a ``threading.Condition`` runs two Python functions; between their lines the exception finds the lock
+taken with nobody to release it, and the next thread to acquire it waits forever. Python does not check for signals
+between a lock's own ``__enter__`` and the body, nor between the body and its ``__exit__``, if these two are C.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 
 class Monitor(RLock):  # type: ignore[misc]  # final for type checkers alone; a member could not lend it these two methods
-    """Guard a state by ``with``, wait for its changes, and tell of them; reentrant.
+    """Guard a state by ``with``, wait for its changes, and announce them; reentrant.
 
-    As ``threading.Condition``, but for what an interrupted thread leaves behind. All methods want the lock held.
+    Like ``threading.Condition``, except for what an interrupted thread leaves behind. All methods require the lock.
 
     Example:
         >>> changed = Monitor()
@@ -34,14 +34,14 @@ class Monitor(RLock):  # type: ignore[misc]  # final for type checkers alone; a 
         """A lock of each thread that waits, taken until it is told."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until told, or for so long; False: for so long. The lock is not held meanwhile."""
+        """Wait until notified, or until the time-out, which returns False. The lock is not held meanwhile."""
         told, limit_s = threading.Lock(), -1 if timeout_s is None else max(0.0, timeout_s)
         told.acquire()
         held = 1, threading.get_ident()
         try:
             self._waiting.append(told)
-            # Signals are looked for behind each call: from here to the end of the wait the lock is not held, and behind
-            # the first call of what follows it is. Invariant behind both: who does not wait is not listed.
+            # Signals are checked after each call: from here to the end of the wait the lock is not held, and after the
+            # first call of what follows it is. Invariant after both: a thread that does not wait is not listed.
             try:
                 held = self._release_save()
                 in_time = told.acquire(timeout=limit_s)
@@ -53,7 +53,7 @@ class Monitor(RLock):  # type: ignore[misc]  # final for type checkers alone; a 
         return in_time or not told.locked()
 
     def wait_for(self, is_so: Callable[[], object], timeout_s: float | None = None) -> bool:
-        """Wait until ``is_so()``, or for so long; whether it is so."""
+        """Wait until ``is_so()``, or until the time-out; return whether it is so."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not (found := is_so()):
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -63,11 +63,11 @@ class Monitor(RLock):  # type: ignore[misc]  # final for type checkers alone; a 
         return bool(found)
 
     def notify(self, count: int = 1) -> None:
-        """Tell so many, those that have waited longest."""
-        # Who is told leaves the list itself, once it has the lock: if this is interrupted, calling again loses nobody.
+        """Notify this many waiters, those that have waited longest first."""
+        # A notified thread removes itself from the list once it has the lock: if interrupted, a repeat loses nobody.
         for one in [one for one in self._waiting if one.locked()][:count]:
             one.release()
 
     def notify_all(self) -> None:
-        """Tell all that wait."""
+        """Notify all waiters."""
         self.notify(len(self._waiting))

@@ -1,8 +1,8 @@
-"""Ask for what only some systems have here, so that what lacks it is known in one place.
+"""Ask for features that only some systems have, so that all the differences are in one place.
 
 Linux has everything. macOS reads, writes and indexes, with threads: worker processes need files without a name that
-processes map together (``memfd_create``), sockets that keep messages apart and a kernel that ends children with their
-parent. No other system has the locks and positioned reads that all of it stands on.
+several processes map (``memfd_create``), sockets that preserve message boundaries, and a kernel that ends children with
+their parent. No other system has the locks and positioned reads that everything relies on.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux"
 
 
 def num_cores() -> int:
-    """Return cores that this process may use, as far as the system says."""
+    """Return the number of cores that this process may use, as far as the system tells."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def has_worker_processes() -> bool:
-    """Tell whether decode workers can run: on Linux."""
+    """Tell whether decode workers can run, which is the case on Linux."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def possible_builders(num_workers: int, num_threads: int | None) -> tuple[int, int | None]:
-    """Turn worker processes into threads, with one warning, where there can be none.
+    """Replace worker processes by threads, with one warning, on systems without them.
 
     Returns:
-        Worker processes; threads, None: as many as usual.
+        Worker processes; threads, None: the default number.
     """
     if not num_workers or has_worker_processes():
         return num_workers, num_threads
@@ -53,10 +53,10 @@ def _warn_of_threads(num_workers: int) -> None:
 
 
 def unnamed_file(name: str) -> int:
-    """Open a file that no file system names, closed on exec: in memory on Linux, else in the temporary folder.
+    """Open an anonymous file, closed on exec: in memory on Linux, else in the temporary directory.
 
     Args:
-        name: What ``/proc`` shows.
+        name: The name shown in ``/proc``.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
@@ -65,7 +65,7 @@ def unnamed_file(name: str) -> int:
 
 
 def want_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for huge pages, where the system has them."""
+    """Request huge pages if the system has them."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
         try:
@@ -75,17 +75,17 @@ def want_huge_pages(memory: mmap.mmap) -> None:
 
 
 def remove_pages(memory: mmap.mmap, start: int = 0, num_bytes: int | None = None) -> None:
-    """Give pages of a shared map back to the system, in all processes; where that cannot be had they stay."""
+    """Return pages of a shared mapping to the system, in all processes; keeps them if the system cannot."""
     advice = getattr(mmap, "MADV_REMOVE", None)
     if advice is not None:
         memory.madvise(advice, start, len(memory) - start if num_bytes is None else num_bytes)
 
 
 def will_need(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Tell the system what will be read of a file, where it listens."""
+    """Advise the system which part of a file will be read, if it takes advice."""
     advise = getattr(os, "posix_fadvise", None)
     if advise is not None:
         try:
             advise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
-        except OSError:  # advice
+        except OSError:  # only advice
             return

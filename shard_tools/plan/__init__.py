@@ -1,5 +1,5 @@
-"""Show which rank reads what: the command ``plan``, the load of ranks, shares of mixtures, steps of a run, and plots.
+"""Show which rank reads what: the command ``plan``, loads of ranks, shares of mixtures, steps of a run, and plots.
 
-Everything is computed by ``streaming.plan`` from the index; no byte of a shard is read, and no rule of the order is
-implemented here.
+Everything is computed by ``streaming.plan`` from the index. Nothing here reads a byte of a shard or implements a rule
+of the order.
 """

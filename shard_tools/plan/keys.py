@@ -1,4 +1,4 @@
-"""Find samples by their keys, and the keys of samples: from the key columns of sample tables, as few as will do."""
+"""Find samples by key, and the keys of samples, from as few key columns of sample tables as possible."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlace:
-    """Where a data set has a sample: a chunk of those that it gives, and the offset among what that gives."""
+    """The place of a sample in a dataset: a chunk that the dataset delivers, and the offset among its samples."""
 
     chunk: int
     offset: int
 
 
 def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:
-    """Return the key of each sample; None where there is no sample table."""
+    """Return the key of each sample; None if the shard has no sample table."""
     shards = dataset.table.shard[chunk_ids]
     rows = dataset.table.first_sample[chunk_ids] + dataset.samples_of(chunk_ids, offsets)
     keys: list[str | None] = [None] * len(rows)
 
     distinct, which = np.unique(shards, return_inverse=True)
-    behind = np.zeros(len(distinct), np.int64)  # of each shard: one past the last row that is asked for
+    behind = np.zeros(len(distinct), np.int64)  # of each shard: one past the last row wanted
     np.maximum.at(behind, which, rows + 1)
 
     def read(number: int, turns: AbstractContextManager[Any]) -> list[Any]:
@@ -55,9 +55,9 @@ def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) ->
 
 
 def places_by_order(dataset: ChunkSource, key: str) -> list[SamplePlace]:
-    """Find the samples that have a key if keys ascend from shard to shard; else most likely none.
+    """Find the samples that have a key if keys ascend from shard to shard; if they do not, most likely none is found.
 
-    So a writer that numbers its samples leaves them. A dozen of the key columns say in which shard a key is then.
+    Writers that number their samples leave ascending keys. About a dozen key columns then suffice to find the shard.
 
     Raises:
         IndexMissingError: A shard has no sample table.
@@ -68,7 +68,7 @@ def places_by_order(dataset: ChunkSource, key: str) -> list[SamplePlace]:
 
 
 def all_places(dataset: ChunkSource, key: str) -> list[SamplePlace]:
-    """Find all samples that have a key; reads all key columns.
+    """Find all samples that have a key, reading all key columns.
 
     Raises:
         IndexMissingError: A shard has no sample table.
@@ -83,13 +83,13 @@ def all_places(dataset: ChunkSource, key: str) -> list[SamplePlace]:
 def _mapped(
     dataset: ChunkSource, function: Callable[[int, AbstractContextManager[Any]], list[_T]], numbers: range
 ) -> Iterator[list[_T]]:
-    """Call a function with each number and the turns in which keys are unpacked; results in order."""
+    """Call a function with each number and the semaphore held while keys are unpacked; yield results in order."""
     turns = threading.Semaphore(num_cores())
     return map_ordered(lambda number: function(number, turns), numbers, reading_threads(dataset.shards))
 
 
 def _by_order(dataset: ChunkSource, wanted: bytes) -> int | None:
-    """Find the last shard whose first key is not behind ``wanted``, if keys ascend from shard to shard."""
+    """Find the last shard whose first key is not greater than ``wanted``, if keys ascend from shard to shard."""
     filled = [shard for shard, info in enumerate(dataset.shards.table.shards) if info.num_samples]  # type: ignore[union-attr]
     low, high = 0, len(filled)
     while low < high:
@@ -112,7 +112,7 @@ def _rows_in(
 
 
 def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[SamplePlace]:
-    """Find the places of rows of a shard, without those that a filter or a range leaves out."""
+    """Find the places of a shard's rows, except those that a filter or a range leaves out."""
     table = dataset.table
     low, high = table.rows_of(shard)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Work out what one data rank reads and holds under a plan, with the planner that training uses."""
+"""Compute what one data rank reads and holds under a plan, with the planner that training uses."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from streaming.types import Int64Array
 class RankLoad:
     """One data rank's part of an epoch.
 
-    Reads are upper bounds without retries: training may find a chunk still there that it could have dropped.
+    Reads are upper bounds, without retries: training may find a chunk still in memory that it was free to drop.
 
     Attributes:
         dp_rank: The data-parallel rank.
-        ranks: The processes that get this share, by replica rank.
-        lanes: Lanes ``[first, last)`` that it goes through.
-        num_samples: Samples that it is handed, padding not counted.
-        num_chunks: Different chunks that it reads from.
+        ranks: The processes that receive this share, by replica rank.
+        lanes: Its lanes, ``[first, last)``.
+        num_samples: Samples that it receives, without padding.
+        num_chunks: Distinct chunks that it reads from.
         num_requests: Ranged GETs.
         read_bytes: Bytes of these.
-        start_requests: Those of them that the first batch waits for.
+        start_requests: Requests that the first batch waits for.
         start_bytes: Bytes of these.
-        live_bytes: What must be in memory at the same time, at worst.
-        held_bytes: What chunks take in memory: live ones and read-ahead, or all that the limit leaves for chunks.
-        keeps_all: All its chunks fit: each is fetched once, and kept for the next epoch.
+        live_bytes: Maximum that must be in memory at the same time.
+        held_bytes: Memory taken by chunks: live ones and read-ahead, or all that the limit leaves for chunks.
+        keeps_all: All its chunks fit in memory: each is fetched once and kept for the next epoch.
         amplification: Bytes read per byte delivered (samples times their mean size).
-        fetched: int64[n], the chunk of each fetch; None where slices are read. Not in the JSON-able form.
+        fetched: int64 [n], the chunk of each fetch; None if slices are read. Not in the JSON-able form.
     """
 
     dp_rank: int
@@ -63,7 +63,7 @@ class RankLoad:
 
 
 class Loads:
-    """Loads of the ranks of one plan. Immutable, as the plan is."""
+    """Loads of the ranks of one plan. Immutable, like the plan."""
 
     def __init__(
         self,
@@ -78,11 +78,12 @@ class Loads:
 
         Args:
             plan: The plan.
-            chunk_bytes: int64[C], bytes of its chunks.
+            chunk_bytes: int64 [C], bytes of its chunks.
             reads: What is read of them.
-            spans: Where spans begin in chunks of such sizes: slices of chunks can be read then, and training does, in
-                storage order over several ranks, if it saves bytes. Asked where whole chunks might not fit.
-            memory_limit_bytes: Of one rank.
+            spans: Returns where spans begin in chunks of given sizes; its presence means that slices of chunks can be
+                read, which training does in storage order over several ranks if that saves bytes. Called if whole
+                chunks might not fit.
+            memory_limit_bytes: Memory limit of one rank.
         """
         self.plan, self.reads = plan, reads
         self.memory_limit_bytes = memory_limit_bytes
@@ -98,7 +99,7 @@ class Loads:
             )
 
     def num_samples(self, dp_rank: int) -> int:
-        """Return the samples that a rank is handed in the whole plan, padding not counted."""
+        """Return the number of samples that a rank receives in the whole plan, without padding."""
         plan = self.plan
         whole, tail = divmod(plan.num_samples - plan.start, plan.global_batch_size)
         if plan.last_batch == "drop":
@@ -108,14 +109,14 @@ class Loads:
         return sum(times * (high - low) for times, low, high in shares)
 
     def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        """Return the load of one rank; ``ranks`` are the processes that get its share."""
+        """Return the load of one rank; ``ranks`` are the processes that receive its share."""
         return self._of_slices(dp_rank, ranks) if self.sliced else self._of_chunks(dp_rank, ranks)
 
     def check_memory(self, load: RankLoad) -> None:
-        """Refuse what training would refuse.
+        """Reject what training would reject.
 
         Raises:
-            MemoryLimitError: What this rank needs at once does not fit; the message holds the cure.
+            MemoryLimitError: What this rank needs at once does not fit; the message says what to do.
         """
         limit = self.memory_limit_bytes
         if self.sliced:
@@ -127,11 +128,11 @@ class Loads:
             )
 
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it, of intervals that it keeps
+        live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it, by the intervals it keeps
         live = self.plan.chunk_intervals(dp_rank)
         different, first_seen = np.unique(live.chunk_ids, return_index=True)
         held = min(budget.chunks_bytes(self.memory_limit_bytes, live_bytes), int(self.room_bytes[live.chunk_ids].sum()))
-        # As the loop decides it: with room for all its chunks, a rank fetches each of them once.
+        # The same decision as in the loop: with room for all its chunks, a rank fetches each of them once.
         keeps_all = budget.chunks_bytes(self.memory_limit_bytes, live_bytes) >= int(self.room_bytes[different].sum())
         fetched = np.sort(first_seen) if keeps_all else np.arange(len(live.chunk_ids))
         chunk_ids = live.chunk_ids[fetched]
@@ -152,7 +153,7 @@ class Loads:
         )
 
     def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        """Count requests: batch k takes the stream positions [low, high), one request for each chunk they touch."""
+        """Count requests: batch k covers stream positions [low, high), with one request per chunk in that range."""
         plan, size = self.plan, self.plan.global_batch_size
         starts = plan.epoch * plan.num_samples + plan.start + np.arange(plan.num_batches, dtype=np.int64) * size
         end = (plan.epoch + 1) * plan.num_samples
@@ -182,8 +183,8 @@ class Loads:
     def _along_stream(self, positions: Int64Array, *, up: bool = False) -> tuple[Int64Array, Int64Array]:
         """Find the chunk of each stream position in storage order, and the bytes before the span border there.
 
-        The border is the one at or before the position, or at or behind it (``up``), as if the records of a chunk were
-        equal. Both are counted over all passes.
+        The border is the last one at or before the position, or with ``up`` the first one at or after it, assuming that
+        the records of a chunk have equal sizes. Chunks and bytes are counted over all passes.
         """
         chunk_starts = sums(self.plan.chunk_samples)
         byte_starts = np.cumsum(self.chunk_bytes)
@@ -211,7 +212,7 @@ class Loads:
 
 
 def _distinct(low_chunks: Int64Array, high_chunks: Int64Array, num_chunks: int) -> int:
-    """Count the chunks in the closed ranges [low, high], which ascend; numbers repeat every ``num_chunks``."""
+    """Count the distinct chunks in the ascending closed ranges [low, high]; numbers repeat every ``num_chunks``."""
     if not len(low_chunks):
         return 0
     touched = np.zeros(num_chunks + 1, dtype=np.int64)

@@ -38,10 +38,10 @@ _MUCH_AMPLIFICATION = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """A topology and the choices of a loader. Defaults are the loader's.
+    """A topology and the options of a loader. Defaults are the loader's.
 
     Attributes:
-        mesh: Sizes and order of the parallel axes; whose view it is does not matter.
+        mesh: Sizes and order of the parallel axes; it may be any process's view.
         global_batch_size: G, samples of one batch over all data ranks.
         shuffle: False: storage order.
         seed: Seed of the order.
@@ -50,7 +50,7 @@ class PlanOptions:
         epoch: Number of the epoch.
         last_batch: ``"drop"``, ``"pad"`` or ``"partial"``.
         epoch_size: Samples of a virtual epoch, or None.
-        memory_limit_bytes: Of one rank.
+        memory_limit_bytes: Memory limit of one rank.
     """
 
     mesh: DeviceMesh
@@ -76,10 +76,10 @@ class PlanOptions:
         self, chunk_samples: Int64Array, orders: Callable[[OrderSettings], Orders] | None = None,
         epoch_size: int | None = None,
     ) -> Plan:  # fmt: skip
-        """Make the plan of the epoch over chunks of so many samples.
+        """Make the plan of the epoch over chunks with these numbers of samples.
 
         Raises:
-            ConfigError: It would be empty.
+            ConfigError: The epoch would be empty.
         """
         order = order_settings(
             shuffle=self.shuffle, seed=self.seed, lanes=self.lanes, window=self.window,
@@ -102,7 +102,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Least, mean and most of something over data ranks."""
+    """Minimum, mean and maximum of a quantity over data ranks."""
 
     least: float
     mean: float
@@ -111,35 +111,35 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Who reads what in one epoch.
+    """Which rank reads what in one epoch.
 
     Attributes:
-        num_shards: Shards of the data set.
+        num_shards: Shards of the dataset.
         num_chunks: Its chunks.
         num_samples: Its samples.
         num_bytes: Bytes of its chunks.
-        sample_bytes: Mean size of a sample, as they are drawn.
+        sample_bytes: Mean size of a sample, weighted as samples are drawn.
         axes: Size of every parallel axis, outermost first.
-        data_world_size: Ranks that get different data.
-        replica_world_size: Processes that get the same batches, for each of them.
+        data_world_size: Number of data ranks.
+        replica_world_size: Number of processes that receive the same batches, per data rank.
         global_batch_size: G.
         num_batches: Batches of the epoch, the same on every rank.
-        epoch: Its number.
-        epoch_samples: Samples that are handed out in it.
+        epoch: Number of the epoch.
+        epoch_samples: Samples delivered in the epoch.
         shuffle: Whether it is shuffled.
         lanes: L.
         window: W, in samples.
         unit: What one request fetches: ``"chunk"``, or ``"slice"`` of a chunk (storage order; bytes are then estimated
             from the mean size of a chunk's samples).
-        memory_limit_bytes: Of one rank.
+        memory_limit_bytes: Memory limit of one rank.
         needed_limit_bytes: A ``memory_limit`` that suffices for this epoch and, most likely, for every other.
-        mixed_chunks: Different chunks in one batch of the first rank, in the middle of the epoch: how well it mixes.
-        loads: The data ranks that were worked out, ascending.
-        sampled: They are but some of all, at equal distances: totals are estimates.
+        mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch: how well it mixes.
+        loads: The data ranks that were computed, ascending.
+        sampled: Only some ranks were computed, equally spaced: totals are estimates.
         filtered: A filter leaves bytes out: what is read is estimated.
-        warnings: What training would refuse, and what costs more than it need; each with its cure.
-        shares: Of a mixture: what is drawn of each source.
-        has_end: False: of a mixture without end the first ``epoch_samples`` are shown.
+        warnings: What training would reject, and what costs more than necessary; each with its cure.
+        shares: For a mixture: what is drawn of each source.
+        has_end: False for a mixture without end, of which the first ``epoch_samples`` are shown.
     """
 
     num_shards: int
@@ -169,18 +169,18 @@ class PlanReport:
     has_end: bool = True
 
     def spread(self, name: str) -> Spread:
-        """Spread one attribute of ``RankLoad`` over the ranks that were worked out."""
+        """Summarise one attribute of ``RankLoad`` over the ranks that were computed."""
         values = [getattr(load, name) for load in self.loads]
         return Spread(least=min(values), mean=sum(values) / len(values), most=max(values))
 
     def total(self, name: str) -> int:
-        """Add up over all data ranks, replicas counted once; an estimate if ``sampled``."""
+        """Sum an attribute over all data ranks, counting replicas once; an estimate if ``sampled``."""
         counted = sum(getattr(load, name) for load in self.loads)
         return round(counted * self.data_world_size / len(self.loads)) if self.sampled else int(counted)
 
     @property
     def amplification(self) -> float:
-        """Bytes read per byte delivered, over all data ranks, replicas counted once."""
+        """Bytes read per byte delivered, over all data ranks, counting replicas once."""
         return self.total("read_bytes") / (self.epoch_samples * self.sample_bytes)
 
     def as_dict(self) -> dict[str, object]:
@@ -214,7 +214,7 @@ def plan(
 ) -> PlanReport:  # fmt: skip
     """Compute which data rank reads what of the shards at ``urls``; reads their index, never their data.
 
-    For a filtered set, what is read of a chunk is estimated from the fraction of its samples that is kept.
+    In a filtered dataset, the bytes read of a chunk are estimated from the fraction of its samples that is kept.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -226,19 +226,19 @@ def plan(
         subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
 
     Raises:
-        IndexMissingError: There is no index, and the set is too large to index on the fly.
+        IndexMissingError: There is no index, and the dataset is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
-        ConfigError: Training would refuse this for another reason than memory: an empty epoch.
+        ConfigError: Training would reject this for a reason other than memory, such as an empty epoch.
     """
     opened = OpenedSet(urls, storage=storage, index_url=index_url, where=where, view=view, subset=subset)
     return plan_opened(opened, options=options)
 
 
 def plan_opened(planned: Planned, *, options: PlanOptions) -> PlanReport:
-    """Work out who reads what of an opened data set, or of a mixture.
+    """Compute which rank reads what of an opened dataset or mixture.
 
     Raises:
-        ConfigError: Training would refuse this for another reason than memory: an empty epoch.
+        ConfigError: Training would reject this for a reason other than memory, such as an empty epoch.
     """
     if not isinstance(planned, OpenedSet):
         return _plan_mixture(planned, options)
@@ -250,12 +250,12 @@ def plan_opened(planned: Planned, *, options: PlanOptions) -> PlanReport:
 
 
 def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False) -> PlanReport:
-    """Work out who reads what of a data set with this chunk table, whose spans are its chunks. Pure.
+    """Compute which rank reads what of a dataset with this chunk table, whose spans are its chunks. Pure.
 
     Args:
         table: The chunk table.
-        options: The topology and the loader's choices.
-        sliced: There are sample tables: in storage order, ranks read slices of chunks where that saves bytes.
+        options: The topology and the loader's options.
+        sliced: There are sample tables: in storage order, ranks read slices of chunks if that saves bytes.
 
     Raises:
         ConfigError: The epoch would be empty.
@@ -266,7 +266,7 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
 
 
 def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
-    """Work out an epoch, or of a mixture without end as many samples as its sources have."""
+    """Plan an epoch; of a mixture without end, as many samples as its sources have."""
     num_samples = int(mixture.chunk_samples.sum())
     ledger = mixture.begun(options.global_batch_size)
     whole = options.plan(
@@ -284,7 +284,7 @@ def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """What a plan is over: ``data`` has ``urls`` or ``shards``, and bytes and samples of chunks."""
+    """The input of a plan: ``data`` has ``urls`` or ``shards``, and the bytes and samples of chunks."""
 
     plan: Plan
     data: ChunkTable | Planned
@@ -333,7 +333,7 @@ def _report(chunks: _Chunks, options: PlanOptions, spans: Callable[[Int64Array],
 
 
 def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """Return the processes that get each share of the data, ``mesh.replicas_of`` for all shares at once."""
+    """Return the processes that receive each share of the data, ``mesh.replicas_of`` for all shares at once."""
     grid = np.array(mesh.ranks).reshape(mesh.shape)
     outer = [mesh.axis_names.index(name) for name in (*mesh.data_axes, *mesh.replica_axes)]
     shares = grid.transpose(outer).reshape(mesh.data_world_size, -1)
@@ -347,7 +347,7 @@ def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
 
 
 def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:
-    """Return the data ranks to work out: all, or some at equal distances with the first and the last."""
+    """Return the data ranks to compute: all, or some equally spaced ones that include the first and the last."""
     low, high = whole.rank_lanes(0)
     share = 1 / whole.dp_world_size if sliced else (high - low) / whole.settings.lanes
     rows = max(1, int(len(whole.chunk_samples) * share) * len(whole.passes))
@@ -387,7 +387,7 @@ def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool, tables:
 
 
 def _lane_advice(report: PlanReport) -> str:
-    """Tell why bytes are read more than once, and what cures it."""
+    """Explain why bytes are read more than once, and how to avoid it."""
     ranks, lanes, size = report.data_world_size, report.lanes, report.global_batch_size
     said = f"{report.amplification:.1f} times the bytes are read"
     if lanes % ranks == 0 and size % lanes == 0:

@@ -1,4 +1,4 @@
-"""Tell what a plan draws of each source of a mixture: shares, passes, requests, memory, and what exact quotas cost."""
+"""Report what a plan draws of each source of a mixture: shares, passes, requests, memory, cost of exact quotas."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class SourceShare(Report):
     """What a plan draws of one source. Requests and bytes are those of all data ranks.
 
     Attributes:
-        name: Of the source.
-        num_samples: Samples that it has.
-        kept: Which part of its stored samples they are: less than 1 where a filter leaves some out.
+        name: Name of the source.
+        num_samples: Samples of the source.
+        kept: Fraction of its stored samples that these are: less than 1 if a filter leaves some out.
         drawn: Samples that the plan draws.
-        target: Their share of all, by the weights, repeats or sizes.
-        realised: Their share of all, as it comes.
-        strayed: By how many samples the count strays from the target at most, where it was looked at.
-        passes: How often all its samples are drawn.
-        begins: Step at which each of the first passes after the first begins, by its number from 1 on.
+        target: Their share of all samples, by the weights, repeats or sizes.
+        realised: Their actual share of all samples.
+        strayed: Maximum deviation of the count from the target, in samples, at the rows that were checked.
+        passes: How many times all its samples are drawn.
+        begins: Step at which a pass begins, by the number of the pass from 1 on; the first few after pass 0.
         num_requests: Ranged GETs.
         read_bytes: Bytes of these.
         amplification: Bytes read per byte of samples drawn.
-        live_bytes: What of it is in memory at once, on the rank that needs most.
-        exact_unit_bytes: Size of a read of it with which ``quotas="exact"`` would fit into the memory limit.
+        live_bytes: Its bytes in memory at once, on the rank that needs most.
+        exact_unit_bytes: Size of its reads with which ``quotas="exact"`` would fit into the memory limit.
     """
 
     name: str
@@ -67,15 +67,15 @@ class MixtureShares(Report):
     """What a plan draws of all sources of a mixture.
 
     Attributes:
-        sources: Each of them, by name.
-        rows: Samples of the plan after which they were counted.
-        counts: What each source had given then, in the order of ``sources``.
-        targets: What it should have given.
-        by_chunks: Shares hold to about a chunk: neither exact, nor those of a mixture that ends.
+        sources: Each source, by name.
+        rows: Numbers of samples of the plan after which the sources were counted.
+        counts: Samples of each source up to each of these rows, in the order of ``sources``.
+        targets: The numbers that should have been drawn.
+        by_chunks: Shares hold to within about a chunk: quotas are not exact, and the mixture has no end.
         exact_live_bytes: What ``quotas="exact"`` holds on a rank if it reads whole chunks: some of each source in each
             lane.
-        exact_num_requests: Requests, over all ranks, if it read in smaller units that fit ``memory_limit``, which are
-            fewest with units as the square root of a source's share. This release reads whole chunks.
+        exact_num_requests: Requests of all ranks if it read smaller units that fit ``memory_limit``, with unit sizes
+            proportional to the square root of a source's share, which minimizes them. This release reads whole chunks.
     """
 
     sources: tuple[SourceShare, ...]
@@ -90,14 +90,14 @@ class MixtureShares(Report):
 def shares_of(
     mixture: Mixture, ledger: Ledger, loads: Loads, found: Sequence[RankLoad], factor: float
 ) -> MixtureShares:
-    """Work it out from a plan and the loads of its ranks.
+    """Compute the shares from a plan and the loads of its ranks.
 
     Args:
         mixture: The mixture.
-        ledger: Of the run; a plan's begins with the weights of the mixture.
-        loads: Of the plan.
+        ledger: Ledger of the run; that of a plan begins with the weights of the mixture.
+        loads: Loads of the plan.
         found: The loads of some or all ranks.
-        factor: How many times all ranks read what these do.
+        factor: Ratio of what all ranks read to what these ranks read.
     """
     plan = loads.plan
     begin = plan.epoch * plan.num_samples
@@ -143,7 +143,7 @@ def shares_of(
 
 
 def reads_of(mixture: Mixture, drawn: Mapping[str, float]) -> Reads:
-    """Return what is read of the chunks of all sources; the mean sample is that of what is drawn."""
+    """Return what is read of the chunks of all sources; the mean sample size is that of the samples drawn."""
     parts = [Reads.of(one.chunk_bytes, one.chunk_samples, one.stored_samples) for _, one in sets_of(mixture)]
     weights = np.array([drawn[name] for name in mixture.names])
     return Reads(
@@ -159,7 +159,7 @@ def _mean_bytes(one: object) -> float:
 
 
 def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
-    """Count what each source has given after so many rows, less what it had before the first; int64[rows, S]."""
+    """Count the samples of each source between the plan's first row and each of ``rows``; int64 [rows, S]."""
     counts = [drawn_before(loads.plan.orders, row) for row in rows]  # type: ignore[arg-type]  # of a mixture
     table: Int64Array = np.array([[count[name] for name in mixture.names] for count in counts], np.int64)
     table -= table[0].copy()
@@ -167,14 +167,14 @@ def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
 
 
 def _targets(forecast: Forecast, names: Sequence[str], rows: Sequence[int]) -> Floats:
-    """Return what each source should have given; float64[rows, S]."""
+    """Return the number of samples that each source should have contributed; float64 [rows, S]."""
     shares = [forecast.drawn(rows[0], row - rows[0]) for row in rows]
     return np.array([[share[name] for name in names] for share in shares])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """What some ranks read of each source, and what one of them holds of it."""
+    """What some ranks read of each source, and the most that one of them holds of it."""
 
     num_requests: list[float]
     read_bytes: list[float]
@@ -206,11 +206,12 @@ class _Exact:
 
 
 def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
-    """Work out what a lane that draws single samples of every source at a time would cost.
+    """Compute the cost of lanes that draw single samples of every source.
 
-    Each lane then holds as many chunks of each source as a lane of one data set: those under its window, and the two
-    at its ends. With reads of ``u`` bytes in place of chunks, and room for so many of them, requests are fewest where
-    ``u`` grows as the square root of the bytes that are drawn of the source; 64 KiB is the least that can be checked.
+    Each lane then holds as many chunks of each source as a lane of a single dataset: those under its window, and the
+    two at its ends. With reads of ``u`` bytes instead of chunks, and a fixed memory for them, requests are fewest if
+    ``u`` is proportional to the square root of the bytes drawn of the source; at least 64 KiB, the smallest verifiable
+    read.
     """
     settings = loads.plan.settings
     lanes = -(-settings.lanes // loads.plan.dp_world_size)

@@ -1,4 +1,4 @@
-"""Open what a plan is made for: a data set with its filter, or the mixture that a file describes; index files alone."""
+"""Open the input of a plan: a dataset with its filter, or the mixture that a file describes; reads index files only."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MIXTURE_SUFFIX = ".json"
 
 
 class OpenedSet(ChunkSource):
-    """Shards with an index, and what a filter keeps of them: as training opens them, but without torch.
+    """Shards with an index, and what a filter keeps of them, opened as in training but without torch.
 
     Raises:
-        IndexMissingError: There is none, and the set is too large to index on the fly.
+        IndexMissingError: There is no index, and the dataset is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
-        ConfigError: The filter cannot be worked out, or keeps nothing.
+        ConfigError: The filter cannot be evaluated, or keeps nothing.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class OpenedSet(ChunkSource):
 def open_planned(
     urls: Sequence[str], *, storage: Storage, storage_options: dict[str, object] | None = None, **options: Any
 ) -> Planned:
-    """Open a mixture where the one URL is that of a JSON file, else a data set.
+    """Open a mixture if the only URL is that of a JSON file, else a dataset.
 
     Args:
-        urls: As users write them.
-        storage: Of the data set.
-        storage_options: It was made of these; those of a mixture's sources that give none.
-        options: Of :class:`OpenedSet`, for a data set alone.
+        urls: URLs as users write them.
+        storage: Store of the dataset.
+        storage_options: The options that ``storage`` was made with; default for a mixture's sources that name none.
+        options: Options of :class:`OpenedSet`, for datasets only.
 
     Raises:
-        ConfigError: It cannot be opened so.
+        ConfigError: It cannot be opened with these options.
     """
     if len(urls) != 1 or not urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX):
         return OpenedSet(urls, storage=storage, **options)
@@ -77,7 +77,7 @@ def open_planned(
 
 
 def sets_of(planned: Planned) -> Iterator[tuple[str, ChunkSource]]:
-    """Yield the data sets in the order of their chunks, with their names: "" of one that is no mixture's."""
+    """Yield the datasets in the order of their chunks, with their names; the name of a single dataset is ""."""
     if isinstance(planned, OpenedSet):
         yield "", planned
     else:
@@ -86,15 +86,15 @@ def sets_of(planned: Planned) -> Iterator[tuple[str, ChunkSource]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Estimate what is read of each chunk of a data set: all of it, or what a filter leaves of its spans.
+    """Estimate what is read of each chunk of a dataset: all of it, or the spans that a filter needs.
 
-    Of a chunk of which a share ``f`` is kept, drawn anywhere, a span of ``s`` samples has none of these with the
-    probability ``p = (1 - f)**s``. It is left out where it lies in a run of such spans as long as the hole that pays,
-    ``h`` spans: with ``p**h * (h - (h - 1) * p)``.
+    If a share ``f`` of a chunk's samples is kept, at random, a span of ``s`` samples contains none of them with
+    probability ``p = (1 - f)**s``. It is skipped if it lies in a run of such spans at least as long as the smallest gap
+    that is worth another request, ``h`` spans: with probability ``p**h * (h - (h - 1) * p)``.
 
     Attributes:
-        num_bytes: int64[C], bytes read when a chunk is fetched.
-        num_requests: float64[C], requests for them.
+        num_bytes: int64 [C], bytes read when a chunk is fetched.
+        num_requests: float64 [C], requests for them.
         sample_bytes: Mean size of a sample.
     """
 
@@ -104,7 +104,7 @@ class Reads:
 
     @classmethod
     def of(cls, chunk_bytes: Int64Array, given: Int64Array, stored: Int64Array) -> Reads:
-        """Work it out for chunks of so many bytes that give so many samples of those stored, int64[C] each."""
+        """Estimate for chunks of these sizes, from the samples that they deliver and store, int64 [C] each."""
         mean = int(chunk_bytes.sum()) / max(int(stored.sum()), 1)
         if given is stored:
             return cls(num_bytes=chunk_bytes, num_requests=np.ones(len(given)), sample_bytes=mean)
@@ -113,7 +113,7 @@ class Reads:
         empty = (1 - given / np.maximum(stored, 1)) ** per_span
         hole = np.ceil(FILTER_GAP_BYTES / (per_span * sizes))
         left_out = empty**hole * (hole - (hole - 1) * empty)
-        # A run of bytes that are read begins behind each hole, and at the chunk's beginning if there is none.
+        # Each run of bytes that is read begins after a gap, or at the beginning of the chunk if no gap is there.
         runs = stored / per_span * (1 - empty) * empty**hole + 1 - empty**hole
         return cls(
             num_bytes=np.ceil(chunk_bytes * (1 - left_out)).astype(np.int64),
@@ -123,7 +123,7 @@ class Reads:
 
 
 def chosen_of(planned: Planned) -> dict[str, Any]:
-    """Return what a mixture's file says of the order, as options of a plan; nothing of a data set."""
+    """Return the order that a mixture's file chooses, as options of a plan; empty for a dataset."""
     if isinstance(planned, OpenedSet):
         return {}
     chosen = planned.shuffle_config

@@ -31,12 +31,12 @@ class StepRow(Report):
     """One sample in one step.
 
     Attributes:
-        step: Global batch, counted from the beginning of the run, all of it with this batch size.
+        step: Number of the global batch from the beginning of the run, assuming one batch size throughout.
         epoch: Its epoch.
         batch: Its number in the epoch.
-        dp_rank: The data rank that gets the sample.
-        source: The source of a mixture that it is of; None: the run reads a single data set.
-        number: The sample's number in the data set, or in the source: ``dataset[number]``.
+        dp_rank: The data rank that receives the sample.
+        source: The sample's source in a mixture; None: the run reads a single dataset.
+        number: The sample's number in the dataset, or in the source: ``dataset[number]``.
         shard: URL of its shard.
         key: Its key; None: the index has no sample table.
     """
@@ -53,15 +53,15 @@ class StepRow(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(Report):
-    """Samples of some steps, or steps of some samples, in the order of the steps.
+    """The samples of some steps, or the steps of some samples, in the order of the steps.
 
     Attributes:
-        at_step: The step that the state would do next.
-        batches_per_epoch: Steps of each epoch; None: it has no end.
-        rows: What was asked for.
-        left_out: Epochs that were looked at in which the sample does not come, as it is in their tail.
-        looked_at: Of a search for a key in steps: the first, and one past the last; else None.
-        by_order: Places of keys were found by their order; with ``--thorough`` all are read.
+        at_step: The step that the state would perform next.
+        batches_per_epoch: Steps of each epoch; None: the epoch has no end.
+        rows: The samples found.
+        left_out: Epochs searched that do not deliver the sample, because it is in their tail.
+        looked_at: The steps searched for a key: the first, and one past the last; None if no key was searched for.
+        by_order: The places of keys were found by their order; ``--thorough`` reads all keys.
     """
 
     at_step: int
@@ -74,18 +74,18 @@ class StepReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """The steps of a run over one data set, or a mixture with the ledger of the state. Reads sample tables for keys.
+    """The steps of a run over one dataset, or over a mixture with the state's ledger. Reads sample tables for keys.
 
     Attributes:
         planned: What the run reads.
-        state: Says the order; a changed seed counts from the next epoch that begins.
+        state: Determines the order; a changed seed applies from the next epoch on.
         global_batch_size: G.
-        num_ranks: R, the data ranks.
-        last_batch: What becomes of the tail.
+        num_ranks: R, the number of data ranks.
+        last_batch: How the tail is treated.
 
     Raises:
-        StateError: The state belongs to another data set or mixture.
-        ConfigError: No epoch has a batch.
+        StateError: The state belongs to another dataset or mixture.
+        ConfigError: An epoch would have no batch.
     """
 
     planned: Planned
@@ -115,12 +115,12 @@ class PlannedRun:
 
     @property
     def at_step(self) -> int:
-        """The step that the state would do next."""
+        """The step that the state would perform next."""
         done = -(-self.state.samples_seen // self.global_batch_size)
         return self.state.epoch * self.batches_per_epoch + min(done, self.batches_per_epoch)
 
     def plan_of(self, epoch: int) -> Plan:
-        """Make the plan of one epoch, from its beginning; each once. One rank has the batches whole."""
+        """Return the plan of one whole epoch, made once; with a single rank, whose batches are the global batches."""
         if epoch not in self._plans:
             order, seed = self.state.order, self.state.next_seed
             orders = self._orders
@@ -141,7 +141,7 @@ class PlannedRun:
 
     @cached_property
     def _orders(self) -> Orders | None:
-        """Of a mixture with the ledger of the state; one object, since all epochs of one without end are in it."""
+        """Return the orders of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
         if self.state.ledger is None or isinstance(self.planned, OpenedSet):
             return None
         return self.planned.orders(self.state.order, self.state.ledger)
@@ -158,7 +158,7 @@ class PlannedRun:
         """List the samples of these steps.
 
         Raises:
-            ConfigError: They are none, or more than a million samples.
+            ConfigError: There are no samples, or more than a million.
         """
         if not steps or steps.start < 0 or len(steps) * self.global_batch_size > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
@@ -170,18 +170,18 @@ class PlannedRun:
         return self._report(self._told(rows))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
-        """Find the steps that the samples of this key are in.
+        """Find the steps that contain the samples with this key.
 
         Args:
             key: The key.
-            steps: Where to look; default: the state's epoch and the next one, or of a run without end all steps up to
-                the state's (where sources are gone, those behind what they laid), and as many more as give each source
-                that has the key once more.
-            thorough: Read all keys, and do not stop where ascending keys would have this one.
+            steps: Where to look. Default: the state's epoch and the next one; for a run without end, all steps up to
+                the state's (if sources were removed, only those after the rows they laid), and as many more as draw
+                each source that has the key once more.
+            thorough: Read all keys, even if ascending keys already gave the place.
 
         Raises:
             NotFoundError: No sample has this key.
-            IndexMissingError: A shard has no sample table, and could hold it.
+            IndexMissingError: A shard that could hold it has no sample table.
         """
         places: list[tuple[int, SamplePlace]] = []
         if not thorough:
@@ -211,7 +211,7 @@ class PlannedRun:
         return range(steps.start // self.batches_per_epoch, -(-steps.stop // self.batches_per_epoch))
 
     def _searched(self, places: Sequence[tuple[int, SamplePlace]]) -> range:
-        """Return the steps that are looked at if nobody says which."""
+        """Return the default range of steps to search."""
         if not self.is_endless:
             first = self.state.epoch * self.batches_per_epoch
             return range(first, first + 2 * self.batches_per_epoch)
@@ -227,7 +227,7 @@ class PlannedRun:
         return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
 
     def _steps_with(self, chunk: int, offset: int, steps: range) -> Iterator[tuple[int, int]]:
-        """Find the steps that hold a sample, and the rank that gets it."""
+        """Find the steps that contain a sample, and the rank that receives it."""
         per_epoch = self.batches_per_epoch
         for epoch in self._epochs(steps):
             plan = self.plan_of(epoch)
@@ -250,7 +250,7 @@ class PlannedRun:
         return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
 
     def _told(self, rows: Sequence[tuple[int, int, int, int]]) -> list[StepRow]:
-        """Describe the samples of (step, rank, chunk, offset)."""
+        """Describe samples given as (step, rank, chunk, offset)."""
         chunks = np.array([row[2] for row in rows], np.int64)
         offsets = np.array([row[3] for row in rows], np.int64)
         sources = np.searchsorted(self._first_chunks, chunks, side="right") - 1
@@ -287,10 +287,10 @@ def _check_set(planned: Planned, state: LoaderState) -> None:
 
 
 def _check_mixture(planned: Planned, ledger: Ledger) -> None:
-    """Refuse a mixture that lacks a source of which the ledger says too little; more sources do not matter.
+    """Reject a mixture without a source about which the ledger says too little; additional sources do not matter.
 
     Raises:
-        StateError: It does.
+        StateError: Such a source is missing.
     """
     if isinstance(planned, OpenedSet):
         raise StateError(
@@ -324,7 +324,7 @@ def open_run(
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
-        StateError: The file holds no state, or that of another data set or mixture.
+        StateError: The file holds no state, or that of another dataset or mixture.
     """
     try:
         content = json.loads(bytes(storage.read(state_url)))
@@ -342,10 +342,10 @@ def open_run(
 
 
 def parse_steps(text: str) -> range:
-    """Read ``100`` as one step, ``100..110`` as those from 100 on and before 110.
+    """Parse ``100`` as one step, ``100..110`` as steps 100 to 109.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     first, dots, stop = text.partition("..")
     try:

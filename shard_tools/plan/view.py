@@ -1,4 +1,4 @@
-"""Show a plan to people: text, and a picture where matplotlib is installed."""
+"""Show a plan to people: text, and a picture if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show_plan(report: PlanReport) -> None:
 
 
 def save_plot(report: PlanReport, path: str) -> None:
-    """Draw bytes read, requests and memory over data ranks, and shares of a mixture, into a new PNG file at ``path``.
+    """Plot bytes read, requests and memory of data ranks, and shares of a mixture, to a new PNG file at ``path``.
 
     Raises:
         ConfigError: matplotlib is not installed, or ``path`` cannot be written.
@@ -75,7 +75,7 @@ def save_plot(report: PlanReport, path: str) -> None:
 
 
 def _draw_shares(axes: Any, shares: MixtureShares) -> None:
-    """Draw the share of each source that came in each part of the plan, and, dashed, the one it should have."""
+    """Draw the actual share of each source in each part of the plan, and, dashed, its target share."""
     rows = [0, *shares.rows]
     order = sorted(range(len(shares.sources)), key=lambda at: -shares.sources[at].target)
     for number, at in enumerate(order[:_SHOWN_SOURCES]):

@@ -1,4 +1,4 @@
-"""Account for the batches between a loader that is ahead and the training that it feeds."""
+"""Account for the batches between a loader that runs ahead and the training that consumes them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from streaming.epochs.iterator import Batches
 
 
 class Account(Protocol):
-    """Where the consumer stands, while the loader is ahead of it."""
+    """Tracks the consumer's position while the loader is ahead of it."""
 
     def pulled(self) -> None:
-        """Note that the loader has given a batch."""
+        """Note that the loader has delivered a batch."""
 
     def handed_out(self) -> None:
-        """Note that the oldest batch not handed out before goes to the consumer.
+        """Note that the oldest batch held back goes to the consumer.
 
         Raises:
             IteratorEndedError: The loader was moved or closed meanwhile.
@@ -24,7 +24,7 @@ class Account(Protocol):
 
 
 class HeldBack:
-    """Tell our own loader's iterator of what is held back; the loader then answers for the consumer by itself."""
+    """Tell our own loader's iterator what is held back; the loader then reports the consumer's position by itself."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -39,10 +39,10 @@ class HeldBack:
 
 
 class Noted:
-    """What a loader of somebody else said of itself when it had given each batch.
+    """The state of another library's loader after each batch.
 
     Attributes:
-        state: Its ``state_dict()`` at the batch handed out last; None: it has none.
+        state: Its ``state_dict()`` at the last batch handed out; None: it has none.
         epoch: Its epoch at that time; None: it has none.
     """
 
@@ -60,7 +60,7 @@ class Noted:
         self.state, self.epoch = self._ahead.popleft()
 
     def seed(self, seed: Any) -> None:
-        """Note a new seed, which the loader got when it was ahead already."""
+        """Note a new seed, set on the loader while it was ahead."""
         for state in (self.state, *(state for state, _ in self._ahead)):
             if state is not None and "next_seed" in state:
                 state["next_seed"] = seed

@@ -1,4 +1,4 @@
-"""Bring batches to a device: what ``DevicePrefetcher`` leaves to the kind of device."""
+"""Copy batches to a device: the part of ``DevicePrefetcher`` that depends on the kind of device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Event(Protocol):
         """Tell whether all work before it is done."""
 
     def synchronize(self) -> None:
-        """Block until it is, in the device's own way."""
+        """Block until it is done, in the device's own way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A batch whose copies are issued.
+    """A batch whose copies have been issued.
 
     Attributes:
-        batch: The device's batch; its contents count only in a stream that waited for ``event``.
-        event: Done when the last copy is; until then the source, and ``staged``, must be kept.
+        batch: The device's batch; its contents are valid only in a stream that waited for ``event``.
+        event: Done when the last copy is; until then the source and ``staged`` must be kept.
         staged: Page-locked copies of source tensors that were not page-locked.
     """
 
@@ -49,29 +49,29 @@ class Copied:
 
 
 class Copier(Protocol):
-    """How batches get to a device. For one thread.
+    """How batches are copied to a device. For one thread.
 
     Attributes:
-        page_locker: Locks memory for this device's copies; None: they do not need that.
+        page_locker: Locks memory for this device's copies; None: they do not need it.
     """
 
     page_locker: PageLocker | None
 
     def issue(self, batch: Any) -> Copied:
-        """Start the copies of ``batch`` and return at once; if it raises, none is under way any more."""
+        """Start the copies of ``batch`` and return at once; if it raises, no copy is in progress any more."""
 
     def hand_over(self, copied: Copied) -> None:
         """Make the consumer's stream, the current one, wait for the copies, and keep their memory for it."""
 
     def mark(self) -> Event:
-        """Return an event behind all that the consumer's stream was given so far."""
+        """Return an event after everything submitted to the consumer's stream so far."""
 
     def wait(self, event: Event) -> None:
         """Block until ``event``, one of this copier's, is done."""
 
 
 class _Done:
-    """The event of work that was done at once."""
+    """The event of work that is done already."""
 
     def query(self) -> bool:
         return True
@@ -81,34 +81,34 @@ class _Done:
 
 
 class CpuCopier:
-    """Pass tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
+    """Pass tensors through; one on another device is copied to the CPU before ``issue`` returns."""
 
     page_locker: PageLocker | None = None
 
     def issue(self, batch: Any) -> Copied:
-        """Return ``batch``, with its tensors as they are."""
+        """Return ``batch``; its tensors are passed through."""
         return Copied(batch=map_tensors(batch, lambda tensor: tensor.to("cpu")), event=_Done())
 
     def hand_over(self, copied: Copied) -> None:
         """Do nothing: there is no other stream."""
 
     def mark(self) -> Event:
-        """Return an event that is over."""
+        """Return an event that is done."""
         return _Done()
 
     def wait(self, event: Event) -> None:
-        """Block until it is done."""
+        """Return once the event is done."""
         event.synchronize()
 
 
 class CudaPageLocker:
     """Registers memory with CUDA: ``cudaHostRegister``, portable, so that every device of the process may copy from it.
 
-    Whoever copies from it must keep it until the copy is done: torch's host allocator does not know it.
+    Whoever copies from it must keep it until the copy is done: torch's host allocator does not know of it.
 
     Args:
         device: A CUDA device with its index.
-        cuda: Stands in for ``torch.cuda`` in tests: ``device`` and ``cudart``.
+        cuda: Replaces ``torch.cuda`` in tests: ``device`` and ``cudart``.
     """
 
     _PORTABLE = 1
@@ -129,7 +129,7 @@ class CudaPageLocker:
             self._cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``PageLocker``. From torch's host allocator, which keeps what it has and knows of copies under way."""
+        """See ``PageLocker``. Uses torch's host allocator, which caches memory and tracks copies in progress."""
         with self._cuda.device(self._device):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -138,21 +138,21 @@ class CudaCopier:
     """Copy on a stream of its own.
 
     Device memory is allocated in the side stream, so that a copy never waits for the consumer's kernels. The caching
-    allocator would give such memory back to the side stream as soon as its tensor is dropped, though kernels that read
-    it may still be queued; ``record_stream`` tells it of them.
+    allocator would return such memory to the side stream as soon as its tensor is dropped, though kernels that read it
+    may still be queued; ``record_stream`` tells it of them.
 
-    A source that is not page-locked is copied to page-locked memory of torch's host allocator first, on the calling
+    A source that is not page-locked is first copied to page-locked memory of torch's host allocator, on the calling
     thread: from pageable memory CUDA copies more slowly, and makes the host wait. Our own loader's batches are built in
     page-locked memory from the start.
 
-    Events are waited for by looking at them again and again, with pauses. CUDA's blocking wait sleeps until an
-    interrupt comes, which on a virtual machine may be milliseconds late: copies alone reached 43 GB/s with it and
-    54 GB/s with looks, for the same CPU time (an H100 whose bare copy does 54 GB/s). CUDA's other wait takes a core.
+    Events are polled, with pauses. CUDA's blocking wait sleeps until an interrupt, which on a virtual machine may be
+    milliseconds late: copies alone reached 43 GB/s with it and 54 GB/s with polling, for the same CPU time (on an H100
+    whose bare copy reaches 54 GB/s). CUDA's spinning wait occupies a core.
 
     Args:
         device: A CUDA device with its index.
-        cuda: Stands in for ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        pause: Lets some seconds pass.
+        cuda: Replaces ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+        pause: Sleeps for some seconds.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class CudaCopier:
                 event = self._cuda.Event()
                 event.record(self._side)
         except BaseException:
-            self._side.synchronize()  # the caller lets go of the source now
+            self._side.synchronize()  # the caller releases the source now
             raise
         return Copied(batch=moved, event=event, staged=tuple(staged))
 
     def hand_over(self, copied: Copied) -> None:
-        """Let the current stream wait for the copies, and the allocator for the current stream."""
+        """Make the current stream wait for the copies, and the allocator for the current stream."""
         consumer = self._cuda.current_stream(self._device)
         consumer.wait_event(copied.event)
 
@@ -197,7 +197,7 @@ class CudaCopier:
         return event  # type: ignore[no-any-return]  # torch.cuda is Any here
 
     def wait(self, event: Event) -> None:
-        """Look at ``event`` until it is done."""
+        """Poll ``event`` until it is done."""
         pause_s = _FIRST_PAUSE_S
         while not event.query():
             self._pause(pause_s)
@@ -206,7 +206,7 @@ class CudaCopier:
     def _move(self, tensor: torch.Tensor, staged: list[torch.Tensor], consumer: Any) -> torch.Tensor:
         if tensor.device == self._device:
             return tensor
-        if tensor.layout != torch.strided:  # sparse: nothing to record a stream on, so in the consumer's, at once
+        if tensor.layout != torch.strided:  # sparse: no stream can be recorded, so copied at once in the consumer's
             with self._cuda.stream(consumer):
                 return tensor.to(self._device)
         if tensor.device.type == "cpu" and tensor.numel():
@@ -224,10 +224,9 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
 
-    Containers keep their types; those that hold nothing but text and numbers are passed on themselves, and so are all
-    other objects, unless ``others`` makes something of them. Of a nested tensor of the jagged layout ``function`` gets
-    values and offsets. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU,
-    where torch wants it.
+    Containers keep their types; those that hold nothing but text and numbers are passed on as they are, and so are all
+    other objects unless ``others`` converts them. For a nested tensor of the jagged layout ``function`` is applied to
+    values and offsets. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch requires it.
     """
     if isinstance(value, torch.Tensor):
         nested = nested_parts(value)
@@ -265,15 +264,15 @@ def _map_sequence(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a copy on another device has the same strides, so that it is one run of bytes."""
+    """Tell whether a copy on another device has the same strides, so that it is a single run of bytes."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def page_locked(batch: Any) -> Any:
-    """Return a batch with its tensors, however deep, in page-locked memory; containers keep their types."""
+    """Return a batch with its tensors, at any depth, in page-locked memory; containers keep their types."""
     return map_tensors(batch, torch.Tensor.pin_memory, _locked_by_itself)
 
 
 def _locked_by_itself(thing: Any) -> Any:
-    """Page-lock what says itself how, as batches of a user's own class do for torch's loader."""
+    """Page-lock an object that has its own method for it, as torch's loader does for batches of a user's class."""
     return thing.pin_memory() if hasattr(thing, "pin_memory") else thing

@@ -1,4 +1,4 @@
-"""Make work of the plan: which units the batches of one rank need, from which batch on, and until which."""
+"""Turn the plan into work: which units one rank's batches need, from which batch on, and until which."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BLOCK_SAMPLES = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """A unit that batches ``first_batch`` to ``last_batch`` (at the latest) of this rank use, in a pass of the stream.
+    """A unit that batches ``first_batch`` to (at most) ``last_batch`` of this rank use, in a pass of the stream.
 
-    Of slices, which no packed set has, the pass is not told.
+    For slices, which no packed dataset has, the pass is not set.
     """
 
     unit: int
@@ -38,7 +38,8 @@ class Block:
         last: One past the last batch.
         rows: The n rows of these batches.
         units: int64 [n], the unit that holds each row.
-        within: int64 [n], the row's sample within its unit, counted behind the ``lead`` of the unit's ``wanted``.
+        within: int64 [n], the number of the row's sample in its unit, not counting the ``lead`` of the unit's
+            ``wanted``.
     """
 
     first: int
@@ -49,7 +50,7 @@ class Block:
 
 
 class Ranges(Protocol):
-    """What units need of a ``Source``."""
+    """The part of ``Source`` that units need."""
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """See ``Source``."""
@@ -62,9 +63,9 @@ class Ranges(Protocol):
 
 
 class Units(Protocol):
-    """What is fetched in one piece for one rank's share of a plan. Not thread-safe.
+    """The pieces that are fetched for one rank's share of a plan. Not thread-safe.
 
-    A unit is a small number. ``needs`` lists them in the order of their first use; it may be ahead of ``block``.
+    A unit is a small number. ``needs`` lists units in the order of their first use; it may be ahead of ``block``.
     """
 
     def block(self, first: int, last: int) -> Block:
@@ -74,11 +75,11 @@ class Units(Protocol):
         """Yield every need of the rank's remaining batches, sorted by ``first_batch``."""
 
     def wanted(self, unit: int) -> FetchRange:
-        """Return the bytes of a unit, which may begin with samples beside it (``FetchRange.lead``)."""
+        """Return the byte range of a unit, which may begin with other samples (``FetchRange.lead``)."""
 
 
 class WholeChunks:
-    """Units are whole chunks, in the order in which the lanes come to them."""
+    """Units are whole chunks, in the order in which the lanes reach them."""
 
     def __init__(self, plan: Plan, dp_rank: int, source: Ranges) -> None:
         self._plan = plan
@@ -144,7 +145,7 @@ class BatchSlices:
         return self._source.slice(*self._runs[unit])
 
     def _slice(self, batch: int, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return units and places within them of one batch's rows; a batch asked for again gets the same units."""
+        """Return the unit of each row of one batch and its place there; the same batch always gets the same units."""
         known = self._first_unit.setdefault(batch, len(self._runs))
         chunks, inverse = np.unique(chunk_ids, return_inverse=True)
         lows = np.full(len(chunks), np.iinfo(np.int64).max)

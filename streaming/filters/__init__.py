@@ -1,4 +1,4 @@
-"""Choose which samples of a set are kept: filters, the late columns they use, and saved views.
+"""Choose which samples of a dataset are kept: filters, the late columns they use, and saved views.
 
-Only index files are read here, no bytes of samples.
+Reads index files only, never the bytes of samples.
 """

@@ -1,8 +1,8 @@
-"""Group samples by the values of columns: which group each sample is in, in one pass, by all ranks.
+"""Group samples by the values of columns: the group of each sample, found in one pass by all ranks together.
 
-Each rank reads the columns of a run of the shards, once. All exchange which values there are and how often; what groups
-follow from that is a pure function, which each evaluates for itself. Then they exchange the groups of their samples: a
-byte or two a sample.
+Each rank reads the columns of a range of shards, once. All ranks exchange the distinct values and their counts; the
+groups are a pure function of these, which each rank evaluates for itself. Then they exchange the groups of their
+samples: a byte or two per sample.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ Codes = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """The values of a column over all samples of a set.
+    """The values of a column over all samples of a dataset.
 
     Attributes:
-        values: Different ones, sorted; int64, float64, text or booleans.
-        counts: int64[n], how often each comes.
-        num_missing: Samples without a value; NaN is none.
+        values: Distinct values, sorted; int64, float64, text or booleans.
+        counts: int64 [n], occurrences of each value.
+        num_missing: Samples without a value; NaN counts as missing.
         lacking: A shard with such samples, or "".
     """
 
@@ -77,32 +77,32 @@ class Counted:
 
 
 class Coding(Protocol):
-    """How values become groups: a pure function of what all ranks counted."""
+    """The mapping of values to groups: a pure function of what all ranks counted."""
 
     @property
     def num_groups(self) -> int:
-        """How many groups there may be."""
+        """Upper bound on the number of groups."""
 
     def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
-        """Return the group of each of some rows; ``num_groups`` or more: none."""
+        """Return the group of each row; ``num_groups`` or more means no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """Samples by group.
+    """The group of every sample.
 
     Attributes:
         groups: The group of each sample.
-        versions: Of the late columns that it was made from.
+        versions: Versions of the late columns that the groups were made from.
     """
 
     groups: SampleGroups
     versions: Mapping[str, str]
 
     def selected(self, number: int, base: str, name: str) -> Selected:
-        """Return one group, of a set with the fingerprint ``base``.
+        """Return one group of a dataset whose fingerprint is ``base``.
 
-        Its own is a digest of that, of the group and of all groups: a checkpoint holds one for each.
+        The group's own fingerprint is a digest of ``base``, the group and all groups: a checkpoint holds one per group.
         """
         said = {f"column {column}": version for column, version in sorted(self.versions.items())}
         whole = filter_fingerprint(base, {"group": name, **said, "kept": self.groups.digest})
@@ -113,21 +113,21 @@ def group_samples(
     storage: Storage, shards: OpenShards, names: Sequence[str], *, option: str, peers: Peers | None,
     keeps: Callable[[int], npt.NDArray[np.bool_]], coding: Callable[[Mapping[str, Counted]], Coding],
 ) -> Grouping:  # fmt: skip
-    """Tell the group of each sample by the columns ``names``; with peers, each rank reads a part of the shards.
+    """Return the group of each sample by the columns ``names``; with peers, each rank reads a part of the shards.
 
     Args:
-        storage: Where the index lies.
+        storage: Store of the index.
         shards: The shards.
-        names: Of the columns: of the sample tables, or late ones.
-        option: That asks for them, for messages.
+        names: Names of columns, in the sample tables or late.
+        option: The option that asks for these columns, for messages.
         peers: The other ranks, or None.
-        keeps: Which samples of a shard count; others are in no group.
-        coding: Makes groups of what was counted; the same on every rank.
+        keeps: Tells which samples of a shard count; the others are in no group.
+        coding: Makes groups from the counts; the same on every rank.
 
     Raises:
-        IndexMissingError: There is no index, or no sample table of a shard.
-        ConfigError: No shard has a column, or it holds values of different kinds.
-        IndexMismatchError: A late column is not of these shards.
+        IndexMissingError: There is no index, or a shard has no sample table.
+        ConfigError: No shard has a column, or a column holds values of different kinds.
+        IndexMismatchError: A late column does not belong to these shards.
     """
     table = shards.table
     if table is None:
@@ -162,7 +162,7 @@ class _OnePass:
         object.__setattr__(self, "_known", {})
 
     def values(self, rank: int, world_size: int) -> bytes:
-        """Return what one rank's shards hold of each column: see :meth:`joined`."""
+        """Return the distinct values and counts of each column in one rank's shards, for :meth:`joined`."""
         mine = part_of(len(self.table.shards), rank, world_size)
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-groups") as threads:
             found = list(threads.map(self._shard, mine))
@@ -183,7 +183,7 @@ class _OnePass:
         return framed({**head, "sizes": [len(one) for one in body]}, *body)
 
     def joined(self, parts: Sequence[bytes], option: str) -> dict[str, Counted]:
-        """Return what all ranks' shards hold.
+        """Combine the counts of all ranks.
 
         Raises:
             ConfigError: No shard has one of the columns.
@@ -209,7 +209,7 @@ class _OnePass:
         return made
 
     def codes(self, rank: int, world_size: int, coding: Coding) -> bytes:
-        """Return the groups of the samples of one rank's shards, as little-endian uint16."""
+        """Return the groups of the samples in one rank's shards, as little-endian uint16."""
         found = []
         for shard in part_of(len(self.table.shards), rank, world_size):
             columns, _ = self._shard(shard)

@@ -1,4 +1,4 @@
-"""Read late columns: values that came after the shards, in files beside the index (``docs/format.md``)."""
+"""Read late columns: values added after the shards were written, in files beside the index (``docs/format.md``)."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _KIND = "late column"
 
 
 def document_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
-    """Write a document beside an index as JSON, with its kind and version."""
+    """Serialise a document that is stored beside an index as JSON, with its kind and version."""
     return json.dumps({"kind": kind, "version": _VERSION, **content}, indent=1, sort_keys=True).encode()
 
 
 def read_document(data: bytes, kind: str) -> Any:
-    """Read what :func:`document_bytes` wrote.
+    """Parse the output of :func:`document_bytes`.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: It is no document of this kind, or of a newer major version.
+        ValueError, TypeError, KeyError, RecursionError: The document is not of this kind, or has a newer major version.
     """
     content = json.loads(data)
     if content["kind"] != kind or str(content["version"]).partition(".")[0] != _MAJOR:
@@ -48,15 +48,15 @@ def read_document(data: bytes, kind: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnDocument:
-    """What there is to say about a late column of the shards of one index; ``column.json``.
+    """The metadata of a late column for the shards of one index; ``column.json``.
 
     Attributes:
-        name: Its name.
-        type: Of its values, by Arrow's name, such as ``double``.
-        column_version: Tells it from every other column that ever had this name.
+        name: Name of the column.
+        type: Arrow's name of the values' type, such as ``double``.
+        column_version: Distinguishes it from every other column that ever had this name.
         made_from: Where the values came from, for people.
-        num_shards: Shards that have values, or NULLs.
-        num_samples: Their samples.
+        num_shards: Shards that have values or NULLs.
+        num_samples: Samples in these shards.
         num_missing: Samples without a value.
     """
 
@@ -74,10 +74,10 @@ class ColumnDocument:
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> ColumnDocument:
-        """Return the inverse of :meth:`to_bytes`; members that this release does not know are left out.
+        """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
 
         Raises:
-            IndexFormatError: It is no such document, or of a newer major version.
+            IndexFormatError: Not such a document, or one of a newer major version.
         """
         try:
             content = read_document(data, _KIND)
@@ -93,11 +93,11 @@ class ColumnDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class LateColumn:
-    """A late column of a data set, whose shards may have several indexes.
+    """A late column of a dataset, whose shards may have several indexes.
 
     Attributes:
-        name: Its name.
-        documents: By the directory of the index.
+        name: Name of the column.
+        documents: Its metadata by directory of the index.
     """
 
     name: str
@@ -105,18 +105,18 @@ class LateColumn:
 
     @cached_property
     def version(self) -> str:
-        """Tells it from every other column of this name."""
+        """Distinguishes it from every other column of this name."""
         versions = [document.column_version for document in self.documents.values()]
         return versions[0] if len(versions) == 1 else hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
 
     @property
     def type(self) -> str:
-        """Of its values, in the first index."""
+        """Arrow's name of the values' type, in the first index."""
         return next(iter(self.documents.values())).type
 
 
 def homes_of(urls: Sequence[str], index: str | None) -> list[str]:
-    """Return the directories in which the indexes of some shards lie."""
+    """Return the directories that hold the indexes of some shards."""
     return list(dict.fromkeys(home_of(url, index) for url in urls)) if index is None else [index]
 
 
@@ -124,7 +124,7 @@ def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -
     """Return those of ``names`` that are late columns.
 
     Raises:
-        IndexMismatchError: A column is there for some of the shards' directories only.
+        IndexMismatchError: A column exists for only some of the shards' directories.
     """
     wanted = [(name, home) for name in sorted(set(names)) if _is_name(name) for home in homes]
     with ThreadPoolExecutor(_REQUESTS, "shardstream-columns") as threads:
@@ -161,7 +161,7 @@ def _document(storage: Storage, name: str, home: str) -> ColumnDocument | None:
 
 
 def list_columns(storage: Storage, home: str) -> list[ColumnDocument]:
-    """Return all late columns beside one index, by name."""
+    """Return all late columns beside one index, sorted by name."""
     below = home.rstrip("/") + "/" if home else ""
     paths = (info.url.removeprefix(below) for info in storage.list(join_url(home, columns_directory())))
     names = [name for name in map(column_of_document_path, paths) if name is not None]
@@ -173,14 +173,14 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
     """Return the values of a late column for the shard at ``url``.
 
     Args:
-        storage: Where they lie.
+        storage: Store of the column.
         url: The shard.
-        index: Where its index lies, if not beside it.
+        index: Location of the index, if not beside the shard.
         rows: The chunk table of this shard alone.
         column: The column.
 
     Raises:
-        IndexMismatchError: There are none of this shard, or of another version of it or of the column.
+        IndexMismatchError: There are no values for this shard, or those of another version of the shard or column.
     """
     home = home_of(url, index)
     name = shard_name(url, index)
@@ -207,7 +207,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
 
 
 def documents_as_json(columns: Mapping[str, LateColumn]) -> dict[str, Any]:
-    """Return late columns as JSON-able values, for other ranks."""
+    """Return late columns as JSON-able values, to send to other ranks."""
     return {
         name: {home: document.to_bytes().decode() for home, document in column.documents.items()}
         for name, column in columns.items()

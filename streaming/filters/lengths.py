@@ -1,4 +1,4 @@
-"""Read the number of tokens of every sample, and what else packs count, shard by shard; kept at hand."""
+"""Read the number of tokens of every sample, and whatever else packs budget, shard by shard; recent ones are kept."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint6
 
 
 class Lengths:
-    """Read how large each sample of a shard is. Thread-safe; a copy in another process reads for itself.
+    """Read the size of each sample of a shard. Thread-safe; a copy in another process reads for itself.
 
     Args:
-        storage: Where the index lies.
+        storage: Store of the index.
         shards: The shards.
-        columns: Names of the columns: of tokens, and of what else has a budget.
+        columns: Names of the columns: tokens, and whatever else has a budget.
         late: Those of them that are late columns.
     """
 
@@ -56,16 +56,16 @@ class Lengths:
         self._begin()
 
     def __call__(self, shard: int) -> Int64Array:
-        """Count the tokens of the samples of a shard, int64[n] or int64[n, columns]; ``UNKNOWN`` where there is none.
+        """Return the sizes of a shard's samples, int64 [n] or int64 [n, columns]; ``UNKNOWN`` where a value is missing.
 
         Raises:
-            ConfigError: There is no such column, or it holds something else than whole numbers.
+            ConfigError: A column does not exist, or holds something other than integers.
             IndexMissingError: The shard has no sample table.
         """
         return self._recent.of(shard, lambda: self._values(shard))
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Bound the columns that are kept at hand to so many bytes; the latest stays whatever it takes."""
+        """Limit the columns kept in memory to this many bytes; the latest one is kept whatever its size."""
         self._recent.keep_at_most(num_bytes)
 
     def _values(self, shard: int) -> Int64Array:

@@ -1,7 +1,7 @@
-"""Select which samples of a set are kept: once, over sample tables and late columns, by all ranks.
+"""Select the samples of a dataset that are kept: once, from sample tables and late columns, by all ranks together.
 
-A sample is kept if it lies in the ``subset``, fits ``where``, and its key is not excluded. All three are about samples
-as they are stored, so it does not matter in which order they are looked at.
+A sample is kept if it lies in the ``subset``, satisfies ``where``, and its key is not excluded. All three refer to
+samples as stored, so the order in which they are applied does not matter.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """What a user asks for.
+    """The filter that a user asked for.
 
     Attributes:
         where: A condition, or None.
         subset: Two shares (floats) or two sample numbers (ints), or None.
-        excluded: Keys to leave out; sorted, each once.
-        versions: Versions that late columns must have, by name: those of a saved view.
+        excluded: Keys to leave out; sorted, without duplicates.
+        versions: Required versions of late columns, by name: those of a saved view.
         view: Name and hash of the view, or "".
     """
 
@@ -91,19 +91,19 @@ class Filter:
 
     @property
     def is_range(self) -> bool:
-        """Whether it is nothing but a range: then no sample table is needed."""
+        """Whether it is a mere range, which needs no sample table."""
         return self.where is None and not self.excluded
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it asks for nothing."""
+        """Whether it filters nothing out."""
         return self.is_range and self.subset is None
 
     def bounds(self, num_samples: int) -> tuple[int, int]:
-        """Return the samples of the subset, ``[first, stop)``.
+        """Return the range of samples in the subset, ``[first, stop)``.
 
         Raises:
-            ConfigError: There are not so many samples, or none in it.
+            ConfigError: The dataset has fewer samples than the subset names, or the subset is empty.
         """
         if self.subset is None:
             return 0, num_samples
@@ -116,7 +116,7 @@ class Filter:
 
     @property
     def words(self) -> str:
-        """What it asks for, for messages."""
+        """The filter in words, for messages."""
         said = [f'view "{self.view.partition("@")[0]}"'] if self.view else []
         said += [f"where={str(self.where)!r}"] if self.where is not None else []
         said += [f"subset={self.subset}"] if self.subset is not None else []
@@ -124,7 +124,7 @@ class Filter:
         return ", ".join(said)
 
     def parts(self, columns: Mapping[str, LateColumn], kept: Kept) -> dict[str, str]:
-        """Return what goes into the fingerprint."""
+        """Return the filter's contribution to the fingerprint."""
         found = {"view": self.view} if self.view else {}
         found |= {} if self.where is None else {"where": self.where.text}
         found |= {} if self.subset is None else {"subset": f"{self.subset[0]!r} to {self.subset[1]!r}"}
@@ -135,10 +135,10 @@ class Filter:
 
 
 def checked_subset(subset: Any) -> Subset | None:
-    """Return ``subset`` itself, two floats or two ints.
+    """Return ``subset`` as two floats or two ints.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is anything else.
     """
     if subset is None:
         return None
@@ -162,10 +162,10 @@ def checked_subset(subset: Any) -> Subset | None:
 
 
 def parse_subset(text: str | None) -> Subset | None:
-    """Read ``0%..80%`` as two shares, ``1000..2000`` as two numbers.
+    """Parse ``0%..80%`` as two shares, ``1000..2000`` as two sample numbers.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     if text is None:
         return None
@@ -181,21 +181,21 @@ def parse_subset(text: str | None) -> Subset | None:
 
 
 def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]) -> tuple[str, ...]:
-    """Return the keys to leave out; sorted, each once.
+    """Return the keys to leave out; sorted, without duplicates.
 
     Args:
-        storage: To read them with.
-        exclude: Keys; or the path or URL of a text file that has one a line, as text or in an object of JSON with the
-            member ``key`` (as ``bad_samples_file`` has them, of which the shard is not looked at).
+        storage: Reads the file.
+        exclude: Keys; or the path or URL of a text file with one key per line, either as plain text or as a JSON object
+            with the member ``key`` (the format of ``bad_samples_file``; its shard is ignored).
 
     Raises:
-        ConfigError: A line, or an entry, is no key.
-        NotFoundError: There is no such file.
+        ConfigError: A line or an entry is not a key.
+        NotFoundError: The file does not exist.
     """
     if not isinstance(exclude, (str, PathLike)):
         keys: list[Any] = [exclude]
         if not isinstance(exclude, (bytes, Mapping)):
-            with suppress(TypeError):  # no iterable, though an array without a dimension looks like one
+            with suppress(TypeError):  # not iterable, though an array without dimensions looks as if it were
                 keys = list(exclude)
         odd = [key for key in keys if not isinstance(key, str)]
         if odd:
@@ -220,7 +220,7 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 def narrowed(
     storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None
 ) -> tuple[Window | None, Selected | None]:
-    """Return the range of the samples, or what a filter keeps of them; neither where all are asked for.
+    """Return the range of samples, or what a filter keeps of them; neither if all samples are wanted.
 
     Raises:
         IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.
@@ -235,12 +235,12 @@ def narrowed(
 
 
 def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Selected:
-    """Return what a filter keeps; with peers, each rank looks at a part of the shards.
+    """Return what a filter keeps; with peers, each rank evaluates a part of the shards.
 
     Raises:
-        IndexMissingError: There is no index, or no sample table of a shard.
-        ConfigError: The condition cannot be worked out, or nothing is kept.
-        IndexMismatchError: A late column is not of these shards, or not of the version that the view saw.
+        IndexMissingError: There is no index, or a shard has no sample table.
+        ConfigError: The condition cannot be evaluated, or keeps nothing.
+        IndexMismatchError: A late column does not belong to these shards, or is not of the version that the view saw.
     """
     table = shards.table
     if table is None:
@@ -271,7 +271,7 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
 
 
 def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, Any]:
-    """Return columns that the condition asks for, and which of them are late."""
+    """Return the columns that the condition asks for, and which of them are late."""
     homes = homes_of(shards.urls, shards.index)
     late: dict[str, LateColumn] = {}
     names: frozenset[str] = frozenset()
@@ -279,7 +279,7 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
         first = _Lifted(storage, shards, 0) if asked.where.names is None else None
 
         def type_of(name: str) -> Any:
-            """Return the type of a column that an expression of pyarrow's asks for: the first shard's."""
+            """Return the type, in the first shard, of a column that a pyarrow expression uses."""
             late.update(find_columns(storage, homes, [name]))
             if name in late:
                 return type_named(late[name].type)
@@ -302,12 +302,12 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
 
 
 def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
-    """Tell the sample tables that a filter reads from others that lay there at another time; "" where nobody knows.
+    """Return a digest of the versions of the sample tables that a filter reads; "" if they are unknown.
 
-    The same bits follow from the same condition in the same tables: they need not be worked out twice.
+    The same condition on the same tables gives the same bits, which need not be computed again.
     """
     if shards.scanned is not None or asked.is_range or (asked.where is not None and asked.where.names is None):
-        return ""  # what an expression of pyarrow's shows of itself may be a part of it
+        return ""  # a pyarrow expression's text may show only a part of it
     homes = homes_of(shards.urls, shards.index)
     try:
         if len(shards.urls) <= _FEW_SHARDS:
@@ -317,22 +317,22 @@ def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
         else:
             found = [info for home in homes for info in storage.list(join_url(home, samples_directory()))]
     except StorageError:
-        return ""  # not there, which reading them will say; or this store does not list
+        return ""  # a table is missing, which the read will report; or this store cannot list
     seen = [[info.url, info.size_bytes, info.version] for info in found]
     return "" if any(version is None for *_, version in seen) else digest_of(seen)
 
 
 def versions_of(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, str]:
-    """Return the version of each late column that a filter asks for."""
+    """Return the version of each late column that a filter uses."""
     columns = documents_of_json(_needed(storage, shards, asked)["columns"])
     return {name: column.version for name, column in sorted(columns.items())}
 
 
 def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> None:
-    """Refuse a late column that has the name of one in the sample tables; look at the first shard's.
+    """Reject a late column whose name also exists in the sample tables; checks the first shard's.
 
     Raises:
-        DataError: One has.
+        DataError: There is one.
     """
     twice = sorted(_Lifted(storage, shards, 0).columns(late)[0]) if late and shards.urls else []
     if twice:
@@ -343,7 +343,7 @@ def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> No
 
 
 def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
-    """Name late columns for messages; stores that cannot list have none to show."""
+    """List the names of late columns for messages; empty for stores that cannot list."""
     try:
         return [document.name for document in list_columns(storage, homes[0])]
     except StorageError:
@@ -354,15 +354,13 @@ def key_column(
     storage: Storage, shards: OpenShards, shard: int, first_rows: int | None = None,
     turns: AbstractContextManager[Any] | None = None,
 ) -> Values:  # fmt: skip
-    """Return the keys of one shard's samples, in its order.
-
-    With ``first_rows``, perhaps so many of the first ones alone.
+    """Return the keys of one shard's samples, in order.
 
     Args:
-        storage: Reads them.
-        shards: The data set's.
-        shard: Number of the one.
-        first_rows: See above; None: all.
+        storage: Reads the sample table.
+        shards: The shards of the dataset.
+        shard: Number of the shard.
+        first_rows: If given, possibly only this many of the first keys.
         turns: Held while keys are unpacked (see :class:`_Work`).
 
     Raises:
@@ -372,14 +370,14 @@ def key_column(
 
 
 def reading_threads(shards: OpenShards) -> int:
-    """Tell how many threads read sample tables: files need no more than cores, and each has a heap of its own."""
+    """Return the number of threads that read sample tables: few for files, since each thread has a heap of its own."""
     homes = shards.urls if shards.index is None else (shards.index,)
     is_local = all(scheme_of(url) == "file" for url in homes)
     return min(_REQUESTS, num_cores() + 1) if is_local else _REQUESTS
 
 
 class _Lifted:
-    """What the sample table of one shard has of columns."""
+    """The columns in the sample table of one shard."""
 
     def __init__(
         self, storage: Storage, shards: OpenShards, shard: int, turns: AbstractContextManager[Any] | None = None
@@ -391,9 +389,9 @@ class _Lifted:
     def columns(
         self, names: Iterable[str], *, coded: bool = False, first_rows: int | None = None
     ) -> tuple[dict[str, Values], Mapping[str, Any]]:
-        """Return those of ``names`` that are there, and the facts of the file; with ``coded``, texts as dictionaries.
+        """Return those of ``names`` that exist, and the metadata of the file; with ``coded``, texts as dictionaries.
 
-        With ``first_rows``, perhaps so many of the first samples alone: of keys.
+        With ``first_rows``, possibly only this many of the first keys.
 
         Raises:
             IndexMissingError: The shard has no sample table.
@@ -416,7 +414,7 @@ class _Lifted:
 
 
 def _size_of(found: _Found) -> int:
-    return found[0].nbytes + 500  # with its names and its entry
+    return found[0].nbytes + 500  # including its names and its entry
 
 
 _kept = Recent[tuple[str, str], _Found](_KEPT_BYTES, _size_of)
@@ -424,12 +422,12 @@ _kept = Recent[tuple[str, str], _Found](_KEPT_BYTES, _size_of)
 
 @dataclass(frozen=True)
 class _Work:
-    """Work out bits, shard by shard; a part of them travels as bytes.
+    """Compute the bits of kept samples, shard by shard; ranks exchange their parts as bytes.
 
     Attributes:
-        seen: Tells what the bits follow from; "": nobody knows, so they are worked out anew.
-        turns: Held by who unpacks and compares. Many requests are under way at once, but of more threads than cores
-            each waits for the interpreter that the others keep from it: with 16 on two cores all took twice the CPU.
+        seen: Digest of the tables that the bits follow from; "": unknown, so that they are always computed anew.
+        turns: Held by the thread that unpacks and compares. Many requests are in progress at once, but threads beyond
+            the number of cores contend for the interpreter lock: 16 on two cores took twice the CPU in total.
     """
 
     storage: Storage
@@ -460,7 +458,7 @@ class _Work:
         return firsts
 
     def part(self, rank: int, world_size: int) -> bytes:
-        """Return the bits of the ``rank``-th run of shards, and which columns were found in them."""
+        """Return the bits of the ``rank``-th range of shards, and the columns found in them."""
         mine = part_of(len(self._sizes), rank, world_size)
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-filter") as threads:
             found = list(threads.map(self._shard, mine))
@@ -471,7 +469,7 @@ class _Work:
         return framed(head, *(bits.tobytes() for bits, _, _ in found))
 
     def joined(self, parts: Sequence[bytes]) -> Kept:
-        """Return all parts as one.
+        """Combine all parts.
 
         Raises:
             ConfigError: No shard has one of the columns.
@@ -498,13 +496,13 @@ class _Work:
         return bool(self._sizes[shard]) and first < high and first + self._sizes[shard] > low
 
     def _shard(self, shard: int) -> _Found:
-        """Return the bits of one shard; which columns it has of those asked for, and which there are."""
+        """Return the bits of one shard, the requested columns that it has, and all columns that it has."""
         count = self._sizes[shard]
         if not self._is_asked(shard):
             return np.zeros(-(-count // 8), np.uint8), [], []
         first, (low, high) = self._firsts[shard], self._samples
         inside = np.zeros(count, np.bool_)
-        inside[max(0, low - first) : high - first] = True  # which ends behind the shard's first, or nobody asks for it
+        inside[max(0, low - first) : high - first] = True  # high > first: the shard overlaps the subset
         if self.seen:
             bits, names, there = _kept.of((self.seen, self.shards.urls[shard]), lambda: self._fitting(shard))
         else:
@@ -512,7 +510,7 @@ class _Work:
         return bits & np.packbits(inside, bitorder="little"), names, there
 
     def _fitting(self, shard: int) -> _Found:
-        """Return the same of all samples of a shard, whatever the subset."""
+        """Return the same for all samples of a shard, ignoring the subset."""
         count = self._sizes[shard]
         bits: Bits = np.packbits(np.ones(count, np.bool_), bitorder="little")
         columns, there = self._columns(shard)
@@ -525,10 +523,10 @@ class _Work:
         return bits, sorted(columns), there
 
     def _lacking(self, columns: Mapping[str, Values], shard: int) -> dict[str, Values]:
-        """Return columns that other shards have: NULL here.
+        """Return columns that only other shards have, as NULLs.
 
         Raises:
-            ConfigError: For an expression of pyarrow's, which knows no column without a type.
+            ConfigError: The condition is a pyarrow expression, which needs the type of every column.
         """
         lacking = sorted(self.names - columns.keys())
         if lacking and self.asked.where is not None and self.asked.where.names is None:
@@ -552,7 +550,7 @@ class _Work:
         return found, lifted.there
 
     def _check(self, shard: int, facts: Mapping[str, Any]) -> None:
-        """Refuse a sample table that is not that of the shard in the chunk table."""
+        """Reject a sample table that does not match the shard in the chunk table."""
         if not facts:
             return
         low, high = self.table.rows_of(shard)
@@ -570,11 +568,11 @@ class _Work:
 def late_columns_of(
     storage: Storage, shards: OpenShards, names: Iterable[str], peers: Peers | None
 ) -> dict[str, LateColumn]:
-    """Return those of ``names`` that are late columns; with peers, rank 0 looks for all.
+    """Return those of ``names`` that are late columns; with peers, rank 0 looks on behalf of all.
 
     Raises:
-        IndexMismatchError: A column is there for some of the shards' directories only.
-        DataError: One is in the sample tables, too.
+        IndexMismatchError: A column exists for only some of the shards' directories.
+        DataError: A name also exists in the sample tables.
     """
 
     def look() -> bytes:
@@ -589,21 +587,19 @@ def late_columns_of(
 def column_reader(
     storage: Storage, shards: OpenShards, table: ChunkTable, names: Iterable[str], late: Mapping[str, LateColumn]
 ) -> Callable[[int], tuple[dict[str, Values], list[str]]]:
-    """Return what reads those of the columns ``names`` that a shard has, and says which lifted ones there are.
+    """Return a thread-safe function that reads those of the columns ``names`` that a shard has.
 
-    Thread-safe.
-
-    It raises ``IndexMissingError`` where a shard has no sample table, ``IndexMismatchError`` where what lies there is
-    of another version of the shard or column.
+    It also returns the names of the columns in the shard's sample table. It raises ``IndexMissingError`` if the shard
+    has no sample table, and ``IndexMismatchError`` if the files belong to another version of the shard or column.
     """
     return _Work(storage, shards, table, Filter(), frozenset(names), late)._columns
 
 
 def late_names(storage: Storage, shards: OpenShards) -> list[str]:
-    """Return late columns beside the first shard, for messages."""
+    """Return the late columns beside the first shard, for messages."""
     return _late_names(storage, homes_of(shards.urls, shards.index))
 
 
 def filter_hash(content: Mapping[str, Any]) -> str:
-    """Tell a saved view from every other one."""
+    """Return the hash that identifies a saved view."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

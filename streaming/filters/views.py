@@ -25,13 +25,13 @@ class View:
     """A saved filter.
 
     Attributes:
-        name: Its name.
+        name: Name of the view.
         where: A condition as text, or None.
         subset: As ``StreamingDataset`` takes it, or None.
-        excluded: Keys that it leaves out; sorted, each once.
-        columns: Versions of the late columns that the condition asks for.
+        excluded: Keys that it leaves out; sorted, without duplicates.
+        columns: Versions of the late columns that the condition uses.
         num_kept: Samples that it kept when it was saved.
-        num_samples: Samples that there were then.
+        num_samples: Samples of the dataset when it was saved.
     """
 
     name: str
@@ -44,12 +44,12 @@ class View:
 
     @property
     def hash(self) -> str:
-        """Tells what it keeps from what other views keep; 16 hex digits. Goes into the fingerprint."""
+        """Identifies what the view keeps; 16 hex digits. Part of the fingerprint."""
         parts = {"where": self.where, "subset": self.subset, "excluded": self.excluded, "columns": dict(self.columns)}
         return filter_hash(parts)
 
     def filter(self) -> Filter:
-        """Return what it asks for."""
+        """Return the view as a filter."""
         return Filter(
             where=as_where(self.where), subset=checked_subset(self.subset), excluded=self.excluded,
             versions=self.columns, view=f"{self.name}@{self.hash}",
@@ -65,10 +65,10 @@ class View:
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> View:
-        """Return the inverse of :meth:`to_bytes`; members that this release does not know are left out.
+        """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
 
         Raises:
-            IndexFormatError: It is no such document, of a newer major version, or its hash is not that of its content.
+            IndexFormatError: Not a view, one of a newer major version, or its hash does not match its content.
         """
         try:
             content = read_document(data, _KIND)
@@ -87,10 +87,10 @@ class View:
 
 
 def save_view(storage: Storage, home: str, view: View, *, overwrite: bool = False) -> str:
-    """Write a view beside the index in ``home``; returns its URL.
+    """Write a view beside the index in ``home`` and return its URL.
 
     Raises:
-        ConfigError: There is one of this name that keeps something else.
+        ConfigError: A view of this name exists and keeps something else.
     """
     url = join_url(home, view_path(checked_name(view.name, "view")))
     if not overwrite and storage.exists(url) and load_view(storage, home, view.name).hash != view.hash:
@@ -124,7 +124,7 @@ def load_view(storage: Storage, home: str, name: str) -> View:
 
 
 def list_views(storage: Storage, home: str) -> list[View]:
-    """Return all views beside one index, by name."""
+    """Return all views beside one index, sorted by name."""
     folder = join_url(home, views_directory())
     urls = [info.url for info in storage.list(folder) if info.url.endswith(".json")]
     return [View.from_bytes(bytes(storage.read(url)), url) for url in urls]
@@ -140,15 +140,15 @@ def asked_filter(
     exclude: str | PathLike[str] | Iterable[str] | None,
     peers: Peers | None,
 ) -> Filter | None:
-    """Return what the options of a data set ask for; None: all samples. With peers, rank 0 reads what is to be read.
+    """Return the filter that a dataset's options ask for; None: all samples. With peers, rank 0 reads the files.
 
     ``where`` and ``exclude`` narrow a view further.
 
     Raises:
-        ConfigError: One of them cannot work, or both a view and ``subset`` name a range.
+        ConfigError: An option is invalid, or both a view and ``subset`` name a range.
     """
     path = exclude if isinstance(exclude, (str, PathLike)) else None
-    # Keys that each rank has at hand are its own: those of another data set that rank 0 alone opens must not be taken.
+    # Keys passed as values are never exchanged: rank 0 alone may open another dataset, whose keys must not be taken.
     keys = excluded_keys(storage, exclude) if exclude is not None and path is None else ()
     own = Filter(where=as_where(where), subset=checked_subset(subset), excluded=keys)
     if view is None and path is None:

@@ -1,4 +1,4 @@
-"""Hold every chunk of every shard, and all that streaming needs to know about a data set: the chunk table."""
+"""Hold every chunk of every shard, which is all that streaming needs to know about a dataset: the chunk table."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class ShardInfo:
 class ChunkTable:
     """The ``C`` chunks of some shards, shard by shard, each shard's chunks in order of their bytes.
 
-    The arrays are read-only. Chunk ranges of a shard tile its bytes from 0 to the end of its last record; the
-    end-of-archive mark is in none.
+    The arrays are read-only. A shard's chunk ranges tile its bytes from 0 to the end of its last record; they exclude
+    the end-of-archive mark.
 
     Attributes:
-        shards: The shards, in the order of the data set.
+        shards: The shards, in the order of the dataset.
         shard: int32 ``[C]``, index into ``shards``, non-decreasing.
         first_sample: int64 ``[C]``, number of the chunk's first sample within its shard.
         num_samples: int64 ``[C]``, positive.
@@ -102,7 +102,7 @@ class ChunkTable:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits over the shards' names and content facts in their order; not over where they lie."""
+        """64 hex digits over the shards' names and content facts, in order; independent of their location."""
         digest = hashlib.sha256(b"shardstream chunks 1\n")
         for shard in self.shards:
             raw = shard.name.encode("utf-8", "surrogateescape")
@@ -115,7 +115,7 @@ class ChunkTable:
         """Return the chunks of the named shards, in the order of ``names``.
 
         Raises:
-            IndexMismatchError: If a name is not in the table, or stands for two shards of it.
+            IndexMismatchError: A name is not in the table, or names two of its shards.
         """
         position: dict[str, int] = {}
         for index, shard in enumerate(self.shards):
@@ -132,7 +132,7 @@ class ChunkTable:
         return self.take([position[name] for name in names])
 
     def take(self, shards: Sequence[int]) -> ChunkTable:
-        """Return the chunks of the shards with these indices, in this order; an index may come more than once."""
+        """Return the chunks of the shards with these indices, in this order; indices may repeat."""
         wanted = np.array(shards, np.int64)
         bounds = np.array(self._bounds, np.int64)
         counts = (bounds[1:] - bounds[:-1])[wanted]
@@ -144,13 +144,13 @@ class ChunkTable:
         return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
 
     def rows(self, chunks: NDArray[np.int64], num_samples: NDArray[np.int64]) -> ChunkTable:
-        """Return some chunks, of which only so many samples count: their bytes stay whole, as in :meth:`between`."""
+        """Return some chunks, each with a given number of samples; their bytes stay whole, as in :meth:`between`."""
         columns = {name: getattr(self, name)[chunks] for name in _COLUMNS}
         return ChunkTable(shards=self.shards, **{**columns, "num_samples": num_samples})
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Of each shard its first row, and behind them the number of all rows."""
+        """The first row of each shard, followed by the number of all rows."""
         bounds: list[int] = np.searchsorted(self.shard, np.arange(len(self.shards) + 1)).tolist()
         return bounds
 
@@ -160,7 +160,7 @@ class ChunkTable:
         return first, stop
 
     def of_shard(self, shard: int) -> ChunkTable:
-        """Return the chunks of one shard, as the table of it alone."""
+        """Return the table of one shard alone."""
         rows = slice(*self.rows_of(shard))
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return ChunkTable(
@@ -168,10 +168,10 @@ class ChunkTable:
         )
 
     def between(self, first: int, stop: int) -> tuple[int, ChunkTable]:
-        """Return the chunks of samples ``[first, stop)`` of all, and which chunk here is the first of them.
+        """Return the number of the first chunk that holds samples ``[first, stop)`` of all, and these chunks' table.
 
-        Of the first and the last chunk, ``first_sample`` and ``num_samples`` say which samples belong; their bytes and
-        checksums stay those of the whole chunk. So the result is no table to be written (see :meth:`validate`).
+        In the first and the last chunk, ``first_sample`` and ``num_samples`` tell which samples belong; bytes and
+        checksums stay those of the whole chunk. So the result must not be written (see :meth:`validate`).
         """
         ends = np.cumsum(self.num_samples)
         low, high = (int(row) for row in np.searchsorted(ends, [first, max(first, stop - 1)], side="right"))
@@ -183,7 +183,7 @@ class ChunkTable:
         return low, ChunkTable(shards=self.shards, **columns)
 
     def by_shard(self) -> dict[str, ChunkTable]:
-        """Return a table for each shard alone, by name."""
+        """Return a table of each shard alone, by name."""
         return {shard.name: self.of_shard(number) for number, shard in enumerate(self.shards)}
 
     @classmethod
@@ -199,9 +199,9 @@ class ChunkTable:
 
     @classmethod
     def merged(cls, *by_shard: Mapping[str, ChunkTable]) -> ChunkTable:
-        """Return one table of tables of single shards by name, in the order of the names.
+        """Merge tables of single shards, by name, into one in the order of the names.
 
-        Of one name the last counts.
+        If a name repeats, the last table counts.
         """
         tables = {name: table for tables in by_shard for name, table in tables.items()}
         return cls.concat([tables[name] for name in sorted(tables)])
@@ -210,7 +210,7 @@ class ChunkTable:
         """Check every promise that the table makes by itself.
 
         Raises:
-            IndexFormatError: Naming the first shard that breaks one.
+            IndexFormatError: A promise is broken; names the first shard that breaks one.
         """
         if len({getattr(self, name).shape for name in _COLUMNS}) != 1 or self.shard.ndim != 1:
             raise damaged(source, "columns of different lengths")
@@ -247,7 +247,7 @@ class ChunkTable:
         """Return the table as the bytes of ``chunks.parquet``: the same table gives the same bytes.
 
         Raises:
-            IndexFormatError: If the table is not valid, or two shards have one name.
+            IndexFormatError: The table is not valid, or two shards have the same name.
         """
         self.validate()
         names = [shard.name for shard in self.shards]
@@ -263,7 +263,7 @@ class ChunkTable:
         """Return the table in the bytes of a ``chunks.parquet``; ``source`` is its URL, for messages.
 
         Raises:
-            IndexFormatError: If the bytes are damaged, no chunk table, or of a newer major version.
+            IndexFormatError: The bytes are damaged, not a chunk table, or of a newer major version.
         """
         table, facts = read_table(buffer, KIND, source)
         with content_errors(source, "not a chunk table"):
@@ -276,7 +276,7 @@ class ChunkTable:
 
 
 def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:
-    """Return where in ``names`` each text of a column is, int32 ``[n]``; ValueError if it is not there."""
+    """Return the index in ``names`` of each text in a column, int32 ``[n]``; ValueError if one is missing."""
     if column.null_count:
         raise ValueError(f"{column.null_count} chunks without a shard")
     encoded = column.combine_chunks().dictionary_encode()
@@ -300,7 +300,7 @@ _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
 def _values(array: Any) -> NDArray[Any]:
-    """Return the numbers of an Arrow array without nulls; ``to_numpy`` would import pandas wherever it is installed."""
+    """Return the numbers of an Arrow array without nulls; ``to_numpy`` would import pandas if it is installed."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(f"expected numbers, got {kind}")
@@ -314,7 +314,7 @@ def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:
 
 
 def shards_of_rows(rows: Any) -> tuple[ShardInfo, ...]:
-    """Return the inverse of :func:`shard_rows`; ValueError, TypeError if ``rows`` are something else."""
+    """Return the inverse of :func:`shard_rows`; ValueError or TypeError if ``rows`` are malformed."""
     return tuple(
         ShardInfo(name=_checked_name(name), size_bytes=_checked_count(size_bytes), num_samples=_checked_count(num))
         for name, size_bytes, num in rows
@@ -328,7 +328,7 @@ def _checked_count(value: Any) -> int:
 
 
 def _checked_name(name: Any) -> str:
-    """Return ``name``, if it stays below the folder of the shards: tools join it to URLs that they read, and delete."""
+    """Return ``name`` if it stays below the shards' directory: tools join it to URLs that they read and delete."""
     if not isinstance(name, str) or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError(f"shard name {str(name)[:80]!r} is not a path below the folder of the shards")
     return name

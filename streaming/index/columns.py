@@ -1,4 +1,4 @@
-"""Lift columns of samples, into sample tables or late, and work out what conditions make of them."""
+"""Lift columns of samples, into sample tables or as late columns, and evaluate conditions on them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from streaming.index.where import Where, hash_column, is_comparable, is_string, 
 from streaming.types import Int64Array
 
 KEY = "__key__"
-"""The name under which a condition asks for the samples' keys."""
+"""The name of the samples' keys in conditions."""
 KIND = "column"
 _VALUE = "value"
 _NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
 _MAX_NAMES = 1000
 _HASHED_AT_ONCE = 8192
-_LOOKED_AT = 1024  # texts, to tell whether there are few different ones
+_LOOKED_AT = 1024  # texts, to decide whether few of them are distinct
 
 Values: TypeAlias = pa.Array
-"""A column's values, for modules that hand them on without knowing Arrow."""
+"""A column's values, for modules that pass them on without knowing Arrow."""
 Bits: TypeAlias = npt.NDArray[np.uint8]
-"""A bit for each of ``n`` rows, eight in a byte, the first in the lowest bit; those beyond ``n`` are 0."""
+"""A bit for each of ``n`` rows, eight per byte, the first in the lowest bit; bits beyond ``n`` are 0."""
 _U64 = npt.NDArray[np.uint64]
 
 
@@ -41,7 +41,7 @@ _U64 = npt.NDArray[np.uint64]
 
 
 def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.Array]:
-    """Return those of the columns ``names`` that the table has; ``__key__`` is one."""
+    """Return those of the columns ``names`` that the table has; ``__key__`` may be among them."""
     found = {name: table.columns[name] for name in names if name in table.columns}
     if KEY in names:
         found[KEY] = key_array(table.keys)
@@ -49,13 +49,13 @@ def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.A
 
 
 def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[str]:
-    """Return columns that a condition asks for.
+    """Return the columns that a condition uses.
 
-    Those of an expression of pyarrow's are found by binding it, name by name.
+    Those of a pyarrow expression are found by binding it, name by name.
 
     Args:
         where: The condition.
-        type_of: The type of a column; raises where there is none.
+        type_of: Returns the type of a column; raises if there is none.
 
     Raises:
         ConfigError: The expression does not fit the columns' types.
@@ -77,30 +77,30 @@ def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[s
 
 
 def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bits:
-    """Return which of ``num_rows`` rows a condition takes.
+    """Return which of ``num_rows`` rows satisfy a condition.
 
     Args:
         where: The condition.
-        columns: Its columns. A column without any value may be of Arrow's type null, one of texts a dictionary.
+        columns: Its columns. One without any value may be of Arrow's type null, one of texts a dictionary.
         num_rows: Rows of each.
 
     Raises:
-        ConfigError: A column is not there, or cannot be compared like this; a sum leaves 64 bits.
+        ConfigError: A column is missing or cannot be compared like this, or a sum exceeds 64 bits.
     """
     missing = sorted((where.names or frozenset()) - columns.keys())
     if missing:
         raise unknown_column(missing[0], columns)
     given = dict(columns)
-    if where.names is not None:  # a type that stands for no value says nothing: shards of one set may differ in it
+    if where.names is not None:  # an all-null column's type is arbitrary: shards of one dataset may differ in it
         given = {name: pa.nulls(num_rows) if array.null_count == num_rows else array for name, array in given.items()}
     known = _Columns(given)
-    # A row is taken if each part is true of it, so parts are looked at one by one.
+    # A row satisfies a chain if it satisfies each part, so parts are evaluated one by one.
     found = [_part(part, known, num_rows) for part in where.parts or (where,)]
     return reduce(np.bitwise_and, found)
 
 
 class _Columns:
-    """Columns in the forms in which parts of a condition want them, each made once."""
+    """Columns in the forms that parts of a condition require, each made once."""
 
     def __init__(self, given: Mapping[str, pa.Array]) -> None:
         self.given = given
@@ -120,7 +120,7 @@ class _Columns:
         return self._hashed[name]
 
     def of(self, where: Where) -> dict[str, pa.Array]:
-        """Return what a condition's expression asks for."""
+        """Return the columns that a condition's expression uses."""
         compared = self.given if where.compared is None else where.compared
         return {name: self.plain(name) for name in compared} | {
             hash_column(name): self.hashed(name) for name in where.hashed
@@ -128,7 +128,7 @@ class _Columns:
 
 
 def _part(where: Where, known: _Columns, num_rows: int) -> Bits:
-    """Return which rows a condition takes; of one over a single column of few texts, each text is looked at once."""
+    """Return which rows satisfy a condition; on one column with few distinct texts, each text is evaluated once."""
     if where.names is not None and len(where.names) == 1:
         (name,) = where.names
         column = known.given[name]
@@ -160,8 +160,8 @@ def _unfit(where: Where, error: pa.ArrowException) -> ConfigError:
 
 
 def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array:
-    """Return the values of an expression; Arrow knows no other way to evaluate one than a plan of a single step."""
-    import pyarrow.acero as ac  # noqa: PLC0415  it imports pandas, wherever that is installed
+    """Return the values of an expression, by a plan of a single step, the only way to evaluate one in Arrow."""
+    import pyarrow.acero as ac  # noqa: PLC0415  it imports pandas if that is installed
 
     table = pa.table({**columns, "": pa.nulls(num_rows)})
     source = ac.Declaration("table_source", ac.TableSourceNodeOptions(table))
@@ -201,15 +201,15 @@ def kept_rows(bits: Bits, num_rows: int) -> npt.NDArray[np.bool_]:
 
 
 def stable_hash(column: pa.Array) -> pa.Array:
-    """Hash values: numbers from 0 to 2**63 - 1 that depend on these alone, in every release, on every machine.
+    """Hash values to numbers from 0 to 2**63 - 1 that depend only on the values, in every release, on every machine.
 
-    ``mix`` is the finaliser of splitmix64 after its increment: ``z = x + 0x9E3779B97F4A7C15``, then
+    ``mix`` is the finalizer of splitmix64 after its increment: ``z = x + 0x9E3779B97F4A7C15``, then
     ``z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9``, ``z = (z ^ z >> 27) * 0x94D049BB133111EB``, ``z ^ z >> 31``,
     modulo 2**64.
 
-    - Text: its UTF-8 bytes, filled up with zeros to words of 8 bytes, little-endian. ``h = mix(number of bytes)``,
+    - Text: its UTF-8 bytes, padded with zeros to words of 8 bytes, little-endian. ``h = mix(number of bytes)``,
       then ``h = mix(h ^ word)`` for one word after the other.
-    - Integers and booleans: ``mix`` of their two's complement. Floats that are whole numbers below 2**63 hash like
+    - Integers and booleans: ``mix`` of their two's complement. Floats that are integers below 2**63 hash like
       those, others as their IEEE 754 bits (so a column may hold 1 in one shard and 1.0 in another).
 
     The result is ``h >> 1``; missing values stay missing.
@@ -226,7 +226,7 @@ def stable_hash(column: pa.Array) -> pa.Array:
         hashed = _mix(whole.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64))
     elif pa.types.is_floating(kind):
         hashed = _mix(_words_of_floats(column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)))
-    elif len(column[:_LOOKED_AT].unique()) * 4 < min(len(column), _LOOKED_AT):  # few values: each is hashed once
+    elif len(column[:_LOOKED_AT].unique()) * 4 < min(len(column), _LOOKED_AT):  # few distinct values: hash each once
         encoded = column.dictionary_encode()
         return _hash_of_texts(encoded.dictionary).take(encoded.indices)
     else:
@@ -245,7 +245,7 @@ def _hash_of_texts(texts: Values) -> Values:
 
 
 def _mix(values: _U64) -> _U64:
-    """Return ``mix`` of each value, in place; as many at a time as the CPU's caches hold."""
+    """Compute ``mix`` of each value, in place; as many at a time as fit in the CPU's caches."""
     spare = np.empty(min(len(values), _HASHED_AT_ONCE), np.uint64)
     for at in range(0, len(values), _HASHED_AT_ONCE):
         some = values[at : at + _HASHED_AT_ONCE]
@@ -267,7 +267,7 @@ def _words_of_floats(values: npt.NDArray[np.float64]) -> _U64:
 
 
 def _hash_of_bytes(column: pa.Array) -> _U64:
-    """Hash texts, but for the last shift, some thousands at a time: no array but the result is a large one."""
+    """Hash texts, except for the last shift, some thousands at a time: only the result is a large array."""
     large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     _, offsets, data = column.buffers()
     borders = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
@@ -290,7 +290,7 @@ def _hash_of_bytes(column: pa.Array) -> _U64:
 def _words_at_each_byte(texts: npt.NDArray[np.uint8], start: int, stop: int) -> _U64:
     """Return the 8 bytes from each of bytes ``[start, stop]`` on as a number.
 
-    What lies behind ``stop`` is of no meaning.
+    Bytes beyond ``stop`` are arbitrary.
     """
     if stop + 8 > len(texts):
         texts, start, stop = np.concatenate([texts[start:stop], np.zeros(8, np.uint8)]), 0, stop - start
@@ -298,7 +298,7 @@ def _words_at_each_byte(texts: npt.NDArray[np.uint8], start: int, stop: int) -> 
 
 
 def _add_rows(hashed: _U64, words: _U64, length: int) -> None:
-    """Mix texts of one length, which lie end to end, into the hashes."""
+    """Mix texts of equal length, which lie end to end, into the hashes."""
     here = np.empty(len(hashed), np.uint64)
     for done in range(0, length, 8):
         here[:] = words[done::length][: len(hashed)]
@@ -309,7 +309,7 @@ def _add_rows(hashed: _U64, words: _U64, length: int) -> None:
 
 
 def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array) -> None:
-    """Mix texts of any lengths into the hashes."""
+    """Mix texts of any length into the hashes."""
     rows, done = np.flatnonzero(sizes), 0
     while rows.size:
         left = np.minimum(sizes[rows] - done, 8).astype(np.uint64)
@@ -323,7 +323,7 @@ def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array)
 
 
 def plain_values(values: pa.Array) -> pa.Array:
-    """Return values as int64, float64, text or booleans; NaN is a missing value."""
+    """Return values as int64, float64, text or booleans; NaN becomes a missing value."""
     kind = values.type
     if pa.types.is_floating(kind):
         doubles = values.cast(pa.float64())
@@ -334,21 +334,21 @@ def plain_values(values: pa.Array) -> pa.Array:
 
 
 def there_of(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """Return the values in the rows of a mask, missing ones left out."""
+    """Return the values in the rows of a mask, without missing ones."""
     return values.filter(pa.array(mask)).drop_null()
 
 
 def count_values(
     parts: Iterable[tuple[pa.Array, npt.NDArray[np.int64] | None]], name: str
 ) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """Return the different values of some arrays of the column ``name``, sorted, and how often each comes, int64[n].
+    """Count the distinct values of some arrays of the column ``name``; sorted values and int64 [n] counts.
 
     Args:
-        parts: Plain values, none missing, and how often each is to be counted; None: once.
-        name: Of the column.
+        parts: Plain values, none missing, and how many times each counts; None: once.
+        name: Name of the column.
 
     Raises:
-        ConfigError: They are of different kinds.
+        ConfigError: The values are of different kinds.
     """
     filled = [(values, counts) for values, counts in parts if len(values)]
     kinds = {values.type for values, _ in filled}
@@ -370,7 +370,7 @@ def count_values(
 
 
 def pack_counts(values: pa.Array, counts: npt.NDArray[np.int64]) -> bytes:
-    """Return values and how often each comes, for other ranks."""
+    """Serialise values and their counts, for other ranks."""
     batch = pa.record_batch({_VALUE: values, "count": pa.array(counts)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -385,7 +385,7 @@ def unpack_counts(data: bytes) -> tuple[pa.Array, npt.NDArray[np.int64]]:
 
 
 def numbers_of(values: pa.Array) -> npt.NDArray[np.float64] | None:
-    """Return values as float64, NaN where there is none; None: they are no numbers."""
+    """Return values as float64, missing ones as NaN; None if they are not numbers."""
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
         return None
@@ -394,7 +394,7 @@ def numbers_of(values: pa.Array) -> npt.NDArray[np.float64] | None:
 
 
 def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the place of each value among ``labels``, which are different ones of its kind; -1: it is none of them."""
+    """Return the index of each value in ``labels``, distinct values of its kind; -1 if it is not among them."""
     if pa.types.is_null(values.type) or not len(labels):
         return np.full(len(values), -1, np.int64)
     places = pc.index_in(values.cast(labels.type, safe=False), value_set=labels)
@@ -410,13 +410,13 @@ def read_sample_columns(
 ) -> tuple[dict[str, pa.Array], Mapping[str, Any]]:
     """Return those of the columns ``names`` that a sample file has, and the file's facts.
 
-    Nothing else of it is unpacked.
+    Nothing else in the file is unpacked.
 
-    With ``coded``, texts that the file stores once each come as dictionaries, as :func:`fitting` takes them. With
-    ``first_rows``, so many of the first samples; of keys alone.
+    With ``coded``, texts stored with a dictionary are returned as dictionaries, as :func:`fitting` takes them. With
+    ``first_rows``, only this many of the first samples; for keys alone.
 
     Raises:
-        IndexFormatError: The bytes are damaged, or no sample file.
+        IndexFormatError: The bytes are damaged, or not a sample file.
     """
 
     def wanted(facts: Mapping[str, Any]) -> list[str]:
@@ -432,7 +432,7 @@ def read_sample_columns(
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """Return all values of a column; those of one chunk, as most are, without a copy."""
+    """Return all values of a column; without a copy if it is a single chunk, as most are."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -440,11 +440,11 @@ def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: 
     """Return the bytes of ``columns/<name>/<shard>.parquet``: the same values give the same bytes.
 
     Args:
-        values: One for each sample of the shard, in its order.
-        name: Of the column.
+        values: One for each sample of the shard, in order.
+        name: Name of the column.
         shard: The shard.
-        fingerprint: Of the shard's chunk table, alone.
-        version: Of the column; all its shards have the same.
+        fingerprint: Fingerprint of the shard's own chunk table.
+        version: Version of the column, the same for all shards.
     """
     facts = {
         "kind": KIND, "column": name, "column_version": version, "shard": shard_rows([shard])[0],
@@ -458,7 +458,7 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
     """Return the values in the bytes of a column file, and its facts (see :func:`write_column`).
 
     Raises:
-        IndexFormatError: The bytes are damaged, or no column file.
+        IndexFormatError: The bytes are damaged, or not a column file.
     """
     rows, facts = read_table(buffer, KIND, source)
     problem = ""
@@ -479,10 +479,10 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
 
 
 def type_named(name: str) -> pa.DataType:
-    """Return the type that a column's document names, such as ``double``.
+    """Return the type with the name in a column's document, such as ``double``.
 
     Raises:
-        ValueError: Conditions know no such type.
+        ValueError: Conditions do not support such a type.
     """
     kind = pa.type_for_alias(name)
     if not is_comparable(kind):
@@ -491,5 +491,5 @@ def type_named(name: str) -> pa.DataType:
 
 
 def no_values(num_rows: int) -> pa.Array:
-    """Return a column without any value: what a shard has in the place of a column of other shards."""
+    """Return a column without any value, which replaces one that only other shards have."""
     return pa.nulls(num_rows)

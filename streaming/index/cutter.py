@@ -3,7 +3,7 @@
 A chunk closes after the record with which it holds 4 MiB, or 1 MiB and 256 samples. So chunks of large records are
 about 4 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks
 mixes better for the same memory (design, section 4); and a request never costs more than the bytes that it brings.
-The rule looks at nothing but the records before the cut: the same records give the same chunks, whoever cuts.
+The rule depends only on the records before the cut: the same records always give the same chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChunkRule:
     """When a chunk closes: at ``target_bytes``, or at ``min_bytes`` once it has ``min_samples``.
 
     Raises:
-        ConfigError: If a number is not positive, or ``min_bytes`` exceeds ``target_bytes``.
+        ConfigError: A number is not positive, or ``min_bytes`` exceeds ``target_bytes``.
     """
 
     target_bytes: int = TARGET_BYTES
@@ -37,7 +37,7 @@ class ChunkRule:
             raise ConfigError(f"chunk rule: expected 1 <= min_bytes <= target_bytes and min_samples >= 1, got {self}")
 
     def closes(self, num_bytes: int, num_samples: int) -> bool:
-        """Tell whether a chunk with so many bytes and samples is full."""
+        """Tell whether a chunk of this size is full."""
         return num_bytes >= self.target_bytes or (num_bytes >= self.min_bytes and num_samples >= self.min_samples)
 
 
@@ -55,7 +55,7 @@ class ChunkCutter:
         """Samples in the open chunk."""
 
     def add(self, record_bytes: int) -> bool:
-        """Add one record of so many bytes (headers and padding included); True if the chunk closes after it."""
+        """Add one record of this size (including headers and padding); True if the chunk closes after it."""
         self.num_bytes += record_bytes
         self.num_samples += 1
         if not self.rule.closes(self.num_bytes, self.num_samples):
@@ -70,7 +70,7 @@ class ChunkCutter:
             record_starts: int64 ``[n + 1]``, increasing.
 
         Returns:
-            int64, increasing: ``i`` is in it if a chunk closes after record ``i - 1``, before record ``i``.
+            int64, increasing: contains ``i`` if a chunk closes after record ``i - 1``, before record ``i``.
         """
         num_records = record_starts.size - 1
         cuts: list[int] = []

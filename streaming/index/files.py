@@ -1,4 +1,4 @@
-"""Write and read what all index files share: Parquet in memory, with a JSON document in its footer."""
+"""Write and read the common form of index files: Parquet in memory, with a JSON document in its footer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pyarrow.parquet as pq
 from streaming.errors import IndexFormatError
 
 FORMAT_VERSION = (1, 2)
-"""Major and minor. Readers take any minor of their major: what they do not know, they ignore."""
+"""Major and minor. Readers accept any minor version of their major version and ignore what they do not know."""
 METADATA_KEY = b"shardstream"
 _FOOTER_TAIL_BYTES = 8
 _FOOTER_GUESS_BYTES = 64 << 10
-"""What is read of an end whose length nobody knows: most footers are shorter."""
+"""Bytes read of a file's end when the footer's length is unknown: most footers are shorter."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""What the rows of any index file may take in memory; larger files may take a thousand times their own size."""
+"""Memory that the rows of any index file may take; larger files may take a thousand times their own size."""
 _MAX_RATIO = 1000
-_ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB of each column
+_ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB per column
 _MAGIC = b"PAR1"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
@@ -60,14 +60,13 @@ def read_table(
 ) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
     """Return the rows and the facts of an index file of this ``kind``.
 
-    With ``columns``, those that it names of the facts.
-
-    With ``coded``, texts that the file stores once and refers to come as Arrow's dictionaries. With ``first_rows``,
-    rows behind so many are not unpacked; for columns that are no numbers.
+    With ``columns``, only the columns that it returns for the facts. With ``coded``, texts stored with a dictionary are
+    returned as Arrow dictionaries. With ``first_rows``, rows beyond this number are not unpacked; for columns other
+    than numbers.
 
     Raises:
-        IndexFormatError: If the bytes are no such file, damaged, of a newer major version, or their rows would take
-            more than :data:`MAX_UNPACKED_BYTES` and a thousand times the file.
+        IndexFormatError: The bytes are not such a file, damaged, of a newer major version, or their rows would take
+            more than both :data:`MAX_UNPACKED_BYTES` and a thousand times the file.
     """
     file = _opened(buffer, source)
     facts = _facts_of(file, kind, source)
@@ -84,7 +83,7 @@ def _read_bounded(
     file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool,
     first_rows: int | None,
 ) -> pa.Table:  # fmt: skip
-    """Return the rows (of some ``columns``, or all), counted as they come: equal ones cost nothing in the file."""
+    """Return the rows (of some ``columns``, or all), counted as they come: equal ones take no room in the file."""
     limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * buffer.nbytes)
     schema = file.schema_arrow
     names = schema.names if columns is None else columns
@@ -101,14 +100,14 @@ def _read_bounded(
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    """Tell whether all values of a type take as much room, eight bytes at most."""
+    """Tell whether all values of a type have the same size, eight bytes at most."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _read_numbers(
     file: pq.ParquetFile, source: str, names: list[str], limit_bytes: int
 ) -> tuple[dict[str, pa.ChunkedArray], int]:
-    """Return columns of numbers, which are counted as they come, and what they take."""
+    """Return columns of numbers, which are counted as they come, and their size."""
     if not names:
         return {}, 0
     batches: list[pa.RecordBatch] = []
@@ -127,15 +126,15 @@ def _read_others(
     file: pq.ParquetFile, buffer: memoryview, source: str, names: list[str], limit_bytes: int, num_bytes: int,
     first_rows: int | None,
 ) -> dict[str, pa.ChunkedArray]:  # fmt: skip
-    """Return columns of anything but numbers, after a look at what they take, beside ``num_bytes``.
+    """Return columns of anything except numbers, after checking their size, in addition to ``num_bytes``.
 
-    Texts that the file stores once and refers to are read so, counted, and only then written out.
+    Texts stored with a dictionary are read as such, counted, and only then expanded.
     """
     if not names:
         return {}
     metadata, texts = file.metadata, set()
     for group in range(metadata.num_row_groups):
-        # Looking at damaged facts of a column ends the process (pyarrow 26); reading a row of it raises. So read first.
+        # Asking for damaged metadata of a column ends the process (pyarrow 26); reading a row raises. So read first.
         next(file.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=False), None)
         for index in range(metadata.num_columns):
             if metadata.schema.column(index).path not in names:
@@ -148,8 +147,8 @@ def _read_others(
     _check_unpacked(num_bytes, limit_bytes, source)
     if texts:
         file = pq.ParquetFile(pa.BufferReader(buffer), metadata=metadata, read_dictionary=sorted(texts))
-    # (`pq.read_table` would import pandas wherever it is installed.)
-    # Arrow's threads, beside torch's at the interpreter's end, abort about one short script in fifty.
+    # (`pq.read_table` would import pandas if it is installed.)
+    # Arrow's threads, together with torch's, abort about one short script in fifty at the interpreter's end.
     table = file.read(names, use_threads=False) if first_rows is None else _begun(file, names, first_rows)
     for name in texts.intersection(names):
         for chunk in table.column(name).chunks:
@@ -163,7 +162,7 @@ def _read_others(
 
 
 def _begun(file: pq.ParquetFile, names: list[str], count: int) -> pa.Table:
-    """Return the first rows of a file, at most so many."""
+    """Return at most ``count`` of the first rows of a file."""
     found: list[pa.RecordBatch] = []
     for batch in file.iter_batches(batch_size=max(count, 1), columns=names, use_threads=False):
         found.append(batch.slice(0, count))
@@ -181,7 +180,7 @@ def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
 def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
     """Return the facts alone.
 
-    ``buffer`` may be any tail of the file that holds the footer (see :func:`read_footer`).
+    ``buffer`` may be any tail of the file that contains the footer (see :func:`read_footer`).
     """
     return _facts_of(_opened(buffer, source), kind, source)
 
@@ -208,15 +207,15 @@ def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
 
 
 def read_footer(read: Callable[[int, int], Any], size_bytes: int, source: str) -> bytes:
-    """Read the end of an index file of ``size_bytes`` that holds its footer, in one request where that is enough.
+    """Read the end of an index file of ``size_bytes`` that holds its footer, in one request if possible.
 
     Args:
-        read: Gives the file's bytes [start, stop).
-        size_bytes: Of the file.
+        read: Returns the file's bytes [start, stop).
+        size_bytes: Size of the file.
         source: Its name, for messages.
 
     Raises:
-        IndexFormatError: It does not end as a Parquet file does.
+        IndexFormatError: The file does not end as a Parquet file does.
     """
     tail = bytes(read(max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes))
     if len(tail) < _FOOTER_TAIL_BYTES or tail[-4:] != _MAGIC:
@@ -237,7 +236,7 @@ def _check_version(version: str, source: str) -> None:
 
 @contextmanager
 def content_errors(source: str, what: str) -> Iterator[None]:
-    """Turn what reading raises, where content is not as the format has it, into our error; ``what`` is wrong of it."""
+    """Turn errors of parsing malformed content into ours; ``what`` names the part that is malformed."""
     try:
         yield
     except IndexFormatError:
@@ -247,7 +246,7 @@ def content_errors(source: str, what: str) -> Iterator[None]:
 
 
 def damaged(source: str, why: str) -> IndexFormatError:
-    """Make the error of an index file that says what cannot be."""
+    """Make the error for an index file whose content is impossible."""
     return IndexFormatError(f"{source}: damaged index file ({why}); {_cure()}")
 
 

@@ -1,4 +1,4 @@
-"""Say which samples of some shards a filter keeps, or which group each is in; the chunk table of what is left."""
+"""Record which samples of some shards a filter keeps, or the group of each, and make the chunk table of the rest."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Bits, kept_rows
 from streaming.types import Int64Array
 
-_BLOCK = 32  # bytes; a block of them is counted once and for all
-_AT_ONCE = 1 << 16  # rows looked at in one go: 2 MiB of bits
-_COUNTED_AT_ONCE = 1 << 22  # counts of chunks and groups in one go: 32 MiB
+_BLOCK = 32  # bytes; the set bits before each block are counted once
+_AT_ONCE = 1 << 16  # rows handled at once: 2 MiB of bits
+_COUNTED_AT_ONCE = 1 << 22  # counts of chunks and groups at once: 32 MiB
 _POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
 
 class Choice(Protocol):
-    """Which samples of some shards are given. A sample has a *place*, and a *rank*: how many given ones precede it.
+    """Which samples of some shards are given. A sample has a *place*, and a *rank*: the number of given ones before it.
 
     Attributes:
-        chunk_places: int64[C], place of the first sample of each chunk of the whole table.
+        chunk_places: int64 [C], place of the first sample of each chunk of the whole table.
         total: Samples given.
     """
 
@@ -37,20 +37,20 @@ class Choice(Protocol):
     def total(self) -> int: ...  # noqa: D102
 
     def places(self, ranks: Int64Array) -> Int64Array:
-        """Return the place of each rank, int64[n]."""
+        """Return the place of each rank, int64 [n]."""
 
     def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Return which of samples ``[first, stop)`` of a shard are given, bool[n]."""
+        """Return which of samples ``[first, stop)`` of a shard are given, bool [n]."""
 
 
 class Kept:
-    """The bits of all shards, one shard after the other, each from a byte of its own on; immutable.
+    """The bits of all shards, one shard after the other, each starting at a byte of its own; immutable.
 
-    A bit has a *place* (its number among all bits) and, where it is set, a *rank* (how many set ones stand before it).
+    A bit has a *place* (its number among all bits) and, if it is set, a *rank* (the number of set ones before it).
 
     Args:
         table: The chunk table of the shards, whole.
-        bits: Those of each shard, ``ceil(n / 8)`` bytes of ``n`` samples; see ``columns.Bits``.
+        bits: Bits of each shard, ``ceil(n / 8)`` bytes for ``n`` samples; see ``columns.Bits``.
     """
 
     def __init__(self, table: ChunkTable, bits: Sequence[Bits]) -> None:
@@ -65,9 +65,9 @@ class Kept:
         self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
         ends = self.ranks(self.chunk_places + table.num_samples)
         self.chunk_ranks: Int64Array = self.ranks(self.chunk_places)
-        """int64[C], samples kept before each chunk."""
+        """int64 [C], samples kept before each chunk."""
         self.chunk_counts: Int64Array = ends - self.chunk_ranks
-        """int64[C], samples kept of each chunk."""
+        """int64 [C], samples kept of each chunk."""
 
     @property
     def total(self) -> int:
@@ -76,7 +76,7 @@ class Kept:
 
     @cached_property
     def digest(self) -> str:
-        """Tells this choice from every other one of the same shards; 32 hex digits."""
+        """Identifies this choice among all of the same shards; 32 hex digits."""
         return hashlib.blake2b(self._bits.tobytes(), digest_size=16).hexdigest()
 
     def digest_of(self, num_shards: int) -> str:
@@ -88,37 +88,37 @@ class Kept:
         return hashlib.blake2b(some, digest_size=16).hexdigest()
 
     def ranks(self, places: Int64Array) -> Int64Array:
-        """Return how many kept samples stand before each place, int64[n]."""
+        """Return the number of kept samples before each place, int64 [n]."""
         found = np.empty(len(places), np.int64)
         for at in range(0, len(places), _AT_ONCE):
             some = places[at : at + _AT_ONCE]
             blocks, inside = np.divmod(some, 8 * _BLOCK)
             room = np.arange(_BLOCK) * 8
-            # uint8[m, _BLOCK]: the bits of each place's block, those from the place on cleared.
+            # uint8 [m, _BLOCK]: the bits of each place's block, with those from the place on cleared.
             left = np.clip(inside[:, None] - room, 0, 8)
             masked = self._bits[np.minimum(blocks, len(self._bits) - 1)] & ((1 << left) - 1).astype(np.uint8)
             found[at : at + _AT_ONCE] = self._before[blocks] + _POPCOUNT[masked].sum(axis=1, dtype=np.int64)
         return found
 
     def places(self, ranks: Int64Array) -> Int64Array:
-        """Return the place of each rank, int64[n]."""
+        """Return the place of each rank, int64 [n]."""
         found = np.empty(len(ranks), np.int64)
         for at in range(0, len(ranks), _AT_ONCE):
             some = ranks[at : at + _AT_ONCE]
             blocks = np.searchsorted(self._before, some, side="right") - 1
             left = some - self._before[blocks]
             rows = np.arange(len(some))
-            # uint16[m, _BLOCK]: set bits up to the end of each byte of the block.
+            # uint16 [m, _BLOCK]: set bits up to the end of each byte of the block.
             counts = _POPCOUNT[self._bits[blocks]].cumsum(axis=1, dtype=np.uint16)
             byte = (counts <= left[:, None]).sum(axis=1)
             left = left - np.where(byte > 0, counts[rows, byte - 1], 0)
-            # bool[m, 8]: of each rank's byte, then where its set bits begin to be more than are left.
+            # bool [m, 8]: bits of each rank's byte, then the position at which the set bits exceed those left.
             bit = np.unpackbits(self._bits[blocks, byte][:, None], axis=1, bitorder="little").cumsum(axis=1)
             found[at : at + _AT_ONCE] = blocks * (8 * _BLOCK) + byte * 8 + (bit <= left[:, None]).sum(axis=1)
         return found
 
     def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Return which of samples ``[first, stop)`` of a shard are kept, bool[n]."""
+        """Return which of samples ``[first, stop)`` of a shard are kept, bool [n]."""
         place = int(self.shard_places[shard])
         low, high = (place + first) // 8, -(-(place + stop) // 8)
         some = kept_rows(self._bits.reshape(-1)[low:high], 8 * (high - low))
@@ -126,12 +126,12 @@ class Kept:
 
 
 class SampleGroups:
-    """Which group each sample of some shards is in: a number a sample, whatever the number of groups; immutable.
+    """The group of each sample of some shards: one number per sample, whatever the number of groups; immutable.
 
     Args:
         table: The chunk table of the shards, whole.
-        codes: Number of the group of each sample, shard after shard; ``num_groups``: of none.
-        num_groups: How many groups there are; some may be empty.
+        codes: Number of the group of each sample, shard after shard; ``num_groups``: no group.
+        num_groups: Number of groups; some may be empty.
     """
 
     def __init__(self, table: ChunkTable, codes: npt.NDArray[np.uint16], num_groups: int) -> None:
@@ -150,20 +150,20 @@ class SampleGroups:
         self._chunks, self._counts = chunks[by_group], sizes[by_group]
         self._borders: Int64Array = np.searchsorted(groups[by_group], np.arange(num_groups + 1))
         self.sizes: Int64Array = np.bincount(groups, sizes, num_groups).astype(np.int64)
-        """int64[num_groups], samples of each group."""
+        """int64 [num_groups], samples of each group."""
 
     def chunk_stop(self, place: int) -> int:
-        """Return the place behind the last sample of the chunk that holds a place."""
+        """Return the place after the last sample of the chunk that holds a place."""
         chunk = int(np.searchsorted(self.chunk_places, place, side="right")) - 1
         return int(self.chunk_places[chunk] + self.table.num_samples[chunk])
 
     @cached_property
     def digest(self) -> str:
-        """Tells these groups from every others of the same shards; 32 hex digits."""
+        """Identifies these groups among all of the same shards; 32 hex digits."""
         return hashlib.blake2b(self.codes.astype("<u2").tobytes(), digest_size=16).hexdigest()
 
     def selected(self, number: int, fingerprint: str) -> Selected:
-        """Return the samples of one group, as a filter that keeps these gives them."""
+        """Return the samples of one group, in the form of a filter that keeps them."""
         low, high = self._borders[number : number + 2].tolist()
         chunks, counts = self._chunks[low:high], self._counts[low:high]
         ranks: Int64Array = np.cumsum(counts) - counts
@@ -174,7 +174,7 @@ class SampleGroups:
         )  # fmt: skip
 
     def _pieces(self, chunks: range, num_groups: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return chunk, group and samples of the pieces of some chunks that are next to each other."""
+        """Return chunk, group and number of samples of the pieces of some consecutive chunks."""
         sizes = self.table.num_samples[chunks.start : chunks.stop]
         first = int(self.chunk_places[chunks.start])
         codes = self.codes[first : first + int(sizes.sum())].astype(np.int64)
@@ -191,9 +191,9 @@ class Member:
 
     Attributes:
         groups: All groups.
-        number: Of this one.
-        firsts: int64[n], place of the first sample of each chunk that has samples of the group.
-        ranks: int64[n], rank of the first such sample.
+        number: Number of this group.
+        firsts: int64 [n], place of the first sample of each chunk that has samples of the group.
+        ranks: int64 [n], rank of the first such sample.
         total: Samples of the group.
     """
 
@@ -209,7 +209,7 @@ class Member:
         return self.groups.chunk_places
 
     def places(self, ranks: Int64Array) -> Int64Array:
-        """See ``Choice``: each chunk that is asked for is looked through."""
+        """See ``Choice``; searches each chunk concerned."""
         found = np.empty(len(ranks), np.int64)
         pieces = np.searchsorted(self.ranks, ranks, side="right") - 1
         for piece, rows in rows_by(pieces):
@@ -227,7 +227,7 @@ class Member:
 
 
 def _blocks(num_chunks: int, num_groups: int) -> list[range]:
-    """Return runs of chunks whose samples are counted at once."""
+    """Return ranges of chunks whose samples are counted at once."""
     step = max(_COUNTED_AT_ONCE // (num_groups + 1), 1)
     return [range(at, min(at + step, num_chunks)) for at in range(0, num_chunks, step)]
 
@@ -241,14 +241,14 @@ class Selected:
     """The chunks of which a filter keeps samples, or a range of the kept samples.
 
     Attributes:
-        kept: Which samples.
-        table: Their rows of the whole chunk table, but ``num_samples`` counts the samples that are given. It is no
-            table to be written.
-        chunks: int64[C], number of each chunk in the whole table.
-        ranks: int64[C], rank of the first sample that each chunk gives.
+        kept: Which samples are kept.
+        table: Rows of these chunks in the whole chunk table, except that ``num_samples`` counts the samples given. Must
+            not be written.
+        chunks: int64 [C], number of each chunk in the whole table.
+        ranks: int64 [C], rank of the first sample that each chunk gives.
         first: Rank of the first sample.
         stop: One past the rank of the last one.
-        fingerprint: Of the filter; see ``streaming.plan.state.filter_fingerprint``.
+        fingerprint: Fingerprint of the filter; see ``streaming.plan.state.filter_fingerprint``.
     """
 
     kept: Choice = field(repr=False)
@@ -285,18 +285,18 @@ class Selected:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all that a filter keeps of the shards: no group, no range of samples."""
+        """Whether this is all that a filter keeps of the shards: neither a group nor a range of samples."""
         return isinstance(self.kept, Kept) and self.fingerprint.endswith(f";kept={self.kept.digest}")
 
     def fingerprint_of(self, base: str, num_shards: int) -> str:
-        """Make the fingerprint of the same filter, where it is whole, over the first shards, whose own is ``base``."""
+        """Return the fingerprint of the same whole filter over the first shards alone, whose own one is ``base``."""
         if not isinstance(self.kept, Kept):
             raise TypeError("groups are no filter")
         asked = self.fingerprint.partition(";")[2].rpartition("kept=")[0]
         return f"{base};{asked}kept={self.kept.digest_of(num_shards)}"
 
     def rows(self, shard: int, num_samples: int) -> npt.NDArray[np.bool_]:
-        """Return which samples of a shard of so many are given, bool[num_samples]."""
+        """Return which samples of a shard with ``num_samples`` samples are given, bool [num_samples]."""
         found = np.zeros(num_samples, np.bool_)
         of_shard = np.flatnonzero(self.table.shard == shard)
         chunk_ids = np.repeat(of_shard, self.table.num_samples[of_shard])
@@ -305,7 +305,7 @@ class Selected:
         return found
 
     def inside(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """Return the sample inside each chunk's bytes that stands at an offset, int64[n]."""
+        """Return the number inside its chunk's bytes of the sample at each offset, int64 [n]."""
         places = self.kept.places(self.ranks[chunk_ids] + offsets)
         found: Int64Array = places - self.kept.chunk_places[self.chunks[chunk_ids]]
         return found

@@ -1,4 +1,4 @@
-"""Hold the keys of a shard's samples as one Arrow array: no Python object per key until somebody asks."""
+"""Hold the keys of a shard's samples as one Arrow array: keys become Python objects only when requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_STRING_BYTES = (1 << 31) - 1
 
 
 class Keys(Sequence[str]):
-    """Keys as text, over an Arrow array of strings, or of bytes where one key is not UTF-8; immutable."""
+    """Keys as text, over an Arrow array of strings, or of bytes if one key is not UTF-8; immutable."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -22,7 +22,7 @@ class Keys(Sequence[str]):
 
     @classmethod
     def of_packed(cls, data: bytes, stops: Int64Array) -> Keys:
-        """Take apart all keys in one row, of which key ``i`` ends at ``stops[i]``."""
+        """Split all keys, stored end to end, of which key ``i`` ends at ``stops[i]``."""
         large = len(data) > _MAX_STRING_BYTES
         if data.isascii():
             return cls(_from_buffers(pa.large_string() if large else pa.string(), data, stops))
@@ -62,7 +62,7 @@ class Keys(Sequence[str]):
 
 
 def key_array(keys: Collection[str]) -> pa.Array:
-    """Make an array of keys: text, or bytes for all where one is not UTF-8 (its odd bytes are surrogates in Python)."""
+    """Make an array of keys: text, or all bytes if one is not UTF-8 (its invalid bytes are surrogates in Python)."""
     if isinstance(keys, Keys):
         return keys.array
     try:

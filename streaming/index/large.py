@@ -1,12 +1,12 @@
-"""Sum large members apart, so that a reader may leave them out, or read nothing else, and still check all.
+"""Sum large members separately, so that readers may omit them, or read nothing else, and still check everything.
 
 THE rule, shared by the writer and the indexer: a member is *large* from 128 KiB on. Its bytes have a CRC32C of their
-own, and so has the *rest* of its span: what is left of the span without the bytes of its large members, end to end.
-Below that size a hole in a range costs more than it saves (docs/design/0010-partial-reads.md), and small records cost
-nothing more to index.
+own, and so has the *rest* of its span: the span without the bytes of its large members, end to end. Below that size a
+gap in a range costs more than it saves (docs/design/0010-partial-reads.md), and small records cost nothing more to
+index.
 
-As for spans, nothing is summed twice: whoever sums a chunk notes the CRC32C so far at the start and at the end of each
-large member, and :func:`large_sums` makes all of these sums out of that, for a whole shard at once.
+As for spans, nothing is summed twice: while a chunk is summed, the CRC32C so far is noted at the start and at the end
+of each large member, and :func:`large_sums` computes all these sums from the notes, for a whole shard at once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LARGE_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LargeSums:
-    """Checksums of the large members of a shard of ``n`` samples and ``S`` spans; -1 where there is none.
+    """Checksums of the large members of a shard of ``n`` samples and ``S`` spans; -1 if there is none.
 
     Attributes:
-        fields: By the name of the field, int64 ``[n]``: CRC32C of the field's bytes. Fields without any are not there.
-        rest: int64 ``[S]``: CRC32C of the rest of each span that has a large member. Empty without any.
+        fields: By field, int64 ``[n]``: CRC32C of the field's bytes. Fields without large members are absent.
+        rest: int64 ``[S]``: CRC32C of the rest of each span that has a large member. Empty if there are none.
     """
 
     fields: Mapping[str, Int64Array] = field(default_factory=dict)
@@ -46,12 +46,12 @@ def large_sums(
     span_running: ArrayLike,
     running: Mapping[int, int],
 ) -> LargeSums:
-    """Return the sums of a shard, from what was noted while its chunks were summed.
+    """Return the sums of a shard, from the notes made while its chunks were summed.
 
     Args:
         record_starts: int64 ``[n + 1]``.
         fields: Per extension the offsets and sizes of its bytes, each int64 ``[n]``.
-        chunk_bounds: As :func:`streaming.index.spans.spans_of`.
+        chunk_bounds: As in :func:`streaming.index.spans.spans_of`.
         span_starts: As there.
         span_running: As there.
         running: CRC32C of the chunk's bytes up to the start, and up to the end, of each large member, by offset.
@@ -87,20 +87,20 @@ def _rest(
     befores: UInt32s,
     afters: UInt32s,
 ) -> Int64Array:
-    """Sum each span without the members ``[starts, ends)``, which rise: CRC32C, int64, -1 for spans without any.
+    """Sum each span without the ascending members ``[starts, ends)``: CRC32C, int64, -1 for spans without members.
 
     The other arrays are the running CRC32C at the borders of the spans (``[S]``) and of the members.
     """
     of_members = np.searchsorted(borders, starts, side="right") - 1
     spans = np.unique(of_members)
-    # What is left of a span are sections: from its start to a member, from member to member, from there to its end.
+    # The rest of a span consists of sections: from its start to a member, from member to member, from there to its end.
     of_sections = np.concatenate((spans, of_members))
     first = np.lexsort((np.concatenate((borders[spans], ends)), of_sections))
     last = np.lexsort((np.concatenate((borders[spans + 1], starts)), of_sections))
     lengths = np.concatenate((borders[spans + 1], starts))[last] - np.concatenate((borders[spans], ends))[first]
     sums = np.concatenate((at_end[spans], befores))[last]
     sums = sums ^ followed_by_zeros(np.concatenate((at_start[spans], afters))[first], lengths)
-    # Each section is moved on by the bytes of those that follow it in its span; then all of a span are joined.
+    # Each section's sum is shifted by the bytes of the later sections of its span; then those of a span are combined.
     heads = np.searchsorted(of_sections[first], spans)
     behind = np.cumsum(lengths)
     totals = np.repeat(np.append(behind[heads[1:] - 1], behind[-1:]), np.diff(np.append(heads, lengths.size)))

@@ -1,4 +1,4 @@
-"""Say where the files of an index lie, relative to the index's directory (``docs/format.md``)."""
+"""Locate the files of an index, relative to the index's directory (``docs/format.md``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from streaming.errors import ConfigError
 INDEX_DIRECTORY = "_shardstream"
 CHUNKS_FILE = f"{INDEX_DIRECTORY}/chunks.parquet"
 TOKENS_FILE = f"{INDEX_DIRECTORY}/tokens.json"
-"""What tokens are, as ``shard_tools convert --tokenizer`` wrote them; nothing but decoding goes by it."""
+"""What tokens mean, as ``shard_tools convert --tokenizer`` wrote it; used only for decoding them."""
 _SAMPLES_DIRECTORY = f"{INDEX_DIRECTORY}/samples"
 _COLUMNS_DIRECTORY = f"{INDEX_DIRECTORY}/columns"
 _COLUMN_DOCUMENT = "column.json"
@@ -24,15 +24,15 @@ def chunks_path() -> str:
 
 
 def samples_directory() -> str:
-    """Return the path of the folder of all sample tables."""
+    """Return the path of the directory of all sample tables."""
     return _SAMPLES_DIRECTORY
 
 
 def samples_path(shard_name: str) -> str:
     """Return the path of the sample table of one shard.
 
-    ``shard_name`` is relative to the directory of shards; one such as ``part-0/000.tar`` keeps its folders, so that
-    no two shards share a file.
+    ``shard_name`` is relative to the directory of shards; a name such as ``part-0/000.tar`` keeps its directories, so
+    that no two shards share a file.
     """
     return f"{_SAMPLES_DIRECTORY}/{shard_name}.parquet"
 
@@ -41,7 +41,7 @@ def checked_name(name: str, what: str) -> str:
     """Return ``name``, which becomes a part of paths and of conditions.
 
     Raises:
-        ConfigError: It is not letters, digits, ``_``, ``-`` and single dots, at most 100 of them.
+        ConfigError: It is not made of letters, digits, ``_``, ``-`` and single dots, or exceeds 100 characters.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
         raise ConfigError(
@@ -52,12 +52,12 @@ def checked_name(name: str, what: str) -> str:
 
 
 def columns_directory() -> str:
-    """Return the path of the folder of all late columns."""
+    """Return the path of the directory of all late columns."""
     return _COLUMNS_DIRECTORY
 
 
 def column_document_path(name: str) -> str:
-    """Return the path of what there is to say about a late column as a whole; written last."""
+    """Return the path of the metadata of a late column as a whole, which is written last."""
     return f"{_COLUMNS_DIRECTORY}/{name}/{_COLUMN_DOCUMENT}"
 
 
@@ -74,7 +74,7 @@ def column_path(name: str, shard_name: str) -> str:
 
 
 def views_directory() -> str:
-    """Return the path of the folder of all saved views."""
+    """Return the path of the directory of all saved views."""
     return _VIEWS_DIRECTORY
 
 

@@ -36,7 +36,7 @@ FieldRanges = Mapping[str, tuple[Int64Array, Int64Array]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLocation:
-    """Where one sample lies in its shard: its record (with headers and padding) and the bytes of its fields."""
+    """The location of one sample in its shard: its record (with headers and padding) and the bytes of its fields."""
 
     key: str
     chunk: int
@@ -57,11 +57,11 @@ class SampleTable:
         record_starts: int64 ``[n + 1]``, offsets of the records in the shard; record ``i`` is
             ``[record_starts[i], record_starts[i + 1])``. An empty shard has ``[0]``.
         fields: Per extension the offsets (-1: the sample lacks the field) and sizes of its bytes, each int64 ``[n]``.
-        columns: What was lifted from the samples: numbers or strings, Arrow arrays of ``n``, nulls allowed.
-        span_starts: int64 ``[S + 1]``, the first sample of each span (:mod:`streaming.index.spans`), and ``n``. Where
-            the index has no spans (format 1.0), and in an empty shard, ``[0]``.
+        columns: Lifted columns: numbers or strings, Arrow arrays of ``n``, nulls allowed.
+        span_starts: int64 ``[S + 1]``, the first sample of each span (:mod:`streaming.index.spans`), and ``n``. ``[0]``
+            if the index has no spans (format 1.0), and in an empty shard.
         span_crc32c: uint32 ``[S]``, CRC32C of the bytes of each span.
-        large: Checksums of large members and of what is beside them; none in indexes before format 1.2.
+        large: Checksums of large members and of the rest of their spans; none in indexes before format 1.2.
     """
 
     chunks: ChunkTable
@@ -89,7 +89,7 @@ class SampleTable:
         spans: tuple[Int64Array, NDArray[np.uint32]] | None = None,
         large: LargeSums | None = None,
     ) -> SampleTable:
-        """Return the table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
+        """Build the table of the shard ``name`` of ``size_bytes`` from the data of a writer or a scanner.
 
         Args:
             name: The shard's name relative to the index.
@@ -104,8 +104,8 @@ class SampleTable:
             large: As the attribute; None: no such sums.
 
         Raises:
-            ConfigError: If a lifted column's name is one that the format uses.
-            IndexFormatError: If lengths or ranges do not fit together.
+            ConfigError: The format itself uses the name of a lifted column.
+            IndexFormatError: Lengths or ranges are inconsistent.
         """
         counts = np.diff(chunk_bounds)
         rows = {
@@ -145,11 +145,11 @@ class SampleTable:
 
     @property
     def num_spans(self) -> int:
-        """Number of spans; 0 where the index has none."""
+        """Number of spans; 0 if the index has none."""
         return self.span_crc32c.size
 
     def widened(self, first: int, stop: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-        """Return the spans that hold samples ``[first, stop)``, which must be some.
+        """Return the spans that hold samples ``[first, stop)``, at least one.
 
         Returns:
             First sample, one past the last, and per span its end (in bytes from the first sample's record on) and
@@ -168,10 +168,10 @@ class SampleTable:
         )
 
     def lookup(self, index: int) -> SampleLocation:
-        """Return where sample ``index`` of the shard lies.
+        """Return the location of sample ``index`` in the shard.
 
         Raises:
-            IndexError: If there is no such sample.
+            IndexError: There is no such sample.
         """
         if not 0 <= index < len(self.keys):
             raise IndexError(f"sample {index} of shard {self.shard.name!r}, which has {len(self.keys)}")
@@ -189,10 +189,10 @@ class SampleTable:
         )
 
     def validate(self, source: str = "sample table") -> None:
-        """Check that lengths and ranges fit together.
+        """Check that lengths and ranges are consistent.
 
         Raises:
-            IndexFormatError: Naming the first column that does not.
+            IndexFormatError: They are not; names the first column at fault.
         """
         self.chunks.validate(source)
         num_samples = len(self.keys)
@@ -230,7 +230,7 @@ class SampleTable:
             raise damaged(source, f"column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
     def _validate_large(self, source: str) -> None:
-        """Check that every large member has a sum, its span one of the rest, and no other span one."""
+        """Check that every large member has a sum and its span one of the rest, and that no other span has one."""
         expected = np.zeros(self.num_spans, np.bool_)
         for name, sums in self.large.fields.items():
             rows = np.flatnonzero(sums >= 0)
@@ -244,7 +244,7 @@ class SampleTable:
         """Return the table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
 
         Raises:
-            IndexFormatError: If a field's name is not UTF-8.
+            IndexFormatError: A field's name is not UTF-8.
         """
         arrays: dict[str, Any] = {
             "key": key_array(self.keys),
@@ -274,7 +274,7 @@ class SampleTable:
         return write_table(pa.table(arrays), facts, plain=plain)
 
     def _span_column(self, sums: Int64Array) -> pa.Array:
-        """Return checksums of spans (-1: none), each at the first sample of its span; null elsewhere."""
+        """Return checksums of spans (-1: none), each in the row of its span's first sample; null elsewhere."""
         column = np.full(len(self.keys), -1, np.int64)
         column[self.span_starts[:-1]] = sums
         return _sum_column(column)
@@ -284,7 +284,7 @@ class SampleTable:
         """Return the table in the bytes of a sample file; ``source`` is its URL, for messages.
 
         Raises:
-            IndexFormatError: If the bytes are damaged, no sample table, or of a newer major version.
+            IndexFormatError: The bytes are damaged, not a sample table, or of a newer major version.
         """
         rows, facts = read_table(buffer, KIND, source)
         chunks = _chunks_of_facts(facts, source)
@@ -311,12 +311,12 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """Say where some fields of the samples of a shard lie: what of a sample table finds them, and no more.
+    """Locate some fields of a shard's samples: the part of a sample table that this takes, and no more.
 
     Attributes:
         chunks: The shard and its chunk rows.
         keys: The key of each of ``n`` samples.
-        fields: As ``SampleTable.fields``, of those that were asked for and are there.
+        fields: As ``SampleTable.fields``, for the requested fields that exist.
     """
 
     chunks: ChunkTable
@@ -325,23 +325,23 @@ class Records:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take."""
+        """Memory that the records take."""
         return int(self.keys.array.nbytes) + 16 * len(self.keys) * len(self.fields)
 
     @classmethod
     def of_table(cls, table: SampleTable, fields: Sequence[str]) -> Records:
-        """Return those of a whole table."""
+        """Take the records from a whole table."""
         there = {name: table.fields[name] for name in fields if name in table.fields}
         return cls(chunks=table.chunks, keys=Keys(key_array(table.keys)), fields=there)
 
     @classmethod
     def from_parquet(cls, buffer: Any, fields: Sequence[str], source: str) -> Records:
-        """Return those in the bytes of a sample file.
+        """Take the records from the bytes of a sample file.
 
-        Nothing else of it is unpacked, nor is it checked where fields lie.
+        Nothing else in the file is unpacked, and the places of fields are not checked.
 
         Raises:
-            IndexFormatError: If the bytes are damaged, no sample table, or of a newer major version.
+            IndexFormatError: The bytes are damaged, not a sample table, or of a newer major version.
         """
 
         def wanted(facts: dict[str, Any]) -> list[str]:
@@ -360,12 +360,12 @@ class Records:
 
 
 def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
-    """Return the chunk rows of one shard from its sample file, or from any tail of it that holds the footer.
+    """Return the chunk rows of one shard from its sample file, or from any tail of it that contains the footer.
 
     Use :func:`streaming.index.files.read_footer` to get such a tail.
 
     Raises:
-        IndexFormatError: If the footer is damaged, of another kind of file, or of a newer major version.
+        IndexFormatError: The footer is damaged, of another kind of file, or of a newer major version.
     """
     chunks = _chunks_of_facts(read_facts(buffer, KIND, source), source)
     chunks.validate(source)
@@ -378,7 +378,7 @@ def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:
 
 
 def _ranges(rows: pa.Table, names: Sequence[str]) -> FieldRanges:
-    """Return where each field begins in the samples, and its sizes."""
+    """Return the start of each field in the samples, and its sizes."""
     return {
         name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
         for name in names
@@ -388,7 +388,7 @@ def _ranges(rows: pa.Table, names: Sequence[str]) -> FieldRanges:
 def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArray[np.uint32]]:
     """Return ``span_starts`` and ``span_crc32c``.
 
-    None in a file of format 1.0, where the name may be a lifted column's.
+    Empty for a file of format 1.0, where a lifted column may have this name.
     """
     if _SPAN_CRC32C not in rows.column_names or _SPAN_CRC32C in facts["columns"]:
         return np.zeros(1, np.int64), np.empty(0, np.uint32)
@@ -399,7 +399,7 @@ def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArra
 
 
 def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) -> LargeSums:
-    """Return sums of large members; none before format 1.2, where the names may be lifted columns'."""
+    """Return sums of large members; empty before format 1.2, where lifted columns may have these names."""
     lifted = set(facts["columns"])
     names = [name for name in facts["fields"] if _CRC32C + name in set(rows.column_names) - lifted]
     if not names or _REST_CRC32C not in rows.column_names or _REST_CRC32C in lifted or span_starts.size < 2:

@@ -1,8 +1,8 @@
 """Sum spans, runs of records, so that a part of a chunk can be read and still be checked.
 
 THE rule, shared by the writer and the indexer: a span closes after the record with which it holds 64 KiB, and where
-its chunk closes. Span checksums cost no second pass over the bytes: whoever sums a chunk notes the CRC32C so far at
-the end of each span, and :func:`separate` makes the spans' own out of these, for a whole shard at once.
+its chunk closes. Span checksums need no second pass over the bytes: while a chunk is summed, the CRC32C so far is noted
+at the end of each span, and :func:`separate` computes the spans' own from the notes, for a whole shard at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streaming.types import Int64Array
 UInt32s = NDArray[np.uint32]
 
 SPAN_BYTES = 64 << 10
-_MAX_RECORDS = SPAN_BYTES // 512  # in one span: a record takes a block of 512 bytes at least
+_MAX_RECORDS = SPAN_BYTES // 512  # in one span: a record takes at least a block of 512 bytes
 _POLYNOMIAL = 0x82F63B78  # CRC32C, bits reversed
 
 
@@ -43,10 +43,10 @@ class SpanCutter:
 
         Args:
             record_starts: int64 ``[n + 1]``, increasing.
-            chunk_cuts: What ``ChunkCutter.extend`` said of them.
+            chunk_cuts: What ``ChunkCutter.extend`` returned for them.
 
         Returns:
-            Increasing: ``i`` is in it if a span closes after record ``i - 1``. Every chunk cut is.
+            Increasing: contains ``i`` if a span closes after record ``i - 1``. Includes every chunk cut.
         """
         starts = np.ascontiguousarray(record_starts).data
         last = len(starts) - 1
@@ -66,7 +66,7 @@ class SpanCutter:
 def spans_of(
     record_starts: Int64Array, chunk_bounds: ArrayLike, span_starts: ArrayLike, running: ArrayLike
 ) -> tuple[Int64Array, UInt32s]:
-    """Make ``span_starts`` and ``span_crc32c`` of a sample table of what was noted at the end of each of ``S`` spans.
+    """Make ``span_starts`` and ``span_crc32c`` of a sample table from the notes at the end of each of ``S`` spans.
 
     Args:
         record_starts: int64 ``[n + 1]``.
@@ -94,7 +94,7 @@ def separate(running: UInt32s, sizes: Int64Array, chunk_firsts: NDArray[np.bool_
 
 
 def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
-    """Return what is left of a prefix's CRC32C in that of the whole when so many bytes follow."""
+    """Return what remains of a prefix's CRC32C in that of the whole when ``num_bytes`` bytes follow."""
     bit = 0
     while (num_bytes >> bit).any():
         chosen = (num_bytes >> bit & 1).astype(np.bool_)
@@ -105,7 +105,7 @@ def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
 
 
 def _apply(operator: UInt32s, values: UInt32s) -> UInt32s:
-    """Return a linear map of 32 bits, as its values for each byte alone, uint32 ``[4, 256]``."""
+    """Apply a linear map of 32 bits, given by its values for each single byte, uint32 ``[4, 256]``."""
     parts = [operator[place][values >> np.uint32(8 * place) & np.uint32(255)] for place in range(4)]
     found: UInt32s = parts[0] ^ parts[1] ^ parts[2] ^ parts[3]
     return found
@@ -113,7 +113,7 @@ def _apply(operator: UInt32s, values: UInt32s) -> UInt32s:
 
 @cache
 def _operator(bit: int) -> UInt32s:
-    """Return what ``2 ** bit`` zero bytes do to a CRC32C."""
+    """Return the effect of ``2 ** bit`` zero bytes on a CRC32C, as a linear map."""
     if bit:
         half = _operator(bit - 1)
         return _apply(half, half)

@@ -1,4 +1,4 @@
-"""Parse ``where``: a condition over columns, a small part of SQL, to a pyarrow expression; nothing is evaluated.
+"""Parse ``where``, a condition over columns in a small part of SQL, to a pyarrow expression; nothing is evaluated.
 
     condition   or-ed, and-ed, NOT-ed, in parentheses
     predicate   value = != <> < <= > >= value
@@ -6,15 +6,15 @@
                 value [NOT] BETWEEN value AND value
                 value [NOT] LIKE 'text with % and _'
                 value IS [NOT] NULL
-                a value that is true or false, alone
+                a boolean value alone
     value       + - * / % of values, in parentheses
                 a column (``tokens``, ``json.w``, ``"any name"``)
                 a literal (``512``, ``-1.5e3``, ``'it''s'``, ``TRUE``, ``FALSE``)
                 ``length(x)``: characters of a text; ``hash(column)``: see :func:`streaming.index.columns.stable_hash`
 
-Keywords and functions in any case. As in SQL, what is done to a missing value is missing, ``NOT`` missing is missing,
-and a row whose condition is missing is not taken. Integers divide to integers; dividing by 0 gives a missing value.
-Text compares by code points; a NaN equals nothing.
+Keywords and functions are case-insensitive. As in SQL, operations on missing values give missing values, ``NOT``
+missing is missing, and a row for which the condition is missing is not kept. Integers divide to integers; division by
+0 gives a missing value. Text compares by code points; a NaN equals nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streaming.errors import ConfigError
 
 _MAX_CHARACTERS = 10_000
 _MAX_DEPTH = 50
-_MOST_DIGITS = 38  # of an integer, as Arrow's decimals have them
+_MOST_DIGITS = 38  # of an integer, as in Arrow's decimals
 _TOKEN = re.compile(
     r"""(?P<blank>\s+)
     |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w))
@@ -58,21 +58,21 @@ Condition: TypeAlias = str | pc.Expression
 
 
 def hash_column(name: str) -> str:
-    """Return the name under which an expression asks for the hashes of a column: they are worked out before it is."""
+    """Return the name by which an expression refers to the hashes of a column, which are computed beforehand."""
     return f"hash({name})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """A condition; immutable, the same text is the same condition.
+    """A condition; immutable, equal if the text is equal.
 
     Attributes:
-        text: It, with single blanks and keywords in upper case: what tells conditions apart.
-        names: Columns that it asks for; None for an expression of pyarrow's, which says so only when it is bound.
-        hashed: Those of which it asks for hashes.
+        text: The condition with single blanks and keywords in upper case, which identifies it.
+        names: Columns that it uses; None for a pyarrow expression, which reveals them only when bound.
+        hashed: Those whose hashes it uses.
         compiled: Makes the expression from the columns' types.
-        compared: Columns that it asks for themselves, not only for their hashes; None as ``names``.
-        parts: Conditions of which it takes what all take; () where it is no such chain.
+        compared: Columns that it uses themselves, not only their hashes; None as ``names``.
+        parts: The conditions of which it is the conjunction; () if it is not one.
     """
 
     text: str
@@ -86,18 +86,18 @@ class Where:
         return self.text
 
     def expression(self, types: Types) -> pc.Expression:
-        """Return the condition over columns of these types, of type bool; ``hash_column`` of those hashed among them.
+        """Return the condition over columns of these types, of type bool; hashes are named by ``hash_column``.
 
         Raises:
-            ConfigError: A column is not there, or of a kind that cannot be compared so.
+            ConfigError: A column is missing, or of a kind that cannot be compared like this.
         """
         return self.compiled(types)
 
     def also(self, other: Where) -> Where:
-        """Return both conditions together.
+        """Return the conjunction of both conditions.
 
         Raises:
-            ConfigError: One is text, the other an expression of pyarrow's.
+            ConfigError: One is text, the other a pyarrow expression.
         """
         if (self.names is None) != (other.names is None):
             raise ConfigError(f"where: {self} and {other}: give both as text, or both as pyarrow expressions")
@@ -116,7 +116,7 @@ def parse_where(text: str) -> Where:
     """Return the condition in ``text``.
 
     Raises:
-        ConfigError: It is none; the message shows where.
+        ConfigError: It is not a condition; the message shows where.
     """
     if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
         raise ConfigError(f"where: expected a condition as text of at most {_MAX_CHARACTERS} characters")
@@ -143,7 +143,7 @@ def _where(parser: _Parser, root: _Node, asked: _Asked) -> Where:
 
 
 def as_where(where: Any) -> Where | None:
-    """Return what users give as ``where=``: text, an expression of pyarrow's, or None.
+    """Return the condition that a user gave as ``where=``: text, a pyarrow expression, or None.
 
     Raises:
         ConfigError: It is none of these.
@@ -161,7 +161,7 @@ def as_where(where: Any) -> Where | None:
 
 
 def unknown_column(name: str, there: Iterable[str], what: str = "where") -> ConfigError:
-    """Say that no shard has a column that the option ``what`` asks for, and which there are."""
+    """Return the error that no shard has a column that the option ``what`` asks for, with those that exist."""
     known = sorted(there)
     return ConfigError(
         f"{what}: no column {name!r}{did_you_mean(name, known)}; there are: "
@@ -175,7 +175,7 @@ def unknown_column(name: str, there: Iterable[str], what: str = "where") -> Conf
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """An expression, its type, how it is shown in messages, and where it stands."""
+    """An expression, its type, its form in messages, and its position in the text."""
 
     expression: pc.Expression
     type: pa.DataType
@@ -209,7 +209,7 @@ def is_string(kind: pa.DataType) -> bool:
 
 
 def is_comparable(kind: pa.DataType) -> bool:
-    """Tell whether conditions know values of this type."""
+    """Tell whether conditions support values of this type."""
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return bool(numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind) or _is_text(kind))
 
@@ -245,7 +245,7 @@ def _missing(of: _Value, kind: pa.DataType) -> _Value:
 
 
 def _alike(left: _Value, right: _Value) -> tuple[pc.Expression, pc.Expression]:
-    """Return both sides as one type, where Arrow would not find it or refuse values that lose digits in it."""
+    """Convert both sides to one type where Arrow would find none, or would refuse values that lose digits in it."""
     kinds = {left.type, right.type}
     if left.kind != "number" or len(kinds) == 1:
         return left.expression, right.expression
@@ -312,7 +312,7 @@ def _one_of(value: _Value, literals: Sequence[_Value]) -> pc.Expression:
 
 
 def _joined(join: Callable[[pc.Expression, pc.Expression], pc.Expression], parts: list[pc.Expression]) -> pc.Expression:
-    """Join them as a balanced tree: Arrow goes down expressions by recursion."""
+    """Join conditions as a balanced tree, since Arrow descends expressions recursively."""
     while len(parts) > 1:
         parts = [reduce(join, parts[at : at + 2]) for at in range(0, len(parts), 2)]
     return parts[0]
@@ -349,14 +349,14 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Columns that a part of a condition asks for: themselves, and their hashes."""
+    """Columns that a part of a condition uses: themselves, and their hashes."""
 
     compared: set[str]
     hashed: set[str]
 
 
 class _Parser:
-    """Recursive descent; one use. Each rule returns a function from the columns' types to a typed expression."""
+    """Recursive descent; for one use. Each rule returns a function from the columns' types to a typed expression."""
 
     def __init__(self, text: str) -> None:
         self._asked = _Asked(set(), set())
@@ -374,7 +374,7 @@ class _Parser:
         )
 
     def chain(self) -> list[tuple[_Node, _Asked]]:
-        """Return the conditions that AND joins at the top, with what each asks for; one where OR does."""
+        """Return the conditions joined by AND at the top level, with what each uses; a single one if OR joins there."""
         found = [self._alone(self._not)]
         while self._take("and"):
             found.append(self._alone(self._not))
@@ -492,7 +492,7 @@ class _Parser:
         return self._truth(at, lambda types: pc.invert(found(types)) if negated else found(types))
 
     def _membership(self, left: _Node) -> Callable[[Types], pc.Expression] | None:
-        """Return what follows IN, BETWEEN or LIKE; None where none of them does."""
+        """Parse what follows IN, BETWEEN or LIKE; None if none of them comes next."""
         if self._take("in"):
             literals = self._listed()
             return lambda types: _one_of(left(types), literals)

@@ -1,15 +1,15 @@
-"""Lay the lanes of a mixture without end by single samples, or by whole batches: shares are exact at every row.
+"""Lay the lanes of an endless mixture by single samples, or by whole batches: shares are exact at every row.
 
-A tree of integer splits (:mod:`streaming.mixing.shares`) says which source a lane position draws from, and its
-how many-th draw that is; the source answers from an order of its own. No source knows of the others::
+A tree of integer splits (:mod:`streaming.mixing.shares`) tells which source a lane position draws from, and the index
+of that draw; the source answers from an order of its own. Sources know nothing of each other::
 
     lane position     0    1    2    3    4    5    6
     source           web  web code  web  web code  web
     draw of it        0    1    0    2    3    1    4       ->  web's own lane: chunks in its order, a window of its own
 
-So each source has chunks in memory in every lane, all the time: what a plan needs grows with their number. Weights act
-on the very position from which they hold, and how long a chunk is needed depends on weights to come. It is therefore
-told stretch by stretch (``LaneParts.goes_on``), and nothing is planned behind the stretch.
+So each source has chunks in memory in every lane, all the time: the memory of a plan grows with the number of sources.
+Weights apply from the exact position for which they are set, and how long a chunk is needed depends on future weights.
+So the plan is made one stretch at a time (``LaneParts.goes_on``), and nothing is planned beyond the stretch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place
 from streaming.types import Int64Array
 
 _Int32s = npt.NDArray[np.int32]
-_DRAWS_AHEAD = 512  # evaluated at once: one takes as long; 4 KiB of each source and lane
+_DRAWS_AHEAD = 512  # evaluated at once, which takes as long as one; 4 KiB per source and lane
 
 
 def own_settings(listing: Listing, settings: OrderSettings) -> OrderSettings:
-    """Return those of one source: a seed of its name, and a window of at most twice its mean chunk.
+    """Return the settings of one source: a seed from its name, and a window of at most twice its mean chunk.
 
     So it holds about five chunks in each lane, however large the chunks of other sources are.
     """
@@ -45,10 +45,10 @@ def own_settings(listing: Listing, settings: OrderSettings) -> OrderSettings:
 
 
 class DrawsAhead:
-    """Find draws of one source in its lanes, some more at a time than are asked for: a small share asks for a few.
+    """Find draws of one source in its lanes, more at a time than requested: small shares request few.
 
     Args:
-        locate: Gives chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64[n] each.
+        locate: Returns chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64 [n] each.
     """
 
     def __init__(self, locate: Callable[[int, int, int], tuple[Int64Array, Int64Array]]) -> None:
@@ -56,7 +56,7 @@ class DrawsAhead:
         self._kept: dict[int, tuple[int, int, _Int32s, _Int32s]] = {}
 
     def draws(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
-        """Return what ``locate`` gives, of a lane with ``size`` draws."""
+        """Return the same as ``locate``, for a lane with ``size`` draws."""
         kept = self._kept.get(lane)
         if kept is None or not kept[0] <= start <= stop <= kept[1]:
             ahead = min(max(stop, start + _DRAWS_AHEAD), size)
@@ -67,15 +67,15 @@ class DrawsAhead:
 
 
 class SourceOrder:
-    """One source's own order: in each lane a stream of its draws, without end, that other sources do not touch.
+    """One source's own order: in each lane an endless stream of its draws, independent of other sources.
 
     Args:
-        listings: Of the source, more than one where it grew.
-        settings: Of the mixture.
+        listings: Lists of the source, more than one if it grew.
+        settings: Settings of the mixture.
 
     Attributes:
         lanes: The source's streams, before the window moves samples.
-        settings: Its own.
+        settings: The source's own settings.
     """
 
     def __init__(self, listings: Sequence[Listing], settings: OrderSettings) -> None:
@@ -86,11 +86,11 @@ class SourceOrder:
 
     @property
     def reach(self) -> int:
-        """How far the window moves a sample at most, in draws."""
+        """Maximum distance that the window moves a sample, in draws."""
         return max(self.settings.window - 1, 0)
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane; int64[n]."""
+        """Return chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane; int64 [n]."""
         return self._ahead.draws(lane, start, stop, self._lane_size)
 
     def _located(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
@@ -99,20 +99,20 @@ class SourceOrder:
 
 
 class ExactLanes(Endless):
-    """The order of a mixture without end whose shares are exact at every row, by samples or by batches.
+    """The order of an endless mixture whose shares are exact at every row, by samples or by batches.
 
-    After ``n`` samples of a lane a source has given ``n`` times its share, give or take one for each node above it in
-    the tree of sources.
+    After ``n`` samples of a lane a source has given ``n`` times its share, to within one for each node above it in the
+    tree of sources.
 
     Args:
-        sources: See ``Endless``. What came of absent ones is not asked for: no position depends on another source's
+        sources: See ``Endless``. What absent sources gave is not needed: no position depends on another source's
             chunks.
         schedule: See ``Endless``.
         lock: See ``Endless``.
-        batch_size: G, where each global batch is to be of one source; None: single samples are dealt.
+        batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
-        ConfigError: The weights are none, or the lanes do not divide the batch.
+        ConfigError: There are no weights, or the lanes do not divide the batch.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ExactLanes(Endless):
             self._shares = BatchShares(names, self.schedule, batch_rows=self.batch_size // lanes, seed=seed)
 
     def under(self, settings: OrderSettings) -> ExactLanes:
-        """Return the same mixture under other settings."""
+        """Return the same mixture with other settings."""
         return ExactLanes(self.sources.under(settings), self.schedule, batch_size=self.batch_size)
 
     # --- the order ---
@@ -155,7 +155,7 @@ class ExactLanes(Endless):
             return LaneParts.joined([])
         shares, lanes = self._planned(stop), range(low, high)
         dealt = [shares.draws(lane, start, stop)[0] for lane in lanes]
-        # Of each lane: the positions of the draws, source by source, and where those of each source begin: [lanes, …].
+        # For each lane: the positions of the draws, source by source, and where each source begins: [lanes, …].
         places = np.array([np.argsort(sources, kind="stable") for sources in dealt]).reshape(len(lanes), -1)
         counts = np.array([np.bincount(sources, minlength=len(self.sources.every_name)) for sources in dealt])
         before = np.array([shares.counts(lane, start) for lane in lanes])
@@ -172,8 +172,8 @@ class ExactLanes(Endless):
             lane = runs.lanes - low
             since, until = since[lane], until[lane]
             first, last = runs.begins - order.reach, runs.begins + runs.sizes + order.reach
-            # A run that was due before, or is due behind, is held although its source may not be drawn meanwhile; but
-            # not where it has no weight any more: then it may never be due.
+            # A run that was due before, or is due later, is kept although its source may not be drawn meanwhile;
+            # except if the source has no weight any more: then it may never be due.
             is_held = weights.get(self.sources.names[source], 0) > 0
             due = np.flatnonzero((first < until) & (last > since) & (is_held | (since < until)))
             lane, since, until, first, last = lane[due], since[due], until[due], first[due], last[due]
@@ -205,7 +205,7 @@ class ExactLanes(Endless):
         return sorted(found)
 
     def settle(self, place: int) -> None:
-        """See ``Endless``: nothing but the weights before them."""
+        """See ``Endless``: only the weights before these rows."""
         self._planned(place)
 
     def drawn(self, lane: int, place: int) -> Int64Array:
@@ -228,15 +228,15 @@ class ExactLanes(Endless):
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
 
     def _planned(self, stop: int) -> LaneShares:
-        """Return the shares, from now on the same for ever at positions before ``stop``."""
+        """Return the shares, which from now on are final at positions before ``stop``."""
         with self._lock:
-            # Weights from the frontier on leave what stands before it as it is.
+            # Weights from the frontier on leave everything before it unchanged.
             self._frontier = max(self._frontier, stop)
             return self._shares
 
 
 def gone(name: str, row: int) -> StateError:
-    """Make the error of a row that draws from a source which is not there any more."""
+    """Make the error for a row that draws from a source that no longer exists."""
     return StateError(
         f"row {row} draws from {name!r}, which this mixture lacks: it was dropped after that row. Add the source to "
         "continue from there"
@@ -244,7 +244,7 @@ def gone(name: str, row: int) -> StateError:
 
 
 def check_lanes(settings: OrderSettings, batch_size: int) -> None:
-    """Refuse batches of one source to which lanes would not give equally many samples.
+    """Reject batches of one source to which lanes would not contribute equally many samples.
 
     Raises:
         ConfigError: The lanes do not divide the batch.
@@ -259,12 +259,12 @@ def check_lanes(settings: OrderSettings, batch_size: int) -> None:
 def located(
     sources: Int64Array, draws: Int64Array, draws_of: Callable[[int, int, int], tuple[Int64Array, Int64Array]]
 ) -> tuple[Int64Array, Int64Array]:
-    """Return chunk ids and offsets inside them of positions of a lane that draw from some sources, int64[n] each.
+    """Return chunk ids and offsets inside them of lane positions that draw from some sources, int64 [n] each.
 
     Args:
-        sources: int64[n], of each position.
-        draws: int64[n], its how many-th draw that is; those of one source follow one another.
-        draws_of: Gives chunk ids and offsets of draws ``[first, last)`` of a source.
+        sources: int64 [n], the source of each position.
+        draws: int64 [n], the index of the draw in its source; those of one source are consecutive.
+        draws_of: Returns chunk ids and offsets of draws ``[first, last)`` of a source.
     """
     chunk_ids, offsets = np.empty_like(sources), np.empty_like(sources)
     for source, rows in rows_by(sources):

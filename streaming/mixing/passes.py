@@ -2,16 +2,16 @@
 
 Each source lists its chunks without end, pass after pass, each pass shuffled by the source's name. Every listed chunk
 gets a *stamp*, the time at which the source's share has grown to reach it, and the chunks of all sources are laid in
-the order of their stamps. A phase per source staggers them, so that sources do not come in step. What is laid depends
-on chunk sizes, weights, names and the seed alone, and memory and requests are those of one data set with as many
-chunks, however many sources there are::
+the order of their stamps. A phase per source staggers them, so that sources do not come in step. The result depends
+only on chunk sizes, weights, names and the seed; memory and requests are those of one dataset with as many chunks,
+regardless of the number of sources::
 
     web    |----|----|----|----|----|----|        stamps of web's chunks
     code      |---------|---------|------
     laid    w  c w  w   c  w  w  c w ...          one pass, or one lane (see streaming.mixing.lanes)
 
-Stamps are 64-bit floats that single additions, multiplications and divisions make: IEEE 754 gives the same bits on
-every platform, and ties go by the sources' names.
+Stamps are 64-bit floats computed by single additions, multiplications and divisions: IEEE 754 gives the same bits on
+every platform, and ties are broken by the sources' names.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from streaming.types import Int64Array
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-_KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
+_KEPT_FROM = 2**14  # chunks: a permutation of fewer takes less than a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts(IntColumns):
-    """Chunks, or parts of chunks, in the order in which they are laid; int64[n] each.
+    """Chunks, or parts of chunks, in the order in which they are laid; int64 [n] each.
 
     Attributes:
         chunk_ids: Number of the chunk in the mixture, whose chunks are those of its sources, source after source.
@@ -55,21 +55,21 @@ class Parts(IntColumns):
 class Listing:
     """List the chunks of one source without end: pass after pass, each shuffled by (seed, name, pass).
 
-    Chunks without samples are left out. Safe to share between threads: what it keeps is only what it would make again.
+    Empty chunks are left out. Safe to share between threads, which may at worst compute the same orders twice.
 
     Args:
-        name: Of the source.
-        chunk_samples: int64[C], samples of its chunks.
+        name: Name of the source.
+        chunk_samples: int64 [C], samples of its chunks.
         first_chunk: Number of its first chunk in the mixture.
-        seed: Of the order.
+        seed: Seed of the order.
         shuffle: False: every pass in storage order.
-        first_pass: Number of the first pass of this list: where a source grew, an earlier list has those before.
+        first_pass: Number of the first pass of this list; if the source grew, an earlier list has the passes before.
 
     Attributes:
-        chunk_ids: int64[n], numbers in the mixture of the chunks that hold a sample.
-        sizes: int64[n], samples of each.
-        samples_per_pass: Of all.
-        key: Of its orders.
+        chunk_ids: int64 [n], numbers in the mixture of the chunks that hold a sample.
+        sizes: int64 [n], samples of each.
+        samples_per_pass: Their sum.
+        key: Key of its orders.
 
     Raises:
         ConfigError: There is no sample.
@@ -99,7 +99,7 @@ class Listing:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is shuffled, and an order takes less than a millisecond."""
+        """Whether it is shuffled, and so small that computing an order takes less than a millisecond."""
         return self._shuffle and self.num_chunks < _KEPT_FROM
 
     @property
@@ -109,17 +109,17 @@ class Listing:
 
     @property
     def mean_chunk(self) -> int:
-        """Samples of a chunk, on average, rounded up."""
+        """Mean number of samples of a chunk, rounded up."""
         return -(-self.samples_per_pass // self.num_chunks)
 
     def samples(self, start: int, stop: int) -> Parts:
-        """Return the parts that hold samples ``[start, stop)`` of the list; those at its ends are cut."""
+        """Return the parts that hold samples ``[start, stop)`` of the list; those at the ends are cut."""
         return listed([self], np.array([start]), np.array([stop]))[0]
 
     def orders(self, numbers: Int64Array) -> Int64Array:
-        """Return the chunks in the order of each of some passes, int64[n, num_chunks].
+        """Return the order of the chunks in each of the given passes, int64 [n, num_chunks].
 
-        Those of large sources are kept.
+        The orders of large sources are kept.
         """
         if not self._shuffle:
             return np.broadcast_to(np.arange(self.num_chunks), (len(numbers), self.num_chunks))
@@ -136,17 +136,15 @@ class Listing:
 
 
 def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -> tuple[Parts, Int64Array]:
-    """Return the parts that hold samples ``[starts[i], stops[i])`` of each list, and how many these are.
+    """Return the parts that hold samples ``[starts[i], stops[i])`` of each list, list after list, and their numbers.
 
-    They stand list after list.
-
-    Parts at the ends are cut. All lists at once: one after the other takes a dozen calls into NumPy for each.
+    Parts at the ends are cut. All lists are handled at once: one by one, each would take a dozen calls into NumPy.
     """
     per_pass = np.array([one.samples_per_pass for one in listings])
     chunks = np.array([one.num_chunks for one in listings])
     low = starts // per_pass
     num_passes = -(-stops // per_pass) - low
-    # One row for each pass of each list that holds some of them, and then one for each chunk in it.
+    # One row for each pass of each list that holds some of the samples, and then one for each chunk in it.
     owner = np.repeat(np.arange(len(listings)), num_passes)
     number = np.arange(len(owner)) + np.repeat(low - np.cumsum(num_passes) + num_passes, num_passes)
     source = np.repeat(owner, chunks[owner])
@@ -169,9 +167,9 @@ def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -
 
 
 def _orders_of(listings: Sequence[Listing], owner: Int64Array, number: Int64Array) -> Int64Array:
-    """Return places of the chunks of some passes, each of the list ``owner``, in their orders, end to end.
+    """Return the places of the chunks in some passes, each of the list ``owner``, in their orders, end to end.
 
-    Those of small sources are drawn together.
+    The orders of small sources are computed together.
     """
     passes = number + np.array([one.first_pass for one in listings])[owner]
     drawn = np.array([one.is_small for one in listings])[owner]
@@ -195,10 +193,11 @@ def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: 
 
     Args:
         listings: The sources.
-        quotas: Samples of each source in a pass; the source's own size is one pass over it, other numbers repeat or
-            leave out. Quotas of following passes follow one another in the source's list, so nothing is favoured.
-        number: Of the pass over the mixture.
-        seed: Of the phases.
+        quotas: Samples of each source in a pass; the source's size is one pass over it, other numbers repeat or omit
+            samples. The quotas of consecutive passes are consecutive in the source's list, so that no sample is
+            favored.
+        number: Number of the pass over the mixture.
+        seed: Seed of the phases.
 
     Returns:
         The parts in the order in which they are laid; their sizes sum to the sum of the quotas.
@@ -215,11 +214,11 @@ def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Hold the weights of the sources from a time on.
+    """The weights of the sources from a time on.
 
     Attributes:
         start: Samples of one lane after which they apply.
-        weights: Of each source; only their ratios matter. A source that is not named has none.
+        weights: Weight of each source; only their ratios matter. A source that is not named has none.
     """
 
     start: int
@@ -227,57 +226,58 @@ class Weights:
 
 
 def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
-    """Return a 64-bit number from a seed, what it is for, a source's name, and more; the same in every release."""
+    """Return a 64-bit number keyed by a seed, a purpose, a source's name, and more; the same in every release."""
     text = "\n".join([purpose, *map(str, numbers), name]).encode()
     key = seed.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
 
 
 def keep_latest(kept: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
-    """Keep a value in a dict of at most so many, from which the oldest go; other threads may do so meanwhile."""
+    """Store a value in a dict of at most ``most`` entries, dropping the oldest; other threads may do so, too."""
     for old in list(kept)[: max(len(kept) - most + 1, 0)]:
         kept.pop(old, None)
     kept[key] = value
 
 
 def eras_grown(eras: Sequence[tuple[int, int]], first_pass: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Grow the eras of a source that has more chunks from a pass on, in place of those from then on."""
+    """Record that a source has more chunks from a pass on, replacing its eras from then on."""
     return [*(era for era in eras if era[0] < first_pass), (first_pass, num_chunks)]
 
 
 class DrawnOrder(Order, Protocol):
-    """An order that knows how much of each source came before a position."""
+    """An order that knows how many samples of each source come before a position."""
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64 [sources]."""
 
 
 class Laid(Order, Protocol):
-    """An order that lays samples in lanes, of which a window of the lane's own moves them."""
+    """An order that lays samples in lanes, within which a window moves them."""
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
+        """Count the samples of each source on the first ``place`` positions of a lane as laid, int64 [sources]."""
 
 
 class Sources:
-    """Hold the chunk tables of several sources as one: source after source, in the order in which they are named.
+    """The chunk tables of several sources as one: source after source, in the order in which they are named.
 
     Args:
-        chunk_samples: int64[C_s], samples of each chunk, by the source's name.
+        chunk_samples: int64 [C_s], samples of each chunk, by the source's name.
         settings: The order settings.
-        absent: Names of others that were drawn from once, and of which no chunk is known any more.
-        laid: Samples of absent ones that lie in each lane, int64[L], by name, where that is known.
-        eras: Of each source that grew, from which pass on its first how many chunks are listed; by pass, from 0 on.
+        absent: Names of sources that were once drawn from, and whose chunks are no longer known.
+        laid: Samples of absent sources that lie in each lane, int64 [L], by name, if known.
+        eras: For each source that grew, pairs of a pass, from 0 on, and the number of its first chunks that are listed
+            from then on.
 
     Attributes:
-        names: Of the sources.
-        every_name: Those of the absent ones behind them.
-        laid: Of absent ones.
-        chunk_samples: int64[C], of all.
-        eras: Of each source, by name: its list of chunks, and where it grew a later one from some pass on.
+        names: Names of the sources.
+        every_name: The same, followed by those of the absent ones.
+        laid: Samples of the absent ones.
+        chunk_samples: int64 [C], samples of the chunks of all sources.
+        eras: For each source, by name, its lists of chunks: the first one, and a later one whenever it grew.
 
     Raises:
-        ConfigError: There is no source, one holds no sample, or the settings are of no use here.
+        ConfigError: There is no source, a source has no sample, or the settings are unsuitable for mixtures.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class Sources:
 
     @property
     def listings(self) -> dict[str, Listing]:
-        """The chunks of each source, by name; of one that grew, all that it has now."""
+        """The list of chunks of each source, by name; for one that grew, all that it has now."""
         return {name: eras[-1] for name, eras in self.eras.items()}
 
     @property
@@ -322,20 +322,20 @@ class Sources:
         return {name: listing.samples_per_pass for name, listing in self.listings.items()}
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """Return the place in ``names`` of the source of each chunk; any shape."""
+        """Return the index in ``names`` of the source of each chunk; any shape."""
         return np.searchsorted(self._starts, chunk_ids, side="right") - 1
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """Yield the other chunks of a chunk's source, backwards in storage order; the last follows the first."""
+        """Yield the other chunks of a chunk's source, backwards in storage order, wrapping around after the first."""
         source = int(self.source_of(np.array([chunk_id]))[0])
         first, stop = self._starts[source : source + 2]
         yield from range(chunk_id - 1, first - 1, -1)
         yield from range(stop - 1, chunk_id, -1)
 
     def drawn(self, order: Laid, number: int, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source due at positions ``[0, place)`` of a lane of a pass, int64[sources].
+        """Count the samples of each source due at positions ``[0, place)`` of a lane of a pass, int64 [sources].
 
-        All that is laid a window before the place is due, and of what comes behind, what the window brings forward.
+        Everything laid at least a window before the place, and of the rest whatever the window has moved forward.
         """
         settings = self.settings
         laid = max(place - settings.window, 0)
@@ -345,15 +345,15 @@ class Sources:
         return order.given(lane, laid) + np.bincount(self.source_of(chunk_ids[behind]), minlength=len(self.every_name))
 
     def under(self, settings: OrderSettings) -> Sources:
-        """Return the same sources under other settings."""
+        """Return the same sources with other settings."""
         return Sources(self._tables, settings, absent=self._absent, laid=self.laid, eras=self._grown)
 
 
 class MixedPasses:
     """The orders of a mixture that ends: in every pass each source gives its quota of samples, spread evenly.
 
-    By default each source gives all its samples: each exactly once a pass. A pass is laid as a whole and cut into equal
-    lanes like that of one data set, so all promises hold as they do there.
+    By default each source gives all its samples: each exactly once per pass. A pass is laid as a whole and cut into
+    equal lanes like that of a single dataset, so that the same promises hold.
 
     Args:
         sources: The sources.
@@ -361,7 +361,7 @@ class MixedPasses:
             every other pass. Default: its size. 0 leaves a source out.
 
     Raises:
-        ConfigError: A quota is negative, or of no source, or a pass would be empty.
+        ConfigError: A quota is negative or names an unknown source, or a pass would be empty.
     """
 
     is_endless = False
@@ -386,7 +386,7 @@ class MixedPasses:
         return MixedOrder(self.sources, parts, number)
 
     def under(self, settings: OrderSettings) -> MixedPasses:
-        """Return the orders of the same mixture under other settings."""
+        """Return the orders of the same mixture with other settings."""
         return MixedPasses(self.sources.under(settings), quotas=self.quotas)
 
 
@@ -398,7 +398,7 @@ class MixedOrder(LaidOrder):
         self._sources = sources
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
+        """See ``Laid``."""
         start, _ = self.lane_bounds(lane)
         first = int(np.searchsorted(self.chunk_starts, start, side="right")) - 1
         stop = int(np.searchsorted(self.chunk_starts, start + place, side="left"))
@@ -408,7 +408,7 @@ class MixedOrder(LaidOrder):
         return counts
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        """See ``DrawnOrder``."""
         return self._sources.drawn(self, self.epoch, lane, place)
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:

@@ -1,16 +1,16 @@
 """Lay a mixture that ends by single samples, or by whole batches: every source gives its quota, evenly at every row.
 
-The tree of integer splits (:mod:`streaming.mixing.shares`) deals the positions of each lane as it does without an end.
-What is more here: how many samples a node sends to each side is known for every lane before the first one is dealt, so
-that all lanes together give each source its quota to the sample. Where a lane's split would come to one more or less,
-it is clipped, which moves a sample near the lane's end::
+The tree of integer splits (:mod:`streaming.mixing.shares`) deals the positions of each lane as in an endless mixture.
+In addition, the number of samples that a node sends to each side is fixed for every lane before the first one is dealt,
+so that all lanes together give each source exactly its quota. If a lane's split would give one more or less, it is
+clipped, which moves a sample near the lane's end::
 
     passages      0  1  2  3  4  5  6  7
     by the share  0  0  1  1  1  2  2  2  3      three to the left
     two are due   0  0  1  1  1  2  2  2  2      the last one goes to the right
 
-So much of a source's pass is laid end to end, in its own order, and cut into lanes that hold what they deal; a window
-of its own moves samples within each lane.
+The resulting part of a source's pass is laid end to end, in its own order, and cut into lanes of the sizes dealt; a
+window of its own moves samples within each lane.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from streaming.types import Int64Array
 
 
 class PassShares(Protocol):
-    """Say which source each position of a lane of one pass draws from. Thread-safe.
+    """Tell which source each position of a lane of one pass draws from. Thread-safe.
 
     Attributes:
-        sizes: int64[sources, L], draws of each source in each lane: over all lanes its quota.
+        sizes: int64 [sources, L], draws of each source in each lane; they sum to its quota.
     """
 
     sizes: Int64Array
@@ -47,19 +47,19 @@ class PassShares(Protocol):
         """See ``streaming.mixing.shares.LaneShares``."""
 
     def places(self, source: int, lanes: Int64Array, draws: Int64Array) -> Int64Array:
-        """Return the lane positions of some draws of a source, each in its lane, int64[n]."""
+        """Return the lane positions of some draws of a source, each in its lane, int64 [n]."""
 
 
 class QuotaTree(ShareTree):
     """The shares of a pass in which each source gives its quota: those of ``ShareTree``, clipped to what is due.
 
-    A count strays from its share of a lane by less than two for each node above the source (up to 2**32 samples in a
-    lane: a share is rounded to parts of 2**-32).
+    A count deviates from its share of a lane by less than two for each node above the source (up to 2**32 samples in a
+    lane: shares are rounded to multiples of 2**-32).
 
     Args:
         quotas: Samples of each source in the pass, in the order in which methods count them.
         lanes: L.
-        seed: Of the phases.
+        seed: Seed of the phases.
 
     Raises:
         ConfigError: All quotas are 0.
@@ -69,7 +69,7 @@ class QuotaTree(ShareTree):
         super().__init__(list(quotas), [Weights(start=0, weights=quotas)], lanes=lanes, seed=seed)
         whole, more = divmod(sum(quotas.values()), lanes)
         self.sizes: Int64Array = np.zeros((len(quotas), lanes), np.int64)
-        # Of each node: its passages in each lane, and how many of them go left; int64[nodes, L].
+        # For each node: its passages in each lane, and how many of them go left; int64 [nodes, L].
         self._ends: Int64Array = np.zeros((len(self._sides), lanes), np.int64)
         self._lefts: Int64Array = np.zeros_like(self._ends)
         self._put(self.root, whole + (np.arange(lanes) < more))
@@ -96,7 +96,7 @@ class QuotaTree(ShareTree):
         def left(passages: Int64Array) -> Int64Array:
             high, low = product(share, passages)
             by_share = high + ((low + phase) >> UNIT_BITS)
-            # No more than are due in the lane, and no fewer than those that would not fit behind.
+            # No more than are due in the lane, and no fewer than must go now for the rest to fit.
             clipped: Int64Array = np.maximum(np.minimum(by_share, lefts), lefts - ends + passages)
             return clipped
 
@@ -109,7 +109,7 @@ class QuotaTree(ShareTree):
         for node, side in reversed(self.path(source)):
             share, phase = self.shares[node, 0], self.phases[node, lanes]
             dues, ends = self._lefts[node, lanes], self._ends[node, lanes]
-            if side:  # what goes to the right is such a function too, of the other share, with the other phase
+            if side:  # the right side is such a function, too, with the other share and the other phase
                 share, phase, dues = (1 << UNIT_BITS) - share, (1 << UNIT_BITS) - 1 - phase, ends - dues
             by_share = steps_to(share, found, phase)
             found = np.minimum(by_share, ends - dues + found)
@@ -123,7 +123,7 @@ class QuotaBatches(BatchShares):
         quotas: Batches of each source in the pass.
         lanes: L.
         batch_rows: Positions of a batch in each lane.
-        seed: Of the phases.
+        seed: Seed of the phases.
     """
 
     def __init__(self, quotas: Mapping[str, int], *, lanes: int, batch_rows: int, seed: int) -> None:
@@ -138,13 +138,13 @@ class QuotaBatches(BatchShares):
 
 
 class SourcePass(LaidOrder):
-    """What one source gives in one pass: laid end to end, cut into lanes of given sizes.
+    """The part of one source in one pass: laid end to end, cut into lanes of given sizes.
 
     Args:
-        parts: Of the source, in its order.
-        settings: The source's own.
-        number: Of the pass.
-        sizes: int64[L], samples of each lane; together those of the parts.
+        parts: Parts of the source, in its order.
+        settings: The source's own settings.
+        number: Number of the pass.
+        sizes: int64 [L], samples of each lane; they sum to those of the parts.
     """
 
     def __init__(self, parts: Parts, settings: OrderSettings, number: int, sizes: Int64Array) -> None:
@@ -165,11 +165,11 @@ class SourcePass(LaidOrder):
         return self._borders[lanes]
 
     def lanes_of(self, linear: Int64Array) -> Int64Array:
-        """See ``LaidOrder``; lanes without a sample of the source hold none."""
+        """See ``LaidOrder``; skips lanes without a sample of the source."""
         return np.searchsorted(self._borders, linear, side="right") - 1
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64[n] each."""
+        """Return chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64 [n] each."""
         return self._ahead.draws(lane, start, stop, self.lane_size(lane))
 
 
@@ -179,10 +179,10 @@ class ExactPasses(MixedPasses):
     Args:
         sources: See ``MixedPasses``.
         quotas: See ``MixedPasses``.
-        batch_size: G, where each global batch is to be of one source; None: single samples are dealt.
+        batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
-        ConfigError: See ``MixedPasses``; or a quota is no whole number of batches, or the lanes do not divide one.
+        ConfigError: See ``MixedPasses``; or a quota is not a whole number of batches, or the lanes do not divide one.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ExactPasses(MixedPasses):
         return ExactPass(self.sources, self.quotas, number, self.batch_size)
 
     def under(self, settings: OrderSettings) -> ExactPasses:
-        """Return the orders of the same mixture under other settings."""
+        """Return the orders of the same mixture with other settings."""
         return ExactPasses(self.sources.under(settings), quotas=self.quotas, batch_size=self.batch_size)
 
 
@@ -211,8 +211,8 @@ class ExactPass:
 
     Args:
         sources: The sources.
-        quotas: Samples of each in the pass.
-        number: Of the pass.
+        quotas: Samples of each source in the pass.
+        number: Number of the pass.
         batch_size: See ``ExactPasses``.
     """
 
@@ -268,14 +268,14 @@ class ExactPass:
         return sorted(zip(drawn[due, 0].tolist(), places[due].tolist(), strict=True))
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        """See ``DrawnOrder``."""
         return self._shares.counts(lane, place)
 
 
 def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:
-    """Tell how many of a node's passages in each lane go left, if ``due`` do over all lanes; int64[L].
+    """Return how many of a node's passages in each lane go left, if ``due`` of them do in total; int64 [L].
 
-    Each lane's is the share of its passages, rounded down or up: up where the phase would do so, or nearly so.
+    Each lane's number is the share of its passages, rounded down or up: up where the phase would round so, or nearly.
     """
     exact = passages.astype(object)  # products of counts take more than 64 bits
     total = int(passages.sum())
@@ -283,7 +283,7 @@ def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:
         return np.zeros_like(passages)
     whole, rest = exact * due // total, exact * due % total
     missing = due - int(whole.sum())
-    # Only lanes that are rounded at all: a side never gets more than there are passages. There are more than missing.
+    # Only lanes that were rounded down: so no side gets more than its passages. There are more of them than missing.
     wish = np.where(rest > 0, (rest << UNIT_BITS) // total + phases, -1)
     whole[np.argsort(-wish, kind="stable")[:missing]] += 1
     return whole.astype(np.int64)

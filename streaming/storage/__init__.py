@@ -1,6 +1,6 @@
 """Read, list and write objects and files by URL: local disks, s3, gs, az, http and fsspec, behind one ``Storage``.
 
-``Storage``, and what it does for every kind of store, is here; the kinds of stores are in ``adapters``, retries and
+This package holds ``Storage`` and everything common to all stores; the kinds of stores are in ``adapters``, retries and
 threads in ``requests``, shared definitions in ``base``. Handles bytes and URLs; knows nothing of shards.
 """
 

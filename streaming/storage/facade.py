@@ -35,24 +35,26 @@ _METRICS = {"bytes": "storage_bytes"}
 class Storage:
     """Read and write objects and files by URL.
 
-    Plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every other
-    scheme, and on request (``client="fsspec"``) these too, through fsspec. Thread-safe, picklable (without the
-    observer) and cheap to make: connections are made at first use, once per bucket, and credentials are looked up then.
-    A forked child may use it, too: it connects anew; writers that were open at the fork belong to the parent.
+    Supports plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every
+    other scheme, and with ``client="fsspec"`` these too, through fsspec. Thread-safe, picklable (without the observer)
+    and cheap
+    to make: connections are made and credentials looked up at first use, once per bucket. A forked child may use it,
+    too: it makes new connections; writers that were open at the fork belong to the parent.
 
-    Every call retries passing faults with growing, jittered delays; time-outs and limits are options (see
+    Every call retries transient faults with growing, jittered delays; time-outs and limits are options (see
     :class:`~streaming.storage.base.options.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
-    ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot
-    work.
+    ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for invalid
+    requests.
 
-    Below a prefix that has mirrors (the option of that name), what fails for good is read there. Writes are not.
+    Below a prefix that has mirrors (the option of that name), reads that fail for good are served by them; writes are
+    not.
 
     Args:
         options: See :class:`~streaming.storage.base.options.StorageOptions`; unknown names are a ``ConfigError``.
-        observer: Called with a name and an amount, as :data:`~streaming.storage.base.adapter.Observer` says.
+        observer: Called with a name and an amount, see :data:`~streaming.storage.base.adapter.Observer`.
 
     Attributes:
-        metrics: The same counts, under the same names but for ``storage_bytes``.
+        metrics: The same counts, under the same names except for ``storage_bytes``.
     """
 
     def __init__(self, options: Mapping[str, object] | None = None, *, observer: Observer | None = None) -> None:
@@ -76,7 +78,7 @@ class Storage:
         return self._given == other._given and self._observer is other._observer
 
     def in_flight(self) -> list[ActiveRequest]:
-        """Return the calls under way in all threads, oldest first: for reports on what is being waited for."""
+        """Return the calls in progress in all threads, oldest first: for reports on what is being waited for."""
         return self._active.snapshot()
 
     def info(self, url: str) -> ObjectInfo:
@@ -84,7 +86,7 @@ class Storage:
         return self._somewhere(url, lambda site: site.named(site.call(lambda adapter: adapter.info(site.url))))
 
     def exists(self, url: str) -> bool:
-        """Tell whether there is an object or file at ``url``; a missing bucket is False too."""
+        """Tell whether there is an object or file at ``url``; False if the bucket is missing, too."""
         try:
             self.info(url)
         except NotFoundError:
@@ -92,28 +94,29 @@ class Storage:
         return True
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
-        """Return bytes [start, stop) of ``url``; to its end without ``stop``. One request where nothing fails.
+        """Return bytes [start, stop) of ``url``; without ``stop``, to its end. Sends one request if nothing fails.
 
         Returns:
             Memory of exactly that many bytes, owned by the caller.
 
         Raises:
-            TransferError: If the object is shorter, or its bytes did not come within the limits.
+            TransferError: The object is shorter, or its bytes did not arrive within the limits.
         """
         return self._somewhere(url, lambda site: site.store.read(site.url, start, stop, hopeless=site.hopeless))
 
     def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
-        ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy.
-        What ``out`` holds after an error is undefined. All these reads of one URL see the same version of the object,
-        where the store has versions (ETags, file times), until it is looked at by :meth:`info` or written through this
-        storage. Through fsspec versions must be asked for: before the first read and after each one. ``summed`` saves
-        the latter, for callers who compare the bytes with a checksum and call :meth:`check_unchanged` if they differ.
+        ``out`` is writable, contiguous, of any item type. Files are read straight into it; object stores cost one copy.
+        The content of ``out`` after an error is undefined. All these reads of one URL see the same version of the
+        object, if the store has versions (ETags, file times), until :meth:`info` is called for it or it is written
+        through this storage.
+        Through fsspec, versions must be requested: before the first read and after each one. ``summed`` skips the
+        latter, for callers that compare the bytes with a checksum and call :meth:`check_unchanged` if they differ.
 
         Raises:
             TransferError: As :meth:`read`.
-            ChangedError: The object was replaced since the last one. The next read takes it as it is then.
+            ChangedError: The object was replaced since the last read. The next read uses the new version.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:
@@ -126,7 +129,7 @@ class Storage:
         )
 
     def check_unchanged(self, url: str) -> None:
-        """Check, after ``summed`` reads, that ``url`` is the version that the first of them saw, if it can be asked.
+        """Check, after ``summed`` reads, that ``url`` still has the version of the first one, if the store reports it.
 
         Raises:
             ChangedError: As :meth:`read_into`.
@@ -137,7 +140,7 @@ class Storage:
         """Yield all objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
 
         Raises:
-            NotFoundError: If the bucket does not exist.
+            NotFoundError: The bucket does not exist.
         """
         found = self._somewhere(
             url, lambda site: [site.named(info) for info in site.call(lambda adapter: adapter.list(site.url))]
@@ -145,7 +148,7 @@ class Storage:
         return iter(sorted(found, key=lambda info: info.url))
 
     def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
-        """Create or replace ``url`` with ``data``, atomically: readers see the old or the new, whole."""
+        """Create or replace ``url`` with ``data``, atomically: readers see either the old or the new content."""
         view = memoryview(data).cast("B")
         if scheme_of(url) in OBJECT_SCHEMES and len(view) > DEFAULT_PART_BYTES:
             with self.open_write(url) as writer:
@@ -156,17 +159,17 @@ class Storage:
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """Return a writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
 
-        Object stores get one put up to ``part_bytes``, beyond it an upload in parts of that size while the caller
-        writes.
+        In object stores, up to ``part_bytes`` are a single put, and more an upload in parts of that size, sent while
+        the caller writes.
         """
         return self._store.adapter(url).open_write(url, part_bytes)
 
     def delete(self, url: str) -> None:
-        """Remove ``url``; nothing happens when there is no such object."""
+        """Remove ``url``; does nothing if there is no such object."""
         self._store.call(url, lambda adapter: adapter.delete(url))
 
     def _connect_anew(self) -> None:
-        """Let go in a forked child: what it inherits of connections, threads and history is its parent's."""
+        """Reset a forked child: the connections, threads and history that it inherits are its parent's."""
         never_free((self._store, self._mirror_stores))
         self._connect()
 
@@ -177,9 +180,9 @@ class Storage:
         self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
 
     def _somewhere(self, url: str, work: Callable[[Site], _T]) -> _T:
-        """Return the result of ``work`` at the primary or, where that fails for good, at the first mirror that can.
+        """Return the result of ``work`` at the primary or, if that fails for good, at the first mirror that succeeds.
 
-        "No such object" and "it was replaced" are answers, no failures.
+        "No such object" and "it was replaced" are answers, not failures.
         """
         route = self._routes.of(url)
         if route is None:
@@ -220,7 +223,7 @@ class Storage:
                 f"it was asked because {redact(route.prefix)} fails, of which it should be a complete copy"
             )
             raise missing
-        if failure is None:  # the primary was not asked: no mirror is left, so it is
+        if failure is None:  # the primary was not asked; no mirror is left, so ask it
             found = work(Site(self._store, url))
             route.worked()
             return found
@@ -242,7 +245,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where something is asked for: the store, the URL there, when to stop trying, and the way back to our names."""
+    """A place to send a request: the store, the URL there, when to stop trying, and the way back to our names."""
 
     store: Store
     url: str
@@ -254,5 +257,5 @@ class Site:
         return self.store.call(self.url, attempt, self.hopeless)
 
     def named(self, info: ObjectInfo) -> ObjectInfo:
-        """Return ``info`` by the primary's name."""
+        """Return ``info`` under the primary's name."""
         return replace(info, url=self.back(info.url))

@@ -1,4 +1,4 @@
-"""Send requests to one set of stores, so that each comes through: retries, a gate, second requests, pins."""
+"""Send requests to one set of stores, reliably: with retries, admission, second requests and pinned versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
 
 
 def never() -> bool:
-    """Tell whether to give up early."""
+    """Tell whether to give up early: never."""
     return False
 
 
@@ -41,9 +41,9 @@ class Store:
     """Everything that can be reached with the same options. Thread-safe.
 
     Args:
-        options: How.
-        active: Where calls under way are listed.
-        count: Told what is done.
+        options: How to reach it.
+        active: Where calls in progress are listed.
+        count: Called with what was done.
     """
 
     def __init__(self, options: StorageOptions, active: ActiveCalls, count: Callable[[str, int], None]) -> None:
@@ -57,7 +57,7 @@ class Store:
         self._pins = Pins()
 
     def adapter(self, url: str | os.PathLike[str]) -> Adapter:
-        """Return what talks to the store of ``url``; made at first use."""
+        """Return the adapter for the store of ``url``, made at first use."""
         kind = ADAPTERS.get(scheme_of(as_url(url)), FsspecAdapter)
         if kind is ObjectAdapter and self._options.client == "fsspec":
             kind = FsspecAdapter
@@ -67,15 +67,15 @@ class Store:
             return self._adapters[kind]  # one for each kind of store, as long as this object lives
 
     def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
-        """Return the result of ``attempt``, retried as far as the policy and ``hopeless`` say; forgets the version."""
+        """Return the result of ``attempt``, retried as the policy and ``hopeless`` allow; forgets the version."""
         self._pins.drop(url)
         return self._call(url, attempt, hopeless)
 
     def check_unchanged(self, url: str, hopeless: Callable[[], bool] = never) -> None:
-        """Compare the version with that of the first pinned read, where reads cannot keep to it by themselves.
+        """Compare the version with that of the first pinned read, if reads cannot be restricted to it.
 
         Raises:
-            ChangedError: It is another one. The next read takes the object as it is then.
+            ChangedError: It differs. The next read uses the new version.
         """
         seen = self._pins.get(url)
         if not seen or self.adapter(url).keeps_versions:
@@ -85,7 +85,7 @@ class Store:
             raise ChangedError(f"reading {redact(url)}: the object changed since it was first read; use new names")
 
     def _told_version(self, url: str, hopeless: Callable[[], bool]) -> str:
-        """Return what info tells of the version; empty if it tells nothing."""
+        """Return the version that info reports; empty if it reports none."""
         info = self._call(url, lambda adapter: adapter.info(url), hopeless)
         return "" if info.version is None else f"{info.version} {info.size_bytes}"
 
@@ -108,18 +108,18 @@ class Store:
         """Return bytes [start, stop) of ``url``, in ``out`` if given.
 
         Args:
-            url: Of what.
+            url: URL of the object.
             start: First byte.
             stop: One past the last one; None: to the end.
             out: Memory of that length; default: new.
             pinned: All such reads are of one version.
-            summed: The caller compares the bytes with a checksum and, where they differ, calls
-                :meth:`check_unchanged`: a store that must be asked for versions is not asked after this read.
+            summed: The caller compares the bytes with a checksum and, if they differ, calls :meth:`check_unchanged`: a
+                store that must be asked for versions is not asked after this read.
             hopeless: When to give up early.
 
         Raises:
-            ChangedError: ``pinned``, and the object is another one than at the last such read. The next one takes it
-                as it is then.
+            ChangedError: ``pinned``, and the object was replaced since the last such read. The next one uses the new
+                version.
         """
         adapter, traffic = self.adapter(url), self.traffic_of(url)
         asks = pinned and not adapter.keeps_versions and stop != start
@@ -127,7 +127,7 @@ class Store:
             self._pins.keep(url, self._told_version(url, hopeless))
         version = self._pins.get(url) if pinned and adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
-        told_size = adapter.in_pieces or stop is not None  # else nobody knows how long the answer may take
+        told_size = adapter.in_pieces or stop is not None  # else the duration of the answer cannot be estimated
         hedging = traffic if told_size and self._options.hedging.hedge else None
         with self._active.under_way(url, start, stop) as call, self._threads if hedging else nullcontext():
             try:
@@ -180,19 +180,19 @@ class Store:
 
 
 class Pins:
-    """Remember which version of an object this process saw first, for the objects used last. Thread-safe."""
+    """Remember which version of an object this process saw first, for recently used objects. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: OrderedDict[str, str] = OrderedDict()
 
     def get(self, url: str) -> str | None:
-        """Return the version of ``url`` that was seen first, if any was."""
+        """Return the version of ``url`` that was seen first, if any."""
         with self._lock:
             return self._versions.get(url)
 
     def keep(self, url: str, version: str | None) -> None:
-        """Note that ``version`` was read; the first one stays."""
+        """Note that ``version`` was read; the first one is kept."""
         if version is None:
             return
         with self._lock:
@@ -202,6 +202,6 @@ class Pins:
                 self._versions.popitem(last=False)
 
     def drop(self, url: str) -> None:
-        """Let the next version count as the first."""
+        """Forget ``url``, so that the next version counts as the first."""
         with self._lock:
             self._versions.pop(url, None)

@@ -1,11 +1,11 @@
-"""Read one rank's batches of one epoch over shards without an index: who reads, who builds, who waits.
+"""Read one rank's batches of one epoch from shards without an index, and schedule who reads, builds and waits.
 
 Life cycle of a batch k::
 
-    read and shuffled -> gathered in the arena -> being built -> built -> handed out
+    read and shuffled -> gathered in the arena -> being built -> built -> delivered
 
-One thread reads, so that the order is its own, whoever builds. It gathers batches as long as there is room in the
-arena; builder threads, or the consumer, take them from there; each is handed out when those before it are.
+One thread reads, so that the order does not depend on who builds. It gathers batches while the arena has room; builder
+threads, or the consumer, take them from there; batches are delivered in order.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ALONE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
-    """A batch whose bytes are together.
+    """A batch whose bytes have been gathered.
 
     Attributes:
-        rows: Its rows; of a batch that has none, some that show what a row looks like.
-        valid: bool [n], False for rows that only pad it; None where none does.
-        is_empty: It has no rows.
-        start: Where they lie in the arena, or ``_ALONE``.
-        num_bytes: How many bytes.
+        rows: Its rows; for a batch without any, rows that show what a row looks like.
+        valid: bool [n], False for rows that are only padding; None if there is no padding.
+        is_empty: Whether the batch has no rows.
+        start: Where the rows lie in the arena, or ``_ALONE``.
+        num_bytes: Their size.
     """
 
     rows: Rows
@@ -56,16 +56,16 @@ class _Gathered:
 
 
 class ShardStream(Delivery):
-    """Deliver the batches of shards that are read one after the other; see ``Delivery``.
+    """Deliver the batches of shards that are read sequentially; see ``Delivery``.
 
     Args:
-        storage: Where the shards are.
+        storage: Store of the shards.
         settings: What to read.
-        crew: Arena and builder; nobody else uses the arena.
+        crew: Arena and builder; the arena must not be shared.
         num_builders: Background threads that build batches, or have them built.
-        batch_bytes: Bound on batches that are built but not handed out; one is always allowed.
+        batch_bytes: Limit on batches that are built but not delivered; one is always allowed.
         metrics: Where waits are counted.
-        report: Told of every bad sample; may raise to stop the run.
+        report: Called with every bad sample; may raise to stop the run.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class ShardStream(Delivery):
         self._reading = ""
         self._start(self._read_all)
 
-    # --- what Delivery asks for ---
+    # --- Delivery's interface ---
 
     def _num_ready(self) -> int:
-        """Return the number below which batches lie in the arena."""
+        """Return the number of batches, from the first one, that have been gathered in the arena."""
         return self._num_gathered
 
     def _stop_reading(self) -> None:
         self._reader.close()
 
     def _give_back(self) -> None:
-        """Free the arena's room."""
+        """Free the room in the arena."""
         while self._gathered:
             self._free(self._gathered.popitem()[1])
 
@@ -130,9 +130,9 @@ class ShardStream(Delivery):
                 self._read_batch(samples, number)
         except StreamClosedError:
             return
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it after the batches before
+        except BaseException as error:  # noqa: BLE001  thread boundary: the consumer gets it after earlier batches
             with self._changed:
-                # In the place of the batch that could not be read: those before it are handed out first.
+                # Takes the place of the batch that could not be read: those before it are delivered first.
                 self._results[max(number, self._settings.first_batch)] = None, error
                 self._changed.notify_all()
         finally:
@@ -144,7 +144,7 @@ class ShardStream(Delivery):
         self._reading = url
 
     def _read_batch(self, samples: Iterator[RawSample], number: int) -> None:
-        """Take the samples of a batch; one without any, and padding without any, takes some to show what they are."""
+        """Take the samples of a batch; an empty one, or padding without samples, takes a few to show their form."""
         real, num_rows = self._settings.shape.rows(number, self._settings.dp_rank)
         taken = list(islice(samples, real or _SHOWN_ROWS))
         if self._closed:
@@ -159,20 +159,20 @@ class ShardStream(Delivery):
         with self._changed:
             while (start := self._admit(number, packing.num_bytes)) is None:
                 self._changed.wait()
-            self._in_use += 1  # its room is taken, though it cannot be begun before it is filled
+            self._in_use += 1  # its room is reserved, though it cannot be built until it is filled
             self._metrics.peak("arena_peak_bytes", self._arena.used_bytes)
         arena = self._arena
         rows = packing.place_alone() if start == _ALONE else packing.place(arena.memory, arena.view, start)
         gathered = _Gathered(rows=rows, valid=valid, is_empty=is_empty, start=start, num_bytes=packing.num_bytes)
-        with self._changed:  # the batch can be begun
+        with self._changed:  # the batch may now be built
             self._gathered[number] = gathered
             self._num_gathered = number + 1
             self._changed.notify_all()
 
     def _admit(self, number: int, num_bytes: int) -> int | None:
-        """Return where batch ``number`` is to lie.
+        """Return the place of batch ``number`` in the arena; call with the lock held.
 
-        None while there is no room, or enough is read ahead. Under the lock.
+        None if there is no room, or enough is read ahead.
         """
         if self._closed:
             raise StreamClosedError
@@ -183,7 +183,7 @@ class ShardStream(Delivery):
         return self._arena.allocate(num_bytes)
 
     def _free(self, batch: _Gathered) -> None:
-        """Free the batch's bytes, which nobody needs any more. Under the lock."""
+        """Free the batch's bytes, which are no longer needed; call with the lock held."""
         self._in_use -= 1
         if batch.start != _ALONE:
             self._arena.free(batch.start, batch.num_bytes)
@@ -192,7 +192,7 @@ class ShardStream(Delivery):
 
     def _build(self, number: int) -> Any:
         with self._changed:
-            batch = self._gathered.pop(number)  # this thread's alone now, which frees its room
+            batch = self._gathered.pop(number)  # belongs to this thread from here on, which frees its room
         try:
             if batch.is_empty:
                 shown = (alone(batch.rows, row) for row in range(len(batch.rows.keys)))
@@ -203,6 +203,6 @@ class ShardStream(Delivery):
                 self._report, seed=self._draw_key, batch=number,
             )  # fmt: skip
         finally:
-            with self._changed:  # its room may be taken by the next one
+            with self._changed:  # the next batch may take its room
                 self._free(batch)
                 self._changed.notify_all()

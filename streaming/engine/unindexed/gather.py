@@ -1,4 +1,4 @@
-"""Bring samples that were read one by one together as the rows of a batch."""
+"""Gather samples that were read one by one into the rows of a batch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from streaming.batches.rows import FieldRange, Rows
 from streaming.engine.unindexed.samples import RawSample
 
-_ALIGN_BYTES = 512  # as in a tar: arrays of one size are then gathered in one step
+_ALIGN_BYTES = 512  # as in a tar: arrays of equal size can then be gathered in one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the fields of the samples of a batch are to lie, one after the other.
+    """The layout of a batch: the fields of its samples, one after the other.
 
     Attributes:
         samples: The samples.
-        fields: By name; places from the start of the batch.
-        num_bytes: Of all of them.
+        fields: Fields by name; places relative to the start of the batch.
+        num_bytes: Total size.
     """
 
     samples: Sequence[RawSample]
@@ -29,7 +29,7 @@ class Packing:
     num_bytes: int
 
     def place(self, memory: Any, view: memoryview, base: int) -> Rows:
-        """Return the rows, copied to byte ``base`` of a buffer and the bytes behind it."""
+        """Copy the rows into a buffer from byte ``base`` on, and return them."""
         fields = {
             name: FieldRange(starts=where.starts + base, sizes=where.sizes) for name, where in self.fields.items()
         }
@@ -48,19 +48,19 @@ class Packing:
         )
 
     def place_alone(self) -> Rows:
-        """Return the rows, in memory of their own."""
+        """Return the rows in memory of their own."""
         room = bytearray(self.num_bytes)
         rows = self.place(room, memoryview(room), 0)
         return replace(rows, view=memoryview(room).toreadonly())
 
 
 def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -> Packing:
-    """Return the room for the fields that are ``wanted``, whether any of the samples has them or not.
+    """Lay out the fields that are ``wanted``, whether or not any sample has them.
 
-    None: all that any has.
+    None: all fields that any of the samples has.
     """
     names = sorted({name for sample in samples for name in sample.fields}) if wanted is None else wanted
-    # int64 [samples, fields], -1 where a sample lacks a field
+    # int64 [samples, fields], -1 for a field that the sample lacks
     sizes = np.array(
         [[len(sample.fields[name]) if name in sample.fields else -1 for name in names] for sample in samples], np.int64
     ).reshape(len(samples), len(names))
@@ -73,14 +73,14 @@ def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -
 
 
 def neighbours(rows: Rows, row: int) -> Iterator[Rows]:
-    """Yield the other rows of a batch, from ``row`` on, each in memory of its own."""
+    """Yield the other rows of a batch, from the one after ``row`` on and around, each in memory of its own."""
     num_rows = len(rows.keys)
     for step in range(1, num_rows):
         yield alone(rows, (row + step) % num_rows)
 
 
 def alone(rows: Rows, row: int) -> Rows:
-    """Return one of the rows, in memory of its own."""
+    """Return one of the rows in memory of its own."""
     one = slice(row, row + 1)
     places = [(int(where.starts[row]), int(where.sizes[row])) for where in rows.fields.values()]
     begin = min((start for start, size in places if size >= 0), default=0)

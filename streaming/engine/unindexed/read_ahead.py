@@ -22,21 +22,21 @@ _T = TypeVar("_T")
 
 
 class StreamClosedError(Exception):
-    """Nobody wants what is read any more."""
+    """The reader was closed."""
 
 
 def piece_bytes_of(memory_limit_bytes: int) -> int:
-    """Return the bytes of one request, such that all pieces in memory take a sixteenth of the limit.
+    """Return the size of one request such that all pieces in memory take a sixteenth of the limit.
 
-    ``PIECES_AHEAD`` are under way or wait, one is being parsed; the parser holds up to three more: a copy of that one,
-    what is left of the one before, and the two joined.
+    ``PIECES_AHEAD`` pieces are in flight or waiting, and one is being parsed; the parser holds up to three more: a copy
+    of that piece, the rest of the previous one, and the two joined.
     """
     return max(64 << 10, min(PIECE_BYTES, memory_limit_bytes // 16 // (PIECES_AHEAD + 4)))
 
 
 @dataclass(slots=True, eq=False)
 class _Answer(Generic[_T]):
-    """What a thread was asked for."""
+    """The result of a call on a thread, once it is there."""
 
     value: _T | None = None
     error: BaseException | None = None
@@ -44,10 +44,10 @@ class _Answer(Generic[_T]):
 
 
 class ReadAhead:
-    """Read whole objects, one after the other. For one thread, but for ``close``.
+    """Read whole objects, one after the other. For one thread, except ``close``.
 
     Args:
-        storage: Where they are.
+        storage: Store of the objects.
         piece_bytes: Bytes of one request.
     """
 
@@ -60,11 +60,11 @@ class ReadAhead:
         self._threads = JobThreads(PIECES_AHEAD, "shardstream-read")
 
     def pieces(self, url: str) -> Iterator[memoryview]:
-        """Yield the bytes of ``url``, of one version of it; a piece counts until the next one is asked for.
+        """Yield the bytes of ``url``, all of one version; a piece is valid until the next one is requested.
 
         Raises:
-            StreamClosedError: This was closed.
-            StorageError: The store did not deliver.
+            StreamClosedError: The reader was closed.
+            StorageError: The store failed.
         """
         num_bytes = self._result(self._ask(lambda: self._storage.info(url).size_bytes))
         starts = iter(range(0, num_bytes, self._piece_bytes))
@@ -77,9 +77,9 @@ class ReadAhead:
             yield self._result(coming.popleft())
 
     def close(self) -> None:
-        """Let go whoever waits for a piece. From any thread, more than once."""
+        """Release whoever waits for a piece. From any thread, any number of times."""
         with self._changed:
-            self._closed = True  # who waits raises, and nobody waits any more, whatever still comes
+            self._closed = True  # every waiter raises and no new one begins, whatever still arrives
             self._changed.notify_all()
         self._threads.stop(_STOP_S)
 
@@ -97,10 +97,10 @@ class ReadAhead:
     def _answer(self, answer: _Answer[_T], work: Callable[[], _T]) -> None:
         try:
             answer.value = work()
-        except BaseException as error:  # noqa: BLE001  a thread border: whoever waits for the piece gets it
+        except BaseException as error:  # noqa: BLE001  thread boundary: raised in whoever waits for the piece
             answer.error = error
         with self._changed:
-            answer.is_there = True  # its value, or error, is complete and does not change
+            answer.is_there = True  # its value or error is complete and final
             self._changed.notify_all()
 
     def _result(self, answer: _Answer[_T]) -> _T:

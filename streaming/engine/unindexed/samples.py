@@ -1,6 +1,6 @@
-"""Read shards without an index one after the other, shuffled through a window, dealt out by whole shards.
+"""Read shards without an index sequentially, shuffled through a window, and deal them out by whole shards.
 
-No promise of exactly once here: nobody knows how many samples there are before they have been read.
+Exactly-once delivery cannot be promised: the number of samples is unknown until they have been read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELD_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSample:
-    """One sample as it was read."""
+    """One sample as read."""
 
     key: str
     url: str
@@ -39,7 +39,7 @@ class RawSample:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the sample takes as long as somebody refers to it."""
+        """Memory that the sample keeps alive while it is referenced."""
         return _SAMPLE_BYTES + _FIELD_BYTES * len(self.fields) + sum(map(len, self.fields.values()))
 
 
@@ -51,15 +51,15 @@ class StreamSettings:
         urls: All shards.
         order: Seed and window.
         epoch: The epoch.
-        dp_rank: Whose share.
-        window_bytes: Bound on the memory of the samples in the window, whatever their number.
+        dp_rank: The data rank.
+        window_bytes: Limit on the memory of the samples in the window, whatever their number.
         fields: Fields to keep; None: all.
         shape: Batches of the epoch, and rows of each.
         first_batch: Batches before this one are read again, but neither decoded nor delivered.
         depth: Batches built ahead.
         piece_bytes: Bytes of one request.
-        keep_duplicates: A field that comes twice in a sample begins another one.
-        max_gzip_ratio: A shard that inflates to more than so many times its size is refused.
+        keep_duplicates: A field that comes twice in a sample begins a new one.
+        max_gzip_ratio: Shards that inflate to more than this multiple of their size are rejected.
     """
 
     urls: tuple[str, ...]
@@ -77,9 +77,9 @@ class StreamSettings:
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
-    """Yield this rank's shards without end: pass after pass, each in an order of its own, of which it has every R-th.
+    """Yield this rank's shards without end: pass after pass, each in its own order, of which the rank reads every R-th.
 
-    Where there are fewer shards than ranks, ranks far apart go through the same shards in different passes.
+    If there are fewer shards than ranks, ranks far apart read the same shards in different passes.
     """
     num_shards, num_ranks = len(settings.urls), settings.shape.num_ranks
     known, order = -1, np.empty(0, np.int64)
@@ -106,7 +106,7 @@ def read_shard(
 
 
 def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator[RawSample]:
-    """Yield ``samples`` through a window: each leaves it at random, when the next one comes in."""
+    """Yield ``samples`` shuffled through a window: a random one leaves it whenever the next one comes in."""
     window = settings.order.window
     if not settings.order.shuffle or window <= 1:
         yield from samples
@@ -126,7 +126,7 @@ def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator
 
 
 def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
-    """Yield this rank's samples without end, in the order of delivery.
+    """Yield this rank's samples without end, in delivery order.
 
     Args:
         reader: Reads shards.
@@ -134,7 +134,7 @@ def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[st
         before: Called with the shard's URL before every sample is read; may raise to stop.
 
     Raises:
-        ConfigError: A field that is asked for is in no sample of the first shard, or there is no sample at all.
+        ConfigError: No sample of the first shard has one of the wanted fields, or there is no sample at all.
     """
     return shuffled(_read_all(reader, settings, before), settings)
 

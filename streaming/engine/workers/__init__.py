@@ -1,4 +1,4 @@
 """Run decode processes: start and stop them, send them work, share memory with them.
 
-The engine decides which batch is built when; a worker knows cells of shared memory, but no plan.
+The engine decides when each batch is built; workers know cells of shared memory, but no plan.
 """

@@ -1,4 +1,4 @@
-"""Note what is being built where at this moment, for whoever asks what hangs."""
+"""Record what is being built where at this moment, for reports on what hangs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class BatchWork:
     """One batch that is being built.
 
     Attributes:
-        batch: Its number; -1 where nobody knows it.
-        keys: Of its rows.
-        urls: Of its rows.
-        row: Item 0: the row being decoded, where this process does it.
-        since_s: By ``time.monotonic``.
+        batch: Number of the batch; -1 if unknown.
+        keys: Keys of its rows.
+        urls: URLs of its rows.
+        row: Item 0: the row being decoded, if it is this process that decodes.
+        since_s: Start of the work, by ``time.monotonic``.
     """
 
     batch: int
@@ -42,7 +42,7 @@ class BatchWork:
     since_s: float = field(default_factory=time.monotonic)
 
     def describe(self, row: int | None = None) -> str:
-        """Return which batch for how long, and which sample, if any: row ``row``, default: as this process knows."""
+        """Return the batch, its age, and the sample in progress, if any: ``row``, by default the row known here."""
         text = f"builds batch {self.batch} for {time.monotonic() - self.since_s:.1f} s"
         at = self.row[0] if row is None else row
         if 0 <= at < len(self.keys):
@@ -51,7 +51,7 @@ class BatchWork:
 
 
 class Cell:
-    """A few bytes that a worker shares with its parent: the row it decodes and, on demand, its stack. The parent's end.
+    """A few bytes shared by a worker and its parent: the row being decoded and, on demand, its stack. The parent's end.
 
     Thread-safe. It has no name in any file system.
     """
@@ -62,18 +62,18 @@ class Cell:
         os.ftruncate(self.fd, _CELL_BYTES)
 
     def row(self) -> int:
-        """Return the row that the worker decodes; -1: none."""
+        """Return the row that the worker is decoding; -1: none."""
         with self._lock:
             if self.fd < 0:
                 return -1
             return int(_ROW.unpack(os.pread(self.fd, _ROW.size, 0))[0])
 
     def where(self, pid: int) -> str:
-        """Return where the worker stands; "" if it does not answer. Waits up to a third of a second."""
+        """Return the worker's stack; "" if it does not answer. Waits up to a third of a second."""
         with self._lock:
             if self.fd < 0:
                 return ""
-            os.lseek(self.fd, _DUMP_AT, os.SEEK_SET)  # the worker's descriptor has the same position
+            os.lseek(self.fd, _DUMP_AT, os.SEEK_SET)  # the worker's descriptor shares the position
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, STACK_SIGNAL)
             deadline_s = time.monotonic() + _ANSWER_S
@@ -85,8 +85,8 @@ class Cell:
             return where_in(os.pread(self.fd, end - _DUMP_AT, _DUMP_AT).decode(errors="replace"))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the parent's end."""
         with self._lock:
-            fd, self.fd = self.fd, -1  # no reader is in it, and none gets in: the number may be another file's now
+            fd, self.fd = self.fd, -1  # no reader uses it or can begin to: its number may now name another file
         if fd >= 0:
             os.close(fd)

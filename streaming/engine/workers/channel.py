@@ -21,9 +21,9 @@ class ChannelClosedError(ShardstreamError, EOFError):
 
 
 class Channel:
-    """One end of a connected stream socket. Used by one thread at a time, but for ``shut``.
+    """One end of a connected stream socket. For one thread at a time, except ``shut``.
 
-    Both ends run the same program for the same user; what comes in is trusted like a function call.
+    Both ends run the same program for the same user; messages are trusted like a function call.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -33,7 +33,7 @@ class Channel:
         """Send a picklable message; the receiver gets duplicates of ``fds``.
 
         Raises:
-            ChannelClosedError: If nobody will read it.
+            ChannelClosedError: Nobody will read it.
         """
         payload = pickle.dumps(message, protocol=5)
         parts = [_HEADER.pack(len(payload)), payload]
@@ -46,10 +46,10 @@ class Channel:
             raise ChannelClosedError(f"cannot send: {error}") from error
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Return the next message and the descriptors sent with it (the caller closes them); blocks.
+        """Block until the next message and return it with its descriptors, which the caller closes.
 
         Raises:
-            ChannelClosedError: If none will come any more.
+            ChannelClosedError: No message will come any more.
         """
         header, fds = self._receive_header()
         payload = bytearray(_HEADER.unpack(header)[0])
@@ -57,10 +57,10 @@ class Channel:
         return pickle.loads(payload), fds  # noqa: S301  from our own process, see the class
 
     def shut(self) -> None:
-        """End both directions: whoever blocks in ``receive``, here or there, gets ChannelClosedError."""
+        """End both directions: calls of ``receive`` that block, at either end, raise ChannelClosedError."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end has gone already
+        except OSError:  # the other end is already gone
             return
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Fork the processes of ``multiprocessing`` from our server: a context for torch's ``DataLoader``.
 
-The context "fork" copies the training process with all that its threads leave half done: a child that reads from an
-object store, or copies a large tensor, may hang for ever. "forkserver" and "spawn" run the user's script again in every
-worker, and pickle the data set anew for each. Here a worker starts in milliseconds from a process without threads,
-never runs the script (see ``portable``), maps the memory of a data set that all others map, and ends with its parent.
+The start method "fork" copies the training process with all that its threads leave half done: a child that reads from
+an object store, or copies a large tensor, may hang forever. "forkserver" and "spawn" run the user's script again in
+every worker and pickle the dataset anew for each. Here a worker starts in milliseconds from a process without threads,
+never runs the script (see ``portable``), shares the dataset's memory with all others, and ends with its parent.
 
 This is the parent's end; the child's is ``main.run_process``.
 """
@@ -32,17 +32,17 @@ from streaming.engine.workers.portable import SentOnce
 
 
 class ServerContext(BaseContext):
-    """Start processes from the fork server that this process shares with all its loaders. Close it after them.
+    """Start processes from the fork server that all loaders of this process share. Close it after them.
 
     Args:
-        shared: Objects, such as a data set, that many processes get: they are pickled once.
-        preload: Name of a module of ours that all of them need.
+        shared: Objects that many processes receive, such as a dataset: they are pickled once.
+        preload: Name of a module of ours that all processes need.
 
     Raises:
         Exception: Whatever pickling one of them raised.
     """
 
-    _name = "forkserver"  # what locks and queues ask for: that they be found by another process by name
+    _name = "forkserver"  # locks and queues ask for it: they must be found by name from another process
 
     def __init__(self, shared: Iterable[object] = (), *, preload: str = "") -> None:
         self.preload = preload
@@ -57,20 +57,20 @@ class ServerContext(BaseContext):
 
     @property
     def server(self) -> ForkServer:
-        """The server, started if need be; the first start of a process takes a second or two, in the background."""
+        """The server, started if necessary; the first start in a process takes a second or two, in the background."""
         if self._server is None or not self._server.is_alive():
             self._give_back()
             self._server = SHARED.borrow()
         return self._server
 
     def close(self) -> None:
-        """Give back the server, and the memory of what was sent."""
+        """Return the server, and free the memory of what was sent."""
         for one in self.sent:
             one.close()
         self._give_back()
 
     def get_context(self, method: str | None = None) -> Any:
-        """Return itself, for the queues and locks that it makes."""
+        """Return this context, for the queues and locks that it makes."""
         return self if method is None else super().get_context(method)
 
     def Process(self, *args: Any, **options: Any) -> BaseProcess:  # noqa: N802  multiprocessing's name
@@ -100,10 +100,10 @@ class _Process(BaseProcess):
 
 
 class _Pickler(portable.Pickler):
-    """Also knows queues, locks and connections, and refers to what was sent once."""
+    """Pickle queues, locks and connections too, and refer to what was sent once."""
 
     def __init__(self, file: Any, sent: list[SentOnce]) -> None:
-        # Before the rest: that is when the interpreter looks for it.
+        # Before super().__init__: that is when the interpreter looks it up.
         self.dispatch_table = ChainMap(ForkingPickler(io.BytesIO()).dispatch_table, portable.Pickler.dispatch_table)
         super().__init__(file)
         self._sent = {id(one.thing): number for number, one in enumerate(sent)}
@@ -114,7 +114,7 @@ class _Pickler(portable.Pickler):
 
 
 class _Popen:
-    """The parent's end of one process: what ``multiprocessing.Process`` asks of it."""
+    """The parent's end of one process, with the interface that ``multiprocessing.Process`` expects."""
 
     method = "forkserver"
     DupFd = Descriptor
@@ -125,10 +125,10 @@ class _Popen:
         tracker: Any = resource_tracker.getfd()
         self._fds = [*(one.fd for one in context.sent), tracker]
         preparation = spawn.get_preparation_data(started.name)
-        for name in ("init_main_from_path", "init_main_from_name"):  # the script is never run again
+        for name in ("init_main_from_path", "init_main_from_name"):  # never run the script again
             preparation.pop(name, None)
         begin, rest = io.BytesIO(), io.BytesIO()
-        set_spawning_popen(self)  # type: ignore[arg-type]  # a Popen like theirs, but no relation
+        set_spawning_popen(self)  # type: ignore[arg-type]  # same interface, but not a subclass
         try:
             _Pickler(begin, []).dump(preparation)
             _Pickler(rest, context.sent).dump(started)
@@ -150,7 +150,7 @@ class _Popen:
         self._end = weakref.finalize(self, _let_go, self._channel, self.sentinel)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Have ``fd`` sent along."""
+        """Send ``fd`` to the child."""
         self._fds.append(fd)
         return len(self._fds) - 1
 
@@ -159,7 +159,7 @@ class _Popen:
         return self.wait(0.0 if flag == os.WNOHANG else None)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Return the same, after waiting so long."""
+        """Wait for at most this long, and return the same as ``poll``."""
         if self.returncode is None and connection.wait([self.sentinel], timeout):
             status = self._server.status(self._number)
             self.returncode = 255 if status is None else os.waitstatus_to_exitcode(status)
@@ -174,7 +174,7 @@ class _Popen:
         self._send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of this end."""
+        """Close this end."""
         self._end()
 
     def _send(self, number: int) -> None:

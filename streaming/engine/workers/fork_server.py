@@ -1,10 +1,10 @@
 """Fork decode workers from a small process: both ends of it.
 
-Why not fork the training process: a child inherits locks held by threads that it does not have, and hangs in torch's or
-OpenMP's thread pools. Why not ``multiprocessing``'s fork server: it runs the user's script again in every worker, which
-breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
+Why not fork the training process: a child inherits locks held by threads that it does not have, and hangs in the thread
+pools of torch or OpenMP. Why not ``multiprocessing``'s fork server: it runs the user's script again in every worker,
+which breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
 
-The server has one thread, has imported what workers need, and never uses torch. It ends, and with it all workers, when
+The server has one thread, has imported what workers need, and never uses torch. It ends, and all workers with it, when
 its control socket is closed or its parent is gone, whichever is first.
 """
 
@@ -31,7 +31,7 @@ from streaming.decode.images import opencv
 from streaming.engine.workers import main as worker_main
 from streaming.forks import in_children, renew_lock
 
-_REQUEST = struct.Struct("<cQ")  # what, which worker
+_REQUEST = struct.Struct("<cQ")  # kind of request, number of the worker
 _SPAWN, _SPAWN_PROCESS, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"*", b"?", b"!", b"-"
 NUMBERS = count()
 """Of workers; unique in this process, since many users share a server."""
@@ -43,7 +43,7 @@ _GRACE_S = 0.5
 _EXIT_WAIT_S = 2.0
 """For a worker whose socket has ended to end itself, with its own exit status."""
 _START = (
-    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # to look for garbage takes a sixth of imports' time
+    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # collecting garbage takes a sixth of the import time
     "from streaming.engine.workers.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
@@ -53,7 +53,7 @@ class ServerClosedError(Exception):
 
 
 class ForkServer:
-    """The parent's end: starts a server process at once, which takes about a second to be ready. Thread-safe."""
+    """The parent's end: starts a server process at once, which is ready after about a second. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class ForkServer:
         with theirs:
             paths = [str(path) or os.getcwd() for path in sys.path]
             command = [sys.executable, "-P", "-X", "faulthandler", "-c", _START]
-            # A blocked signal stays blocked in the new process: Ctrl-C never finds it without its own settings.
+            # A blocked signal stays blocked in the new process: Ctrl-C cannot reach it before it has its own settings.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self._process = subprocess.Popen(  # noqa: S603  our own interpreter and code
@@ -78,7 +78,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server process."""
+        """Process id of the server."""
         return self._process.pid
 
     def is_alive(self) -> bool:
@@ -86,7 +86,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def is_starting(self) -> bool:
-        """Tell whether it still imports what workers need; they cannot be up before it is done."""
+        """Tell whether it is still importing what workers need; no worker can be up before that."""
         with self._lock:
             if self._is_ready:
                 return False
@@ -94,12 +94,12 @@ class ForkServer:
                 self._is_ready = bool(self._control.recv(_REPLY.size, socket.MSG_DONTWAIT))
             except BlockingIOError:
                 return True
-            except OSError:  # it has ended
+            except OSError:  # the server has ended
                 pass
             return False
 
     def spawn(self, number: int, sock: socket.socket) -> None:
-        """Fork a decode worker that serves ``sock``; does not wait for it.
+        """Fork a decode worker that serves ``sock``, without waiting for it.
 
         Raises:
             ServerClosedError: The server has ended.
@@ -107,9 +107,9 @@ class ForkServer:
         self._fork(_SPAWN, number, sock)
 
     def spawn_process(self, sock: socket.socket, preload: str) -> int:
-        """Fork a process that ``sock`` will tell what to be (see ``context``), and return its number.
+        """Fork a process that is told over ``sock`` what to run (see ``context``), and return its number.
 
-        The server imports the module ``preload`` first, once, so that not every process has to.
+        The server first imports the module ``preload``, once for all processes.
 
         Raises:
             ServerClosedError: The server has ended.
@@ -126,7 +126,7 @@ class ForkServer:
                 raise ServerClosedError(str(error)) from error
 
     def status(self, number: int, *, kill: bool = False) -> int | None:
-        """Wait status of a worker, as ``os.waitpid`` gives it; None if nobody knows. It is dead when this returns.
+        """Return a worker's wait status, as ``os.waitpid`` gives it; None if unknown. It is dead when this returns.
 
         Args:
             number: The worker, whose socket has ended.
@@ -137,7 +137,7 @@ class ForkServer:
                 self._control.send(_REQUEST.pack(_KILL if kill else _STATUS, number))
                 reply = self._control.recv(_REPLY.size)
                 if reply == _READY:
-                    self._is_ready = True  # said once; whoever reads it notes it, so that replies stay in step
+                    self._is_ready = True  # sent once; noted by whoever reads it, so that replies stay in step
                     reply = self._control.recv(_REPLY.size)
             except OSError:
                 return None
@@ -147,18 +147,18 @@ class ForkServer:
         return status if known else None
 
     def kill(self, number: int) -> None:
-        """Have a worker killed as soon as the server gets to it; does not wait for a server that still imports."""
-        with self._lock, suppress(OSError):  # a server that has ended took its workers along
+        """Have a worker killed as soon as the server gets to it; does not wait for one that is still importing."""
+        with self._lock, suppress(OSError):  # a server that has ended took its workers with it
             self._control.send(_REQUEST.pack(_KILL_UNHEARD, number))
 
     def leave_behind(self) -> None:
-        """Let go of this end in a forked child, so that the parent's is the only one."""
+        """Close this end in a forked child, so that the parent's is the only one."""
         self._control.close()
-        self._process.returncode = 0  # it is no child of this process: nobody here is to wait for it, or to miss that
+        self._process.returncode = 0  # not a child of this process: nobody here may wait for it, or report it missing
 
     def close(self) -> None:
         """End the server and all its workers; returns when they are gone."""
-        if self.is_starting():  # it has no workers: why wait
+        if self.is_starting():  # it has no workers to wait for
             self._process.kill()
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
@@ -175,10 +175,10 @@ class ForkServer:
 
 
 class SharedServer:
-    """One fork server for all pools of this process: importing torch takes longer than everything else. Thread-safe.
+    """One fork server for all pools of this process, because importing torch dominates its start. Thread-safe.
 
     Attributes:
-        linger: Keep the server when nobody uses it any more; for programs that make many loaders one after the other.
+        linger: Keep the server when nobody uses it any more; for programs that make many loaders in succession.
     """
 
     def __init__(self) -> None:
@@ -190,21 +190,21 @@ class SharedServer:
         self._knows_forks = False
 
     def borrow(self) -> ForkServer:
-        """Return the server, started if need be: anew, if it has died or was started with another import path."""
+        """Return the server, started if necessary: anew if it has died or was started with another import path."""
         if not self._knows_forks:
             self._knows_forks = True
             in_children(self, SharedServer._leave_behind)
         with self._lock:
             if self._server is None or self._path != sys.path or not self._server.is_alive():
                 self._server, self._path, self._users = ForkServer(), list(sys.path), 0
-            self._users += 1  # the server lives as long as one of them: only the last one's `give_back` ends it
+            self._users += 1  # the server lives while it has users: the last one's `give_back` ends it
             return self._server
 
     def give_back(self, server: ForkServer) -> bool:
-        """Count one user less; the last one ends the server, as does every user of one that was replaced.
+        """Remove one user; the last one ends the server, as does every user of a server that was replaced.
 
         Returns:
-            Whether the server goes on.
+            Whether the server keeps running.
         """
         with self._lock:
             if server is self._server:
@@ -216,9 +216,9 @@ class SharedServer:
         return False
 
     def _leave_behind(self) -> None:
-        """Let go in a forked child: the server is the parent's, and would take orders from both.
+        """Drop the server in a forked child: it belongs to the parent, and would take orders from both.
 
-        The next user starts one.
+        The child's next user starts another.
         """
         renew_lock(self)
         server, self._server, self._users = self._server, None, 0
@@ -230,7 +230,7 @@ class SharedServer:
         with self._lock:
             if self._users or self._server is None:
                 return
-            server, self._server = self._server, None  # the next one to borrow starts another
+            server, self._server = self._server, None  # the next borrower starts another
         server.close()
 
 
@@ -255,11 +255,11 @@ def serve(control_fd: int, parent_pid: int) -> None:
             while _wait(watched) == control.fileno() and _handle(control, parent_fd, children):
                 pass
     _end(children.values())
-    os._exit(0)  # nothing to tidy: taking torch's modules down would take longer than all of this
+    os._exit(0)  # nothing to clean up: unloading torch's modules would take longer than everything else
 
 
 def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, int]) -> bool:
-    """Serve one request; False when there will be no more."""
+    """Serve one request; False if there will be no more."""
     try:
         data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
@@ -287,7 +287,7 @@ def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, i
 def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int], int]) -> int:
     server_pid = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # BLAS threads, which mind forks themselves
+        warnings.simplefilter("ignore")  # BLAS threads, which handle forks themselves
         pid = os.fork()
     if pid:
         os.close(fd)
@@ -298,7 +298,7 @@ def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int],
             os.close(other)
         with socket.socket(fileno=fd) as sock:
             code = be(sock, server_pid)
-    except BaseException:  # noqa: BLE001  a process border: nothing must get back into the server's loop
+    except BaseException:  # noqa: BLE001  process boundary: nothing may return to the server's loop
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -308,14 +308,14 @@ def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int],
 
 
 def _end(pids: Iterable[int]) -> None:
-    """Give the workers, whose sockets have ended, a moment; kill the rest."""
+    """End the workers, whose sockets have ended: give them a moment, then kill the rest."""
     deadline_s = time.monotonic() + _GRACE_S
     for pid in pids:
         _reap(pid, max(0.0, deadline_s - time.monotonic()))
 
 
 def _reap(pid: int, patience_s: float) -> int:
-    """Wait status of a child that is about to end; it is killed when patience is out."""
+    """Return the wait status of a child that is about to end, killing it when ``patience_s`` is over."""
     fd = _pidfd(pid)
     ended = fd is not None and bool(select.select([fd], [], [], patience_s)[0])
     if fd is not None:
@@ -326,7 +326,7 @@ def _reap(pid: int, patience_s: float) -> int:
 
 
 def _pidfd(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None on kernels before 5.3."""
+    """Return a descriptor that becomes readable when the process ends; None on kernels before 5.3."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -334,7 +334,7 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _wait(fds: list[int]) -> int:
-    """Return the last of ``fds`` that is readable: the parent's end goes before requests."""
+    """Return the last of ``fds`` that is readable: the parent's end takes precedence over requests."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -1,11 +1,11 @@
-"""Be a decode worker: take the rows of a batch, read their bytes from the arena, build it in a ring slot.
+"""Run as a decode worker: take the rows of a batch, read their bytes from the arena, build it in a ring slot.
 
-Its life: forked by the server, told the recipe, then one order after the other until the socket ends. It owns nothing
-that outlives it, and holds nothing of the user's but their functions.
+A worker is forked by the server, receives the recipe, then one order after the other until the socket ends. It owns
+nothing that outlives it, and holds nothing of the user's except their functions.
 
-Messages, each a tuple that starts with its kind. To the worker: ``SETUP``, then ``ORDER``; while it builds, ``NEXT`` (a
-substitute, or None), ``GO_ON`` (a report was taken note of) or ``ABORT``. From it: ``HELLO`` once; ``SUBSTITUTE`` and
-``REPORT`` while it builds; ``DONE``, ``FAILED`` or ``ABORTED`` at the end.
+Messages are tuples that start with their kind. To the worker: ``SETUP``, then ``ORDER``; during a build, ``NEXT`` (a
+substitute, or None), ``GO_ON`` (a report was noted) or ``ABORT``. From the worker: ``HELLO`` once; ``SUBSTITUTE`` and
+``REPORT`` during a build; ``DONE``, ``FAILED`` or ``ABORTED`` at the end.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class BatchOrder:
     Attributes:
         rows: Its rows.
         valid: Its mask, or None.
-        slot: Number of the ring slot to build it in; its descriptor comes along the first time.
+        slot: Number of the ring slot to build it in; the slot's descriptor comes along the first time.
         gone: Slots that will not be used again.
-        seed: Key of the epoch for what the user's functions draw; None: nothing is seeded.
+        seed: Key of the epoch for random numbers of the user's functions; None: nothing is seeded.
     """
 
     rows: WireRows
@@ -82,11 +82,11 @@ class BatchOrder:
 
 
 class _AbortedError(BaseException):
-    """The parent does not want this batch any more. Not for users to catch."""
+    """The parent no longer wants this batch. Not for users to catch."""
 
 
 def run(sock: socket.socket, server_pid: int) -> int:
-    """Serve orders from ``sock`` until it ends; the exit code."""
+    """Serve orders from ``sock`` until it ends; return the exit code."""
     die_with(server_pid)
     torch.set_num_threads(1)
     use_one_thread()
@@ -97,7 +97,7 @@ def run(sock: socket.socket, server_pid: int) -> int:
 
 
 def run_process(sock: socket.socket, server_pid: int) -> int:
-    """Be the process of ``multiprocessing`` that the parent sends (see ``context``); its exit code."""
+    """Run the ``multiprocessing`` process that the parent sends (see ``context``); return its exit code."""
     die_with(server_pid)
     channel = Channel(sock)
     try:
@@ -105,7 +105,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
         channel.send((os.getpid(),))
     except ChannelClosedError:
         return 1
-    os.environ.clear()  # the server has that of the time when it was started
+    os.environ.clear()  # the server's environment dates from its start
     os.environ.update(environment)
     tracker: Any = resource_tracker
     tracker._resource_tracker._fd = fds[len(sent)]
@@ -113,7 +113,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
     current: Any = process.current_process()
     current._inheriting = True
     try:
-        spawn.prepare(pickle.loads(begin))  # noqa: S301  our parent's
+        spawn.prepare(pickle.loads(begin))  # noqa: S301  from our parent
         things = [received(body, places, fd) for (body, places), fd in zip(sent, fds, strict=False)]
         started: Any = _Unpickler(io.BytesIO(rest), things).load()
     finally:
@@ -123,18 +123,18 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
 
 
 class Descriptor:
-    """Stand for a descriptor of the parent in what a process is sent: its number among those that come along."""
+    """Stand for a descriptor of the parent in a message: its index among the descriptors sent along."""
 
     def __init__(self, place: int) -> None:
         self._place = place
 
     def detach(self) -> int:
-        """Return the child's own."""
+        """Return the child's own descriptor."""
         return os.dup(_inherited[self._place])
 
 
 class _Unpickler(pickle.Unpickler):
-    """Know what was sent once for many processes."""
+    """Resolve references to what was sent once for many processes."""
 
     def __init__(self, file: Any, things: list[Any]) -> None:
         super().__init__(file)
@@ -145,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def die_with(server_pid: int) -> None:
-    """Have the kernel kill this process when the server ends, however it ends, and first if memory runs out."""
+    """Have the kernel kill this process when the server ends, however it ends; volunteer first if memory runs out."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server_pid:
         os._exit(1)
@@ -153,17 +153,18 @@ def die_with(server_pid: int) -> None:
 
 
 def _trim_heap() -> None:
-    """Give back to the system what the C library keeps of objects that are gone: as much again as half of a batch.
+    """Return memory to the system that the C library keeps of freed objects: as much again as half of a batch.
 
-    After each batch of many Python objects, whose decoding takes a hundred times as long; those of tensors have none.
+    Done after each batch of many Python objects, whose decoding takes a hundred times as long; tensors leave none
+    behind.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 def _be_killed_first() -> None:
-    """Let the kernel choose a worker if memory runs out, which is replaced, and not the training process."""
+    """Make the kernel's OOM killer prefer a worker, which is replaced, over the training process."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(_OOM_SCORE)
 
@@ -185,7 +186,7 @@ class _Worker:
         self._broken: ConfigError | None = None
         try:
             self._recipe: Recipe = pickle.loads(blob)  # noqa: S301  our parent's own functions
-        except Exception as error:  # noqa: BLE001  a process border: the parent gets it with the first batch
+        except Exception as error:  # noqa: BLE001  process boundary: the parent gets it with the first batch
             self._broken = ConfigError(
                 f"decode, transform or collate_fn does not load in a worker process: {type(error).__name__}: {error}. "
                 f"Import what it needs inside it, or use num_workers=0"
@@ -197,7 +198,7 @@ class _Worker:
         channel.send((HELLO, os.getpid()))
 
     def serve(self) -> None:
-        """Carry out orders, until the channel is closed."""
+        """Execute orders until the channel is closed."""
         while True:
             (kind, order), fds = self._channel.receive()
             if kind != ORDER:
@@ -231,11 +232,11 @@ class _Worker:
             return (ABORTED,)
         except ChannelClosedError:
             raise
-        except BaseException as error:  # noqa: BLE001  a process border: the parent gets it
+        except BaseException as error:  # noqa: BLE001  process boundary: the parent gets it
             return FAILED, error_to_wire(error, _where(rows))
 
     def _built(self, order: BatchOrder, rows: Rows, slot: Slot) -> tuple[Any, SlotWriter]:
-        """Return the batch, and the writer that gave its memory."""
+        """Return the batch, and the writer of its slot."""
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
             writer = SlotWriter(slot)
@@ -248,7 +249,7 @@ class _Worker:
         return self._watch.build(attempt, self._report)
 
     def _substitutes(self, row: int) -> Iterator[Rows]:
-        """Yield those that the parent gives, which gives each once; a batch that is built again gets the same."""
+        """Yield the parent's substitutes, each sent only once; a batch that is built again gets the same ones."""
         found = self._found.setdefault(row, [])
         for number in count():
             if number == len(found):
@@ -275,7 +276,7 @@ def _where(rows: Rows | None) -> str:
 
 
 def describe_rows(keys: list[str], urls: list[str]) -> str:
-    """Return the samples of a batch, for a message: all shards (up to three) and the first and last key."""
+    """Return the samples of a batch in words: all shards (up to three), and the first and last key."""
     if not keys:
         return "no samples"
     shards = list(dict.fromkeys(urls))

@@ -1,4 +1,4 @@
-"""Decode workers: the parent's side. Each call of ``build`` gives one free worker one batch to build."""
+"""Manage decode workers from the parent: each call of ``build`` gives one free worker one batch to build."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ Substitutes = Callable[[int], Iterator[Rows]]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One call of ``build``. Reports passed on are counted, so that a batch that is redone repeats none.
+    """One call of ``build``. Counts the reports passed on, so that a batch that is redone does not repeat them.
 
-    ``give_up`` is for any thread, all else for the one that builds. The lock keeps a worker that has gone on to another
-    job from being hit.
+    ``give_up`` is for any thread, everything else for the one that builds. The lock prevents ``give_up`` from hitting a
+    worker that has gone on to another job.
     """
 
     rows: Rows
@@ -70,28 +70,28 @@ class _Job:
     _given_up: bool = False
 
     def begin(self, worker: Worker) -> None:
-        """Note that ``worker`` has it now."""
+        """Note that ``worker`` has the job now."""
         with self._lock:
-            self._worker = worker  # whoever gives the job up from here on shuts this one's channel
+            self._worker = worker  # from here on `give_up` shuts this worker's channel
             if self._given_up:
                 worker.channel.shut()
 
     def end(self) -> bool:
-        """Note that no worker has it any more; tell whether it is wanted. If not, the worker's channel is shut."""
+        """Note that no worker has the job any more; tell whether it is still wanted: if not, the channel was shut."""
         with self._lock:
-            self._worker = None  # what comes after this shuts no channel: the worker may be at another job
+            self._worker = None  # `give_up` shuts no channel from here on: the worker may be at another job
             return not self._given_up
 
     def give_up(self) -> None:
-        """Note that nobody wants it any more: whoever talks to its worker gets ChannelClosedError."""
+        """Note that the job is not wanted any more: whoever talks to its worker gets ChannelClosedError."""
         with self._lock:
-            self._given_up = True  # for good: the worker that has it, or the next one, finds its channel shut
+            self._given_up = True  # final: the worker that has the job, or the next one, finds its channel shut
             if self._worker is not None:
                 self._worker.channel.shut()
 
 
 class _BatchFailedError(Exception):
-    """The batch has an error; the worker is as good as before."""
+    """The batch failed with an error; the worker is intact."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -101,14 +101,14 @@ class _BatchFailedError(Exception):
 class WorkerPool:
     """``num_workers`` processes that build batches. Thread-safe: one thread per worker may be in ``build``.
 
-    Processes start with the first ``build`` or ``start``, all at once; ``close``, the collector or the interpreter's
-    end stops them. They end by themselves when this process is gone.
+    Processes start together with the first ``build`` or ``start``; ``close``, garbage collection or the end of the
+    interpreter stops them. They end by themselves when this process is gone.
 
     Args:
-        num_workers: Processes.
-        recipe: What to do; its ``finish`` is done here, in the calling thread.
+        num_workers: Number of processes.
+        recipe: How to build; its ``finish`` runs here, in the calling thread.
         arena: Where most rows lie; must stay open while ``build`` runs.
-        ring: Where batches go. The caller closes it, after the pool.
+        ring: Where batches are built. The caller closes it, after the pool.
         metrics: Where ``worker_restarts`` is counted; None: nowhere.
         server: A running fork server, which the caller closes after the pool; None: the one that all pools share.
 
@@ -133,20 +133,20 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that have answered so far."""
+        """Process ids of the workers that have answered so far."""
         return [worker.pid for worker in self._processes.all() if worker.pid is not None]
 
     @property
     def server_pid(self) -> int | None:
-        """Of the process they are forked from; None before the start."""
+        """Process id of the fork server; None before the start."""
         return self._processes.server_pid
 
     def start(self) -> None:
-        """Start the processes, if they are not running; does not wait until they are ready."""
+        """Start the processes unless they are running, without waiting until they are ready."""
         self._processes.start()
 
     def start_if_up(self) -> bool:
-        """Start the processes, if they are not running; whether they are up, or will not be."""
+        """Start the processes unless they are running; tell whether they are up, or never will be."""
         self._processes.start()
         return not self._processes.are_starting()
 
@@ -160,7 +160,7 @@ class WorkerPool:
         seed: int | None = None,
         batch: int = -1,
     ) -> Any:
-        """Return the batch of ``rows``, as ``BatchBuilder.build`` gives it; its tensors lie in the ring.
+        """Return the batch of ``rows``, as ``BatchBuilder.build`` does; its tensors lie in the ring.
 
         ``substitutes`` and ``report`` are called in this thread, while the worker waits. What they raise aborts the
         batch and is raised here. A worker that dies is replaced and its batch built again.
@@ -169,14 +169,14 @@ class WorkerPool:
             rows: The rows.
             valid: Mask, or None.
             substitutes: For row i of the batch, single rows to try in its place.
-            report: Told of every sample that could not be delivered, each once however often the batch is redone.
-            seed: Key of the epoch, from which what the recipe's functions draw follows; None: nothing is seeded.
-            batch: Its number, for ``describe``.
+            report: Called with every sample that could not be delivered, once each even if the batch is redone.
+            seed: Key of the epoch, which determines what the recipe's functions draw; None: nothing is seeded.
+            batch: Number of the batch, for ``describe``.
 
         Raises:
-            WorkerDiedError: ``MAX_DEATHS`` workers died of it.
-            RuntimeError: The pool is closed, or was while the batch was being built.
-            GivenUpError: It was given up.
+            WorkerDiedError: The batch killed ``MAX_DEATHS`` workers.
+            RuntimeError: The pool is closed, or was closed meanwhile.
+            GivenUpError: The batch was given up.
             BaseException: Whatever the recipe's functions raised, with the worker's traceback as a note.
         """
         job = _Job(rows, valid, substitutes, report, seed)
@@ -187,15 +187,15 @@ class WorkerPool:
             self._jobs.discard(job)
 
     def give_up(self) -> None:
-        """Give up all batches being built now: their workers are killed, calls of ``build`` raise GivenUpError.
+        """Give up all batches being built now: their workers are killed, and calls of ``build`` raise GivenUpError.
 
-        The pool goes on; it starts workers in the place of those killed when they are needed.
+        The pool stays usable; it replaces the killed workers when they are needed.
         """
         for job in self._jobs.copy():
             job.give_up()
 
     def describe(self) -> list[str]:
-        """Return what each worker is at, and who has the ring's slots, for people; from any thread."""
+        """Return what each worker is doing, and who holds the ring's slots, for people; from any thread."""
         workers = self._processes.all()
         building = sum(worker.work is not None for worker in workers)
         kept = max(0, self._ring.num_taken - building)
@@ -203,14 +203,14 @@ class WorkerPool:
         return [*map(_state_of, workers), ring]
 
     def close(self) -> None:
-        """End the processes, also in the middle of a batch; calls of ``build`` under way raise RuntimeError."""
+        """End the processes, even in the middle of a batch; calls of ``build`` in progress raise RuntimeError."""
         self._end()
 
     def _bury(self, worker: Worker, job: _Job) -> None:
-        """Note how the worker died, put another in its place.
+        """Record how the worker died, and replace it.
 
         Raises:
-            WorkerDiedError: Too many have died of this batch, or before they had it.
+            WorkerDiedError: Too many died from this batch, or before they received it.
         """
         how = self._processes.replace(worker)
         self._metrics.add("worker_restarts")
@@ -235,10 +235,10 @@ class WorkerPool:
             f"num_workers=0 shows where"
         )
 
-    # --- the conversation about one batch ---
+    # --- the dialogue about one batch ---
 
     def _done(self, job: _Job, number: int) -> Any:
-        """Return the batch, not finished; see ``build``."""
+        """Return the batch, without ``finish``; see ``build``."""
         while True:
             worker = self._processes.take()
             worker.work = BatchWork(number, job.rows.keys, job.rows.urls)
@@ -251,7 +251,7 @@ class WorkerPool:
                 is_dead = True
             except _BatchFailedError as failed:
                 error = failed.error
-            except BaseException:  # in the middle of a message, as by KeyboardInterrupt
+            except BaseException:  # in the middle of a message, such as KeyboardInterrupt
                 with suppress(RuntimeError):  # closed meanwhile
                     self._processes.replace(worker, kill=True)
                     self._metrics.add("worker_restarts")
@@ -268,7 +268,7 @@ class WorkerPool:
             return batch
 
     def _converse(self, worker: Worker, job: _Job) -> Any:
-        """Return the batch, not finished.
+        """Return the batch, without ``finish``.
 
         Raises:
             ChannelClosedError: The worker has died.
@@ -284,7 +284,7 @@ class WorkerPool:
         except _BatchFailedError:
             self._ring.give_back(slot)
             raise
-        except BaseException:  # the worker may still write into it
+        except BaseException:  # the worker may still write to the slot
             self._ring.discard(slot)
             raise
         return self._unpacked(parcel, slot, job.rows)
@@ -325,12 +325,12 @@ class WorkerPool:
         memory = self._ring.wrap(slot, parcel.used_bytes)
         try:
             return unpack(parcel, memory, rows.keys, rows.urls)
-        except Exception as error:  # a user's class that does not load
+        except Exception as error:  # a user's class that cannot be loaded
             raise _BatchFailedError(error) from error
 
 
 class _Dialogue:
-    """What a worker asks while it builds one batch, and the answers."""
+    """Answer the questions of a worker that builds one batch."""
 
     def __init__(self, job: _Job, arena: Arena) -> None:
         self._job = job
@@ -370,7 +370,7 @@ def _state_of(worker: Worker) -> str:
 
 
 def _abort(worker: Worker) -> None:
-    """Have the worker give the batch up."""
+    """Have the worker give up the batch."""
     worker.channel.send((ABORT,))
     while worker.channel.receive()[0][0] != ABORTED:
         pass
@@ -379,7 +379,7 @@ def _abort(worker: Worker) -> None:
 def _pickled(recipe: Recipe) -> bytes:
     try:
         return dumps(replace(recipe, finish=None))
-    except Exception as error:  # whatever a user's object raises
+    except Exception as error:  # a user's object may raise anything
         raise ConfigError(
             f"decode, transform or collate_fn cannot be sent to worker processes: {type(error).__name__}: {error}. "
             f"Open files, locks and connections inside the function, at its first call, or use num_workers=0"

@@ -1,9 +1,9 @@
-"""Send objects to another process: what the main script defines goes by value, large memory goes once.
+"""Send objects to another process: definitions of the main script by value, large memory only once.
 
-A worker process cannot import the main script: there may be no file of it, or no ``if __name__ == "__main__"`` that
-would keep it from training again. So functions and classes of the main script are sent by value, also where the script
-is the main module of a process that ``multiprocessing`` started (there it is called ``__mp_main__``). What else they
-use of the script goes along: the globals that a function names.
+A worker process cannot import the main script: it may have no file, or no ``if __name__ == "__main__"`` that would keep
+it from training again. So its functions and classes are sent by value, also if the script is the main module of a
+process that ``multiprocessing`` started (where it is called ``__mp_main__``). The globals of the script that a function
+names are sent along.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAIN_OF_A_CHILD = "__mp_main__"
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Know users' own classes and functions, and give the memory of tensors and arrays to ``buffer_callback``."""
+    """Pickle users' own classes and functions by value, and tensors and arrays through ``buffer_callback``."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[PickleBuffer], Any] | None = None) -> None:
         main = sys.modules.get(_MAIN_OF_A_CHILD)
@@ -38,13 +38,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to pickle ``obj``; NotImplemented: as always."""
+        """Return how to pickle ``obj``; NotImplemented: as usual."""
         if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return _reduce_tensor(obj)
         nested = nested_parts(obj)
         if nested is not None and obj.device.type == "cpu":
             return nested_on, nested
-        if type(obj) is np.ndarray and not (obj.dtype.hasobject or obj.flags.forc):  # not in one piece
+        if type(obj) is np.ndarray and not (obj.dtype.hasobject or obj.flags.forc):  # not contiguous
             return np.ascontiguousarray(obj).__reduce_ex__(5)
         if type(obj) is np.memmap:
             return _reduce_memmap(obj)
@@ -52,10 +52,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def dumps(thing: Any) -> bytes:
-    """Return ``thing``, for ``pickle.loads`` in another process.
+    """Pickle ``thing`` for ``pickle.loads`` in another process.
 
     Raises:
-        Exception: Whatever pickling something in it raised.
+        Exception: Whatever pickling a part of it raised.
     """
     out = io.BytesIO()
     Pickler(out).dump(thing)
@@ -63,9 +63,9 @@ def dumps(thing: Any) -> bytes:
 
 
 class SentOnce:
-    """An object pickled once for many processes, its large memory in a file of memory that all of them map.
+    """An object pickled once for many processes, its large memory in an anonymous file that all of them map.
 
-    What a process changes of it stays its own. For whoever makes it: ``close`` it when no more processes will start.
+    A process's changes to it remain private. Its maker must ``close`` it when no more processes will start.
 
     Attributes:
         thing: The object.
@@ -89,14 +89,14 @@ class SentOnce:
             raise
 
     def close(self) -> None:
-        """Let go of the file; processes that have it keep it."""
+        """Close the file; processes that have it keep it."""
         self.fd = -1
         self._end()
 
     def _keep(self, buffer: PickleBuffer) -> bool:
         try:
             data = buffer.raw()
-        except BufferError:  # not in one piece: goes with the pickle
+        except BufferError:  # not contiguous: part of the pickle
             return True
         start = -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         done = 0
@@ -108,7 +108,7 @@ class SentOnce:
 
 
 def received(body: bytes, places: list[tuple[int, int]], fd: int) -> Any:
-    """Return the object of a ``SentOnce``, in another process; its memory is the file's until it is written to."""
+    """Return the object of a ``SentOnce`` in another process; its memory is the file's until it is written to."""
     num_bytes = max((start + size for start, size in places), default=0)
     whole = np.empty(0, np.uint8)
     if num_bytes:
@@ -120,20 +120,20 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_quantized:
         return NotImplemented
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,))  # sizes of 0 and 1 may come with any stride
+    flat = plain.as_strided((plain.numel(),), (1,))  # dimensions of size 0 and 1 may have any stride
     memory = flat.view(torch.uint8).numpy()
     return _tensor, (PickleBuffer(memory.data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
 def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:  # noqa: FBT001
-    if not isinstance(memory, np.ndarray):  # it came in the pickle
+    if not isinstance(memory, np.ndarray):  # it was part of the pickle
         memory = np.frombuffer(bytearray(memory), np.uint8)
     tensor = tensor_on(memory, shape, dtype)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _reduce_memmap(array: Any) -> Any:
-    """Pickle it by its file, which may be larger than memory; NumPy would send the contents."""
+    """Pickle a memmap by its file, which may be larger than memory; NumPy would send the contents."""
     file: Any = array._mmap
     if file is None or array.filename is None or not array.flags.c_contiguous or array.mode not in {"r", "r+", "c"}:
         return np.asarray(array).__reduce_ex__(5)

@@ -17,15 +17,15 @@ from streaming.monitor import Monitor
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker process, as the parent sees it. Used by the one thread that took it.
+    """One worker process, as the parent sees it. Used only by the thread that took it.
 
     Attributes:
-        number: Its name towards the fork server.
-        channel: To talk with it.
+        number: Its number at the fork server.
+        channel: The connection to it.
         slots: Ring slots that it has mapped.
-        pid: None until it has answered for the first time.
-        work: What it builds; None while it is free.
-        cell: Where it says what it is at.
+        pid: None until its first answer.
+        work: The batch it builds; None while it is free.
+        cell: Shared memory in which it reports its progress.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Worker:
     cell: Cell = field(default_factory=Cell)
 
     def close(self) -> None:
-        """Let go of all that ties it to this process."""
+        """Release the resources that this process holds for it."""
         self.channel.close()
         self.cell.close()
 
@@ -45,11 +45,11 @@ class Processes:
     """``num_workers`` processes behind one fork server. Thread-safe.
 
     Args:
-        num_workers: How many.
+        num_workers: Number of processes.
         recipe: The pickled recipe, for each of them.
-        arena_fd: The arena.
-        arena_bytes: Its address range.
-        server: A fork server that others use too, which the caller closes; None: the one that all pools share.
+        arena_fd: File descriptor of the arena.
+        arena_bytes: Size of its address range.
+        server: A fork server shared with others, which the caller closes; None: the one that all pools share.
     """
 
     def __init__(
@@ -68,38 +68,38 @@ class Processes:
 
     @property
     def server_pid(self) -> int | None:
-        """Of the fork server; None while there is none."""
+        """Process id of the fork server; None while there is none."""
         server = self._server
         return None if server is None else server.pid
 
     def all(self) -> list[Worker]:
-        """Return all workers, the oldest first."""
+        """Return all workers, oldest first."""
         with self._changed:
             return list(self._workers.values())
 
     def start(self) -> None:
-        """Start all that do not run yet; does not wait until they are ready.
+        """Start all workers that are not running, without waiting until they are ready.
 
         Raises:
-            RuntimeError: If closed.
+            RuntimeError: The pool is closed.
         """
         with self._changed:
             self._check_open()
-            while len(self._workers) < self._num_workers:  # then each of num_workers is idle, or one caller's alone
+            while len(self._workers) < self._num_workers:  # afterwards each of num_workers is idle or one caller's
                 self._spawn()
 
     def are_starting(self) -> bool:
-        """Tell whether none can be up yet: the process that they are forked from still imports what they need."""
+        """Tell whether no worker can be up yet, because the server is still importing what they need."""
         server = self._server
         return server is not None and server.is_starting()
 
     def take(self) -> Worker:
-        """Return a free worker, for the caller alone, to be followed by ``give_back`` or ``replace``.
+        """Take a free worker for this caller alone; follow with ``give_back`` or ``replace``.
 
-        Blocks until there is.
+        Blocks until one is free.
 
         Raises:
-            RuntimeError: If closed, before or while waiting.
+            RuntimeError: The pool is closed, or was closed while waiting.
         """
         with self._changed:
             while True:
@@ -107,10 +107,10 @@ class Processes:
                 if self._idle:
                     break
                 self._changed.wait()
-            return self._idle.pop()  # the one used last: its caches are warm
+            return self._idle.pop()  # the most recently used: its caches are warm
 
     def meet(self, worker: Worker) -> None:
-        """Tell a new worker what it needs, wait until it is up.
+        """Send a new worker what it needs, and wait until it is up.
 
         Raises:
             ChannelClosedError: It has died.
@@ -122,20 +122,20 @@ class Processes:
         worker.pid = pid
 
     def give_back(self, worker: Worker) -> None:
-        """Take back the worker, which is free again."""
+        """Put back a worker, which is free again."""
         with self._changed:
             worker.work = None
             if self._closed:
                 worker.close()
                 return
-            self._idle.append(worker)  # idle is who has no work, so whoever takes it is the only one to talk to it
+            self._idle.append(worker)  # an idle worker has no work, so whoever takes it is the only one to talk to it
             self._changed.notify()
 
     def replace(self, worker: Worker, *, kill: bool = False) -> str:
-        """Put another worker in the place of one that died, or that is to be killed; says how it ended.
+        """Replace a worker that died, or that is to be killed; return how it ended.
 
         Raises:
-            RuntimeError: If closed.
+            RuntimeError: The pool is closed.
         """
         worker.channel.shut()
         server = self._server
@@ -144,12 +144,12 @@ class Processes:
         with self._changed:
             self._workers.pop(worker.number, None)
             self._check_open()
-            self._spawn()  # as many as before, the new one idle; one that was closed meanwhile stays without
+            self._spawn()  # as many as before, the new one idle; a pool closed meanwhile gets none
             self._changed.notify()
         return _how_it_ended(worker.pid, status)
 
     def retire(self, worker: Worker) -> None:
-        """Kill a worker; whoever needs one next starts another. It is dead when this returns, if it was up."""
+        """Kill a worker without replacing it until one is needed. It is dead when this returns, if it was up."""
         worker.channel.shut()
         server = self._server
         if server is not None:
@@ -160,11 +160,11 @@ class Processes:
             self._changed.notify()
 
     def close(self) -> None:
-        """End all, also those in the middle of a batch. Whoever talks to one gets ChannelClosedError."""
+        """End all workers, even in the middle of a batch. Whoever talks to one gets ChannelClosedError."""
         if os.getpid() != self._owner_pid:  # a fork of the owner has nothing to end
             return
         with self._changed:
-            self._closed = True  # nobody spawns or takes one from here on: these are all that there will ever be
+            self._closed = True  # no worker is spawned or taken from here on: these are the last ones
             workers, self._workers = list(self._workers.values()), {}
             idle, self._idle = self._idle, []
             server, self._server = self._server, None
@@ -183,7 +183,7 @@ class Processes:
             raise RuntimeError("the worker pool is closed")
 
     def _spawn(self) -> None:
-        """Start one more worker, in a new server if there is none or it has ended. With the lock held."""
+        """Start one more worker, in a new server if there is none or it has ended; call with the lock held."""
         server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
         worker = Worker(number=next(NUMBERS), channel=Channel(ours))
@@ -192,7 +192,7 @@ class Processes:
                 try:
                     server.spawn(worker.number, theirs)
                 except ServerClosedError:
-                    with suppress(ServerClosedError):  # then the worker's socket ends, which whoever takes it sees
+                    with suppress(ServerClosedError):  # then the worker's socket ends, which whoever takes it notices
                         self._start_server().spawn(worker.number, theirs)
         except BaseException:
             worker.close()
@@ -208,7 +208,7 @@ class Processes:
 
 
 def _end(server: ForkServer, worker: Worker, *, kill: bool) -> None:
-    """Have a worker whose channel is shut end; wait for that if it was up, for else the server may not be up either."""
+    """End a worker whose channel is shut; waits only if it was up, since otherwise the server may not be up either."""
     if worker.pid is None:
         server.kill(worker.number)
     else:

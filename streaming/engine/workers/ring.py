@@ -1,18 +1,18 @@
 """Build batches in slots of anonymous shared memory, which their users own: the batch ring.
 
-A slot is handed out for one batch and comes back when nothing refers to that batch's memory any more: every tensor,
-view and array of the batch keeps one NumPy array alive, and a finalizer on it gives the slot back. So a batch that is
-kept never changes; who keeps many gets fresh slots, and from ``MAX_EXTRA_SLOTS`` on private copies.
+A slot is lent for one batch and returns when nothing refers to that batch's memory any more: every tensor, view and
+array of the batch keeps one NumPy array alive, whose finalizer returns the slot. So a batch that is kept never changes;
+users who keep many get additional slots, and beyond ``MAX_EXTRA_SLOTS`` private copies.
 
-Slots are sparse: their address range (``span_bytes``) is generous, pages come with the first touch. Where all slots
-together hold more than ``limit_bytes``, free ones give their pages back.
+Slots are sparse: their address range (``span_bytes``) is generous, and pages are allocated at the first touch. If all
+slots together hold more than ``limit_bytes``, free ones return their pages.
 
-A forked child has the batches that its parent held, in the same shared memory. What it writes there stays its own
-(``Slot.part``), it never gives a slot back, and its parent uses none of these slots again: nobody knows how long the
+A forked child has the batches that its parent held, in the same shared memory. What it writes there remains private
+(``Slot.part``), it never returns a slot, and its parent uses none of these slots again: it cannot know how long the
 child will hold them.
 
-No lock anywhere: finalizers run whenever the collector likes, perhaps in a thread that is in the middle of these very
-functions. Everything they touch is changed by single atomic operations.
+There are no locks: finalizers run whenever the garbage collector likes, perhaps in a thread that is executing these
+very functions. All the state that they touch is changed by single atomic operations.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Memory: TypeAlias = npt.NDArray[np.uint8]
 _log = logging.getLogger(__name__)
 
 ALIGN_BYTES = 64
-"""A cache line, and more than any dtype needs."""
+"""A cache line, and more than any dtype requires."""
 FIRST_SPAN_BYTES = 64 << 20
-"""Address range of a first slot; a batch that needs more grows it, and the ring remembers."""
+"""Address range of the first slots; a batch that needs more grows its slot, and later slots have that size."""
 MAX_EXTRA_SLOTS = 32
 """Slots beyond the nominal number: each costs two descriptors (``mmap`` keeps one), of which a process has 1,000."""
 
@@ -52,17 +52,17 @@ class PageLocker(Protocol):
     """Make memory page-locked, so that a device can copy straight from it. Thread-safe."""
 
     def lock(self, memory: Memory) -> bool:
-        """Lock the pages of ``memory``, whole ones; False if that cannot be had."""
+        """Lock the whole pages of ``memory``; False if that is impossible."""
 
     def unlock(self, memory: Memory) -> None:
         """Undo ``lock`` of the same memory."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Give a contiguous tensor with any content in page-locked memory that nobody need lock or unlock."""
+        """Return a contiguous tensor with arbitrary content in page-locked memory that nobody has to lock or unlock."""
 
 
 class Slot:
-    """One memfd and its mapping in this process. The number names it on the wire."""
+    """One memfd and its mapping in this process. Messages refer to it by its number."""
 
     def __init__(self, number: int, fd: int) -> None:
         self.number = number
@@ -84,7 +84,7 @@ class Slot:
             raise
 
     def follow(self) -> None:
-        """Map all of it, if another process has made it larger; arrays over an earlier mapping stay as good."""
+        """Map all of it, if another process has enlarged it; arrays over an earlier mapping remain valid."""
         span = os.fstat(self.fd).st_size
         if span != self.span_bytes:
             self.unlock()
@@ -92,7 +92,7 @@ class Slot:
             self.span_bytes = span
 
     def grow(self, num_bytes: int) -> None:
-        """Give it room for ``num_bytes``, at least doubling the span."""
+        """Make room for ``num_bytes``, at least doubling the span."""
         span = -(-max(2 * self.span_bytes, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self.fd, span)
         self.follow()
@@ -102,16 +102,16 @@ class Slot:
         self.held_bytes = max(self.held_bytes, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def trim(self) -> None:
-        """Give its pages back to the system, in all processes that map it. Nobody uses it."""
+        """Return its pages to the system, in all processes that map it. The slot must be unused."""
         self.unlock()
         self.held_bytes = 0
         remove_pages(self.memory)
 
     def lock(self, locker: PageLocker, num_bytes: int) -> bool:
-        """Have its first bytes page-locked, once: again does nothing, more bytes do it anew. Nobody uses it yet.
+        """Page-lock its first bytes: once, or anew if there are more than before. The slot must not be in use yet.
 
         Returns:
-            Whether they are.
+            Whether they are locked.
         """
         if self._locked is not None and self._locked[0] is locker and len(self._locked[1]) >= num_bytes:
             return True
@@ -125,38 +125,38 @@ class Slot:
         return True
 
     def unlock(self) -> None:
-        """Undo ``lock``, if it was."""
+        """Undo ``lock``, if it was called."""
         locked, self._locked = self._locked, None
         if locked is not None:
             locked[0].unlock(locked[1])
 
     def leave_locked(self) -> None:
-        """Let go in a forked child: pages stay locked for the parent: CUDA, which locked them, works there alone."""
+        """Forget the lock in a forked child: pages stay locked for the parent, since CUDA works only there."""
         self._locked = None
 
     def part(self) -> None:
-        """Keep what a forked child holds, and what is written in it from now on, apart from the parent's."""
+        """Separate what a forked child holds, and will write there, from the parent's memory."""
         map_privately(_address(self.array()), self.span_bytes, self.fd)
 
     def array(self, num_bytes: int | None = None) -> Memory:
-        """Return a new array over its first bytes (default: all); what is cut from it refers to it."""
+        """Return a new array over its first bytes (default: all); views of it refer to it."""
         return np.frombuffer(self.memory, np.uint8, self.span_bytes if num_bytes is None else num_bytes)
 
     def close_fd(self) -> None:
-        """Close the descriptor: no other process will get this slot any more."""
+        """Close the descriptor: no other process will receive this slot any more."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def close(self) -> None:
-        """Close it, which is of no use any more; the mapping goes with the last array over it."""
+        """Close the slot, which is no longer needed; the mapping goes with the last array over it."""
         self.unlock()
         self.close_fd()
         del self.memory
 
 
 class SlotWriter:
-    """Hand out a slot's memory from its start to its end, growing it as needed. For one thread."""
+    """Allocate a slot's memory from start to end, growing it as needed. For one thread."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -165,7 +165,7 @@ class SlotWriter:
         self.used_bytes = 0
 
     def reserve(self, num_bytes: int) -> Memory:
-        """Return ``num_bytes`` of room, with any content."""
+        """Return ``num_bytes`` of memory with arbitrary content."""
         start = -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if start + num_bytes > self._slot.span_bytes:
             self._slot.grow(start + num_bytes)
@@ -175,11 +175,11 @@ class SlotWriter:
         return self._whole[start : self.used_bytes]
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor in the slot, with any content: the hook of ``streaming.batches.collate``."""
+        """Return a contiguous tensor in the slot, with arbitrary content: the hook of ``streaming.batches.collate``."""
         return tensor_on(self.reserve(_num_bytes(shape, dtype)), shape, dtype)
 
     def place(self, data: Memory) -> int:
-        """Return where ``data`` lies in the slot; it is copied there if it lies elsewhere."""
+        """Return the place of ``data`` in the slot, copying it there if it lies elsewhere."""
         if not len(data):
             return 0
         address = _address(data)
@@ -201,11 +201,11 @@ class Lease:
 
     @property
     def used_bytes(self) -> int:
-        """Of the slot."""
+        """Bytes of the slot in use."""
         return 0 if self._root is None else min(self._used_bytes, len(self._root))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a contiguous tensor with any content, in the slot or, where that is full or given up, elsewhere."""
+        """Return a contiguous tensor with arbitrary content, in the slot or, if that is full or given up, elsewhere."""
         start = -(-self._used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self._used_bytes = start + _num_bytes(shape, dtype)
         if self._root is None:
@@ -224,9 +224,9 @@ class BatchRing:
     """Slots for the batches that are being built, waiting, or with their user. Thread-safe.
 
     Args:
-        num_slots: Slots to keep when they are free: those being built, waiting and in use in the usual case.
+        num_slots: Free slots to keep: as many as are usually being built, waiting and in use.
         span_bytes: Address range of a new slot.
-        limit_bytes: What all slots may hold; only batches that are being built, waiting or kept may hold more.
+        limit_bytes: Memory limit of all slots; only batches that are being built, waiting or kept may exceed it.
     """
 
     def __init__(self, num_slots: int, span_bytes: int = FIRST_SPAN_BYTES, *, limit_bytes: int = sys.maxsize) -> None:
@@ -253,25 +253,25 @@ class BatchRing:
 
     @property
     def num_free(self) -> int:
-        """Slots that wait to be used again."""
+        """Slots that wait to be reused."""
         return len(self._free)
 
     @property
     def held_bytes(self) -> int:
-        """What its batches have written and no slot has given back, in whole pages."""
+        """Bytes that batches have written and no slot has returned, in whole pages."""
         return sum(slot.held_bytes for slot in (*self._free.copy(), *self._taken.copy()))
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that the free and the taken slots hold now."""
+        """Memory that the free and the taken slots occupy now."""
         return sum(
             os.fstat(slot.fd).st_blocks * 512 for slot in (*self._free.copy(), *self._taken.copy()) if slot.fd >= 0
         )
 
     def take(self) -> Slot:
-        """Return a slot for the caller alone; to be followed by ``wrap``, ``give_back`` or ``discard``."""
+        """Take a slot for this caller alone; follow with ``wrap``, ``give_back`` or ``discard``."""
         try:
-            slot = self._free.pop()  # the last one used: its pages are likely in a cache
+            slot = self._free.pop()  # the most recently used: its pages are likely in a cache
         except IndexError:
             slot = Slot.create(next(self._numbers), self._span_bytes)
         self._taken.add(slot)
@@ -280,11 +280,11 @@ class BatchRing:
     def wrap(self, slot: Slot, num_bytes: int) -> Memory:
         """Return the slot's first bytes as an array.
 
-        When it and all cut from it are gone, the slot comes back by itself.
+        The slot returns by itself when the array and all its views are gone.
         """
         self._trim_pages()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        if len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS:  # so many are kept that new ones are copied out
+        if len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS:  # so many are kept that new batches are copied out
             copy = slot.array(num_bytes).copy()
             self.give_back(slot)
             return copy
@@ -294,7 +294,7 @@ class BatchRing:
         return root
 
     def give_back(self, slot: Slot) -> None:
-        """Take back the slot, which is free. In a forked child nothing happens: it is the parent's."""
+        """Put back a slot that is free. Does nothing in a forked child: the slot is the parent's."""
         if os.getpid() != self._maker_pid:
             return
         self._taken.discard(slot)
@@ -307,22 +307,22 @@ class BatchRing:
         self._trim_pages()
 
     def discard(self, slot: Slot) -> None:
-        """Discard the slot, never to be used again: somebody else may still write into it."""
+        """Drop the slot for good: another process may still write into it."""
         self._taken.discard(slot)
         slot.close()
 
     def numbers(self) -> set[int]:
-        """Return numbers of the slots that may be used again."""
+        """Return the numbers of the slots that may be used again."""
         return {slot.number for slot in (*self._free.copy(), *self._taken.copy())}
 
     def want_span(self, num_bytes: int) -> None:
-        """Let new slots have room for ``num_bytes``."""
+        """Make new slots large enough for ``num_bytes``."""
         if num_bytes > self._span_bytes:
             self._span_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
-        """Return a slot for a batch built in this process: ``with ring.lease() as lease: build(…, lease.allocate)``."""
+        """Lend a slot for a batch built in this process: ``with ring.lease() as lease: build(…, lease.allocate)``."""
         root = slot = None
         if len(self._taken) < self.num_slots + MAX_EXTRA_SLOTS and not self._closed:
             slot = self.take()
@@ -339,7 +339,7 @@ class BatchRing:
             lease.end()
 
     def close(self) -> None:
-        """Free what nobody uses. Batches that are kept stay as they are; their memory goes with them."""
+        """Free unused slots. Batches that are kept stay valid, and free their memory when they go."""
         self._closed = True
         self._trim()
         for slot in list(self._taken):
@@ -350,7 +350,7 @@ class BatchRing:
         self._lent |= self._taken.copy()
 
     def _part(self) -> None:
-        """Let go in a forked child: what it writes to its batches does not reach its parent's.
+        """Separate a forked child's batches from its parent's, so that writes to them remain private.
 
         Free slots are the parent's.
         """
@@ -377,13 +377,13 @@ class BatchRing:
             )
 
     def _trim_pages(self) -> None:
-        """Give pages of free slots back, the one idle longest first, until all hold no more than the limit."""
+        """Return pages of free slots, the one idle longest first, until all hold no more than the limit."""
         for _ in range(len(self._free)):
             if self.held_bytes <= self._limit_bytes:
                 return
             try:
                 slot = self._free.popleft()
-            except IndexError:  # somebody else took it
+            except IndexError:  # another thread took it
                 return
             slot.trim()
             self._free.append(slot)
@@ -391,8 +391,8 @@ class BatchRing:
     def _trim(self) -> None:
         while len(self._free) > (0 if self._closed else self.num_slots):
             try:
-                self._free.popleft().close()  # the one that was idle longest
-            except IndexError:  # somebody else took it
+                self._free.popleft().close()  # the one idle longest
+            except IndexError:  # another thread took it
                 return
 
 

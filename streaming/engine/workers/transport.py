@@ -1,7 +1,7 @@
 """Carry rows from the training process to its workers, and batches and errors back.
 
-A batch goes as a pickle (protocol 5) whose buffers lie in a ring slot: those of tensors and arrays wherever they stand
-in it, and long lists of ``bytes`` as one buffer. Tensors that ``SlotWriter.allocate`` gave are there already.
+A batch is sent as a pickle (protocol 5) whose buffers lie in a ring slot: those of tensors and arrays anywhere in it,
+and long lists of ``bytes`` as one buffer. Tensors from ``SlotWriter.allocate`` are there already.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Parcel:
         body: The pickle; None: it is the last buffer.
         echoes: Entries of the batch that are the rows' own lists: name to ``"keys"`` or ``"urls"``.
         buffers: Start and size of each buffer in the slot.
-        used_bytes: How much of the slot is in use.
+        used_bytes: Bytes of the slot in use.
     """
 
     body: bytes | None
@@ -82,10 +82,10 @@ class Parcel:
 
 
 def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
-    """Return ``batch``, its memory in the writer's slot.
+    """Pack ``batch`` with its memory in the writer's slot.
 
     Raises:
-        Exception: Whatever pickling something in the batch raised.
+        Exception: Whatever pickling a part of the batch raised.
     """
     echoes: dict[str, str] = {}
     if type(batch) is dict:
@@ -97,7 +97,7 @@ def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
     def keep(buffer: PickleBuffer) -> bool:
         try:
             data = np.frombuffer(buffer.raw(), np.uint8)
-        except BufferError:  # not in one piece: goes with the pickle
+        except BufferError:  # not contiguous: part of the pickle
             return True
         buffers.append((writer.place(data), len(data)))
         return False
@@ -122,7 +122,7 @@ def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> 
 
 
 def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict[str, str]) -> Any:
-    """Return ``value``, or something that stands for it and costs less to send."""
+    """Return ``value``, or a substitute that is cheaper to send."""
     if type(value) is not list or not value:
         return value
     if name == "__key__" and value == rows.keys:
@@ -179,7 +179,7 @@ def _bytes_list(memory: Any, sizes: Int64Array) -> list[bytes | None]:
 
 
 def error_to_wire(error: BaseException, where: str) -> list[bytes]:
-    """Return the exception and its causes, each pickled; ``where`` and the traceback become notes."""
+    """Pickle the exception and its causes, one by one; ``where`` and the traceback become notes."""
     trace = "".join(traceback.format_exception(error))
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None and len(chain) < 8:
@@ -189,7 +189,7 @@ def error_to_wire(error: BaseException, where: str) -> list[bytes]:
 
 
 def error_from_wire(blobs: list[bytes]) -> BaseException:
-    """Return the exception, to be raised; its causes and notes as in the worker."""
+    """Return the exception, to be raised, with its causes and notes as in the worker."""
     *chain, note = [pickle.loads(blob) for blob in blobs]  # noqa: S301  from our own worker
     for link, cause in pairwise(chain):
         link.__cause__ = cause
@@ -199,11 +199,11 @@ def error_from_wire(blobs: list[bytes]) -> BaseException:
 
 
 def _portable(error: BaseException) -> bytes:
-    """Return the exception pickled or, where it does not survive that, a WorkerError that says what it was."""
+    """Pickle the exception or, if it does not survive that, a WorkerError that describes it."""
     try:
         blob = dumps(error)
-        if type(pickle.loads(blob)) is type(error):  # noqa: S301  what has just been pickled
+        if type(pickle.loads(blob)) is type(error):  # noqa: S301  pickled just now
             return blob
-    except Exception:  # noqa: BLE001, S110  any class may break in any way here
+    except Exception:  # noqa: BLE001, S110  any class may fail in any way here
         pass
     return pickle.dumps(WorkerError(f"{type(error).__module__}.{type(error).__qualname__}: {error}"))

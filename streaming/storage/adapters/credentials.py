@@ -1,8 +1,8 @@
-"""Find whose name requests are sent in: alone in reading the environment, when a store is first used.
+"""Find the credentials for requests: the only module that reads the environment, when a store is first used.
 
 For s3 the order is: ``anon``; ``key`` and ``secret``; ``profile``; the environment's key; the environment's or default
 profile (if boto3 is installed); web identity and container roles; the instance's role. The source that was used is kept
-as words for error messages, the credentials themselves never.
+in words for error messages, the credentials themselves never.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
 class S3Access:
     """How to reach an s3 bucket.
 
-    ``environ`` is what was looked at. ``provider`` returns credentials in obstore's form; None lets obstore ask the
-    role that ``source`` names, or send nothing when ``anonymous``.
+    ``environ`` is the environment that was consulted. ``provider`` returns credentials in obstore's form; None lets
+    obstore ask the role that ``source`` names, or send none if ``anonymous``.
     """
 
     source: str
@@ -39,7 +39,7 @@ class S3Access:
 
     @property
     def identity(self) -> str | None:
-        """Tells what decides about the credentials from all else, without repeating it; None: a file may decide."""
+        """Identifies what determines the credentials, without repeating them; None: a file may determine them."""
         if self.provider is not None and not isinstance(self.provider, _Fixed):
             return None
         given = None if self.provider is None else self.provider()
@@ -48,7 +48,7 @@ class S3Access:
 
 
 def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | None:
-    """Return the endpoint to use in place of AWS's own, if any."""
+    """Return the endpoint that replaces AWS's own, if any."""
     found = options.endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if found and not found.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint_url {found!r}: expected http://host:port or https://host")
@@ -59,8 +59,8 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
     """Return credentials, region and endpoint for s3, from ``options`` and ``environ`` (default: this process's).
 
     Raises:
-        ConfigError: For a profile without boto3, or one that does not exist.
-        AccessDeniedError: For a profile without credentials.
+        ConfigError: The profile needs boto3, which is missing, or does not exist.
+        AccessDeniedError: The profile has no credentials.
     """
     environ = os.environ if environ is None else environ
     source, provider, profile_region = _s3_source(options, environ)
@@ -87,7 +87,7 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
 def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
     options: StorageOptions, environ: Mapping[str, str]
 ) -> tuple[str, Callable[[], Any] | None, str | None]:
-    """Return words for the source, the provider if it is ours to make, and the region if the source knows one."""
+    """Return the source in words, the provider if we have to make it, and the region if the source specifies one."""
     if options.anon:
         return "no credentials (anon=True)", None, None
     if options.key is not None and options.secret is not None:
@@ -115,7 +115,7 @@ def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
 
 
 class _Fixed:
-    """Given credentials in obstore's form; hides them from ``repr``."""
+    """Credentials as given, in obstore's form; hides them from ``repr``."""
 
     def __init__(self, key: str, secret: str, token: str | None) -> None:
         self._answer = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
@@ -156,7 +156,7 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
 
 
 def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """Return the configuration of obstore for gs, and words for the source of its credentials."""
+    """Return obstore's configuration for gs, and the source of its credentials in words."""
     environ = os.environ if environ is None else environ
     config: dict[str, Any] = {"base_url": options.endpoint_url} if options.endpoint_url else {}
     if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
@@ -175,7 +175,7 @@ def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None
 
 
 def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """Return the configuration of obstore for az, and words for the source of its credentials."""
+    """Return obstore's configuration for az, and the source of its credentials in words."""
     environ = os.environ if environ is None else environ
     given = {"account_name": options.account_name, "endpoint": options.endpoint_url}
     config: dict[str, Any] = {name: value for name, value in given.items() if value}

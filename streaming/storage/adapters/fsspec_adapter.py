@@ -1,4 +1,4 @@
-"""Reach every other store through fsspec: memory://, hf://, sftp://, s3fs and gcsfs by request, and more."""
+"""Reach every other store through fsspec: memory://, hf://, sftp://, s3fs and gcsfs on request, and more."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class FsspecAdapter:
         return _info(url, found)
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:  # noqa: ARG002
-        """See :class:`Adapter`; ``version`` is never given, as this tells none.
+        """See :class:`Adapter`; ``version`` is never given, since this adapter reports none.
 
-        The answer is one piece: most file systems have no other way for a range.
+        The answer is a single piece: most file systems have no other way to read a range.
         """
         system, path = self._at(url)
         with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of"):
@@ -111,7 +111,7 @@ class FsspecAdapter:
             if not entries and scheme_of(url) in _BUCKET_SCHEMES and not system.exists(root.split("/")[0]):
                 raise FileNotFoundError(root)
         for name, entry in entries.items():
-            full = system._strip_protocol(name)  # fsspec's way to the bare path
+            full = system._strip_protocol(name)  # fsspec's way to obtain the bare path
             if full.startswith(root + "/"):
                 found.append(_info(f"{base}/{full[len(root) + 1 :]}", entry))
         return found
@@ -128,7 +128,7 @@ class FsspecAdapter:
         return _SpoolWriter(self, url, part_bytes)
 
     def upload(self, url: str, file: Any) -> None:
-        """Write all of the open ``file`` to ``url``."""
+        """Write the whole of the open ``file`` to ``url``."""
         system, path = self._at(url)
         with self._errors(url, "writing"):
             _make_parents(system, path)
@@ -168,12 +168,12 @@ class FsspecAdapter:
 
     @contextmanager
     def _errors(self, url: str, doing: str) -> Iterator[None]:
-        """Turn errors of fsspec and its file systems, which may be of any type, into ours: the one place for it."""
+        """Translate errors of fsspec and its file systems, which may be of any type; the only place that does so."""
         try:
             yield
         except ShardstreamError:
             raise
-        except Exception as error:  # noqa: BLE001 (a border: file systems raise what they like)
+        except Exception as error:  # noqa: BLE001 (boundary: file systems may raise anything)
             ours = _translate(f"{doing} {redact(url)}", self._options, error)
             secret = isinstance(ours, AccessDeniedError) or split_query(url)[1]
             raise ours from (None if secret else error)
@@ -208,7 +208,7 @@ def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]
 def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
     version = next((entry[name] for name in _VERSION_NAMES if entry.get(name) is not None), None)
     if isinstance(version, dt.datetime):
-        version = version.timestamp()  # some file systems list seconds and tell dates
+        version = version.timestamp()  # some file systems list seconds but report dates
     size = entry.get("size")
     if size is None:
         raise StorageError(f"looking at {redact(url)}: the server does not tell its size; use one that does")
@@ -216,13 +216,13 @@ def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
 
 
 def _make_parents(system: Any, path: str) -> None:
-    """Make parents, for file systems with real directories."""
+    """Make parent directories in file systems that have real ones."""
     if not getattr(system, "async_impl", False) and "/" in path:
         system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
 
 def _says(text: str, words: tuple[str, ...]) -> bool:
-    """Tell whether one of ``words`` is in ``text``; a status code only where it stands alone, not inside a name."""
+    """Tell whether ``text`` contains one of ``words``; a status code counts only by itself, not inside a name."""
     return any(re.search(rf"(?<!\w){word}(?!\w)", text) if word.isdigit() else word in text for word in words)
 
 
@@ -262,7 +262,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
 
 
 class _Bytes:
-    """An answer that came as one piece."""
+    """An answer that arrived as a single piece."""
 
     version: str | None = None
 
@@ -279,7 +279,7 @@ class _Bytes:
 
 
 class _SpoolWriter(StoreWriter):
-    """Collect in memory, beyond ``part_bytes`` in an unnamed temporary file, and upload on close."""
+    """Collect data in memory, beyond ``part_bytes`` in an unnamed temporary file, and upload it on close."""
 
     def __init__(self, adapter: FsspecAdapter, url: str, part_bytes: int) -> None:
         self._adapter = adapter

@@ -13,14 +13,14 @@ from streaming.errors import AccessDeniedError, NotFoundError, StorageError
 from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 
-_TEMPORARY = ".~shardstream-"  # listings leave such names out: they are writers at work, or killed ones
+_TEMPORARY = ".~shardstream-"  # not listed: such files belong to writers that are running, or were killed
 _READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call
-_HELD_BYTES = 256 << 10  # of small pieces that are to be written together
+_HELD_BYTES = 256 << 10  # of small pieces to be written together
 
 
 @contextmanager
 def _os_errors(url: str, doing: str) -> Iterator[None]:
-    """Turn the operating system's errors into ours: the one place for it."""
+    """Translate the operating system's errors; the only place that does so."""
     try:
         yield
     except StorageError:
@@ -40,7 +40,7 @@ def _os_errors(url: str, doing: str) -> Iterator[None]:
 
 
 def _file_status(url: str, file: str | int) -> os.stat_result:
-    """Return what the system knows about a file, by path or descriptor; directories are not files."""
+    """Return the status of a file, given by path or descriptor; directories are not files."""
     with _os_errors(url, "looking at"):
         status = os.stat(file)
     if stat.S_ISDIR(status.st_mode):
@@ -98,7 +98,7 @@ class LocalAdapter:
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> _FileRange:
         """See :class:`Adapter`."""
         with _os_errors(url, "opening"):
-            # Without O_NONBLOCK opening a FIFO waits for somebody who writes; files are read as ever.
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer; for files it makes no difference.
             descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = _file_status(url, descriptor)
@@ -124,7 +124,7 @@ class LocalAdapter:
                         continue
                     try:
                         status = os.stat(os.path.join(directory, name))
-                    except FileNotFoundError:  # a dangling link, or removed since the folder was read
+                    except FileNotFoundError:  # a dangling link, or removed since the directory was read
                         continue
                     if not stat.S_ISREG(status.st_mode):
                         continue
@@ -161,10 +161,10 @@ def _unless_missing(error: OSError) -> None:
 
 
 class _FileWriter(StoreWriter):
-    """Write beside the target, then rename over it; a killed process leaves a hidden temporary file at most.
+    """Write beside the target, then rename over it; a killed process leaves at most a hidden temporary file.
 
-    Small pieces are held back and written together: a call of the system takes as long as 20 kB of copying. They are
-    held in a buffer of our own: a file object's would be written by a forked child, too, when that lets go of it.
+    Small pieces are collected and written together: a system call takes as long as copying 20 kB. They are kept in a
+    buffer of our own, since a forked child would also write out that of a file object when it drops the object.
     """
 
     def __init__(self, url: str) -> None:
@@ -238,7 +238,7 @@ class _FileWriter(StoreWriter):
 
 
 def _sync_directory(path: str) -> None:
-    """Make the rename itself survive a power cut."""
+    """Make the rename itself survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

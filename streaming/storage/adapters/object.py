@@ -1,8 +1,9 @@
 """Reach object stores through obstore: s3, gs, az and plain http(s) servers.
 
-obstore's own retries are off for reads: the facade's loop keeps the bytes that came and asks for the rest, counts, and
-gives up early where no connection stands. Measured on loopback (2 cores, 8 threads, 8 MiB ranges): streaming an answer
-in 256 KiB pieces into the caller's memory costs no more than ``get_range`` (2.8 against 2.8 GB/s), so every read does.
+obstore's own retries are disabled for reads: the facade's loop keeps the bytes that arrived and requests the rest,
+counts, and gives up early if no connection can be made. Measured on loopback (2 cores, 8 threads, 8 MiB ranges):
+streaming an answer in pieces of 256 KiB into the caller's memory costs no more than ``get_range`` (2.8 GB/s each), so
+every read does so.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, redact, sc
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
 _PIECE_BYTES = 256 << 10
-_MAX_STORES = 256  # presigned URLs have a store each
+_MAX_STORES = 256  # each presigned URL has a store of its own
 _clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Clients of buckets, by a digest of all that they are made of: hundreds of sets in a bucket share one."""
 
@@ -79,7 +80,7 @@ class ObjectAdapter:
         """Endpoints that have answered a range."""
 
     def info(self, url: str) -> ObjectInfo:
-        """See :class:`Adapter`. Asks by HEAD; where that is refused, by a GET whose answer says why."""
+        """See :class:`Adapter`. Sends a HEAD request; if that is refused, a GET, whose answer states the reason."""
         store, key, place = self._at(url)
         try:
             with object_errors(place, "looking at"):
@@ -179,7 +180,7 @@ class ObjectAdapter:
         return store, key, place.at(url)
 
     def _connect(self, scheme: str, root: str, *, patient: bool) -> tuple[Any, RequestPlace]:
-        """Return a client for one bucket or host; ``patient`` ones retry by themselves (uploads in parts)."""
+        """Make a client for one bucket or host; ``patient`` ones retry by themselves (multipart uploads)."""
         common: dict[str, Any] = {
             "client_options": self._client_options(root),
             "retry_config": self._retry_config(patient=patient),
@@ -267,23 +268,21 @@ class ObjectAdapter:
 
 
 def _shared(make: Callable[[], Any], *parts: object) -> Any:
-    """Return the client that this process has made of the same parts, as long as somebody uses it.
+    """Return this process's client for the same parts, if it is still in use, else the result of ``make``.
 
-    Else what ``make`` returns.
-
-    A client of its own loads the system's certificates (9 ms) and connects anew.
+    A separate client would load the system's certificates (9 ms) and open new connections.
     """
     key = hashlib.blake2b(repr((os.getpid(), parts)).encode("utf-8", "replace")).hexdigest()
     found = _clients.get(key)
     if found is None:
         found = make()
-        with suppress(TypeError):  # in a forked child clients are of another make, which nobody can watch
+        with suppress(TypeError):  # a forked child's clients are of another type, without weak references
             _clients[key] = found
     return found
 
 
 def _quoted(tag: str | None) -> str | None:
-    """Return an ETag as headers carry it; Azure's listings leave its quotation marks out."""
+    """Return an ETag as headers carry it; Azure's listings omit its quotation marks."""
     return tag if not tag or tag.endswith('"') else f'"{tag}"'
 
 

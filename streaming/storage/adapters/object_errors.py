@@ -1,7 +1,7 @@
-"""Say obstore's errors in our words: the one place that reads them.
+"""Translate obstore's errors: the only module that interprets them.
 
-obstore has few types and puts the rest into text, so the text is matched here (0.8 to 0.12). What the server said in
-its XML is repeated as code and message only: a full answer may hold a session token or a signed query.
+obstore has few types and puts the rest into text, so the text is matched here (0.8 to 0.12). Of the server's XML only
+code and message are repeated: a full answer may contain a session token or a signed query.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlace:
-    """Where a request went, in words for messages; holds no secret."""
+    """The target of a request, in words for messages; contains no secret."""
 
     url: str
     endpoint: str
@@ -73,7 +73,7 @@ class RequestPlace:
 
 @contextmanager
 def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
-    """Raise our errors for obstore's. The foreign one stays as ``__cause__`` unless it may hold a secret."""
+    """Raise our errors in place of obstore's. The original stays as ``__cause__`` unless it may contain a secret."""
     try:
         yield
     except ShardstreamError:
@@ -127,9 +127,9 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
-    """Return status, code and words for one key that a delete of several left: the answer as a whole was a 200."""
+    """Return status, code and message for one key that a bulk delete failed on, although it was answered with 200."""
     said = f" ({code}: {message})" if message else f" ({code})"
-    if code.isdigit():  # Azure names the status
+    if code.isdigit():  # Azure gives the status here
         return int(code), "", said
     if code in {"NoSuchKey", "NoSuchVersion"}:
         return 404, code, said
@@ -139,7 +139,7 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
 
 
 def _transfer_error(where: str, place: RequestPlace, status: int, said: str, text: str) -> StorageError:
-    """Make an error of what is left: faults of the way, and answers that nobody foresaw."""
+    """Make an error for the remaining cases: transport faults, and unforeseen answers."""
     head, _, debug = text.partition("Debug source:")
     final = next((words for token, words in _FINAL if token in debug), None)
     if final is not None:
@@ -151,7 +151,7 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         return kind(f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}")
     if status:
         return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
-    if "kind: Connect," in debug:  # with the comma: not ConnectionReset
+    if "kind: Connect," in debug:  # the comma excludes ConnectionReset
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(
             f"{where}: cannot reach {place.endpoint} ({reason}); "
@@ -198,7 +198,7 @@ _FINAL = (
 
 
 def _said(status: int, code: str, text: str) -> str:
-    """Return what the server said, short: status, code and message."""
+    """Return a short form of the server's answer: status, code and message."""
     message = found[1].strip() if (found := _MESSAGE.search(text)) else ""
     words = " ".join(word for word in (str(status) if status else "", code) if word)
     return f" ({words}{': ' if words and message else ''}{message})" if words or message else ""

@@ -1,4 +1,4 @@
-"""Write one object to an object store: one put while it is small, an upload in parts once it grows."""
+"""Write one object to an object store: a single put while it is small, a multipart upload once it grows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _PARTS_IN_FLIGHT = 4
 
 
 class _AbortedError(Exception):
-    """Tell obstore to give the upload up; it then removes the parts."""
+    """Tell obstore to abandon the upload, whereupon it removes the parts."""
 
 
 class ObjectWriter(StoreWriter):
-    """Write one object of a store. Used by one thread; a second, its own, sends parts from the first full part on."""
+    """Write one object of a store. For one thread; a second one, its own, sends parts from the first full one on."""
 
     def __init__(self, store: Any, key: str, place: RequestPlace, part_bytes: int) -> None:
         self._store = store
         self._key = key
         self._place = place
         self._maker = maker_of_writer(place.url)
-        self._part_bytes = max(part_bytes, 5 << 20)  # the smallest part that S3 takes
+        self._part_bytes = max(part_bytes, 5 << 20)  # the smallest part that S3 accepts
         self._part = bytearray()
         self._parts: queue.Queue[bytes | _AbortedError | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._ended = False  # the uploading thread has seen the last item; only it writes this
+        self._ended = False  # the uploading thread has seen the last item; only that thread sets it
         self._closed = False
         self.num_bytes = 0
 
@@ -77,7 +77,7 @@ class ObjectWriter(StoreWriter):
                 self._finish(_AbortedError())
 
     def _send(self) -> None:
-        """Hand the full part to the uploading thread; waits while it holds enough of them."""
+        """Hand the full part to the uploading thread; waits while that has enough of them."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._upload, name="shardstream-upload", daemon=True)
             self._thread.start()
@@ -88,7 +88,7 @@ class ObjectWriter(StoreWriter):
             self._finish(None)
 
     def _finish(self, last: _AbortedError | None) -> None:
-        """End the uploading thread, and raise what it met."""
+        """End the uploading thread, and raise its error, if any."""
         self._parts.put(last)
         if self._thread is not None:
             self._thread.join()
@@ -118,7 +118,7 @@ class ObjectWriter(StoreWriter):
             )
         except _AbortedError:
             return
-        except Exception as error:  # noqa: BLE001 (a thread's border: _finish raises it in the caller's)
+        except Exception as error:  # noqa: BLE001 (thread boundary: _finish raises it in the caller's)
             self._error = error
-            while not self._ended:  # never leave the caller waiting for room in the queue
+            while not self._ended:  # never let the caller wait for room in the queue
                 self._ended = not isinstance(self._parts.get(), bytes)

@@ -1,10 +1,10 @@
-"""Open obstore as this process can use it: the module or, in a forked child, a copy of its native library.
+"""Open obstore in a form that this process can use: the module or, in a forked child, a copy of its native library.
 
 obstore has one tokio runtime, made at the first request and kept for good. A forked child inherits it without the
-threads that drive it: every request of the child hangs, also those of stores that it makes itself. tokio does not
-support that and obstore has no way to make another runtime. So the child loads the library once more, from a copy in
-memory (the loader tells libraries by their inode): statics, runtime and connections are its own. That takes 13 ms and,
-as the pages are shared memory of the child alone, the 15 MB of the file (measured with 0.12.1, 2026-11).
+threads that drive it: every request of the child hangs, even those of stores that it makes itself. tokio does not
+support forking, and obstore cannot make another runtime. So the child loads the library again, from a copy in memory
+(the loader distinguishes libraries by inode), with its own statics, runtime and connections. That takes 13 ms and,
+since the pages are shared memory of the child alone, the 15 MB of the file (measured with 0.12.1, 2026-11).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Client:
     Attributes:
         api: ``get``, ``head``, ``list``, ``put`` and ``delete``.
         stores: ``S3Store`` and the others, whose instances ``api`` takes.
-        errors: The types that both raise.
+        errors: The exception types that both raise.
     """
 
     api: Any
@@ -52,13 +52,13 @@ def client() -> Client:
     """Return the client of this process.
 
     Raises:
-        StorageError: In a forked child that cannot load a copy of the library; names the cure.
+        StorageError: A forked child cannot load a copy of the library; the message says what to do.
     """
     pid = os.getpid()
     found = _clients.get(pid)
     if found is not None:
         return found
-    with _loading.setdefault(pid, threading.Lock()):  # by process: nobody before the fork can hold this one
+    with _loading.setdefault(pid, threading.Lock()):  # per process, so that it cannot have been held at the fork
         if pid not in _clients:
             _clients[pid] = _copy()
         return _clients[pid]
@@ -73,7 +73,7 @@ def _copy() -> Client:
             copy = _load(library.__name__, f"/proc/self/fd/{descriptor}")
         finally:
             os.close(descriptor)
-    except (OSError, ImportError, AttributeError) as error:  # the last: not Linux
+    except (OSError, ImportError, AttributeError) as error:  # AttributeError: not Linux
         raise StorageError(
             f"process {os.getpid()} was forked from one that uses obstore, whose threads it lacks, and cannot load it "
             f"again: {error}. To avoid this, {CURE}; or use the storage option client='fsspec'"
@@ -85,7 +85,7 @@ def _fill(descriptor: int, path: str) -> None:
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size
         while left:
-            left -= os.sendfile(descriptor, file.fileno(), None, left)  # from where it stands
+            left -= os.sendfile(descriptor, file.fileno(), None, left)  # from the current position
 
 
 def _load(name: str, path: str) -> Any:

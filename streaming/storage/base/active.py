@@ -1,4 +1,4 @@
-"""Note what a storage is doing at this moment: the calls under way, for whoever asks why nothing comes."""
+"""Record the calls in progress in a storage, for whoever asks why no data arrives."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from streaming.storage.base.urls import redact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveRequest:
-    """One call under way, over all its attempts; between two of them it waits.
+    """One call in progress, over all its attempts; between two of them it waits.
 
     Attributes:
-        url: What it is about, without user, password and query.
-        byte_start: First byte asked for; 0 for calls that are no reads.
-        byte_end: One past the last one; None: to the end, or no read.
-        attempt: The attempt at work (or waited for), from 1; 0: the first has not begun.
-        num_bytes_received: Bytes that came so far, of the range as a whole.
-        age_s: Since the call began.
+        url: Its URL, without user, password and query.
+        byte_start: First byte requested; 0 for calls that are not reads.
+        byte_end: One past the last one; None: to the end, or not a read.
+        attempt: The attempt in progress (or waited for), from 1; 0: the first has not begun.
+        num_bytes_received: Bytes of the whole range received so far.
+        age_s: Time since the call began.
     """
 
     url: str
@@ -34,7 +34,7 @@ class ActiveRequest:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call under way, as those who work on it see it; they change ``attempt`` and ``received``."""
+    """A call in progress, as seen by the code that performs it, which updates ``attempt`` and ``received``."""
 
     url: str
     start: int = 0
@@ -45,7 +45,7 @@ class Call:
 
 
 class ActiveCalls:
-    """The calls of one storage that have not ended. Thread-safe."""
+    """The calls in progress in one storage. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class ActiveCalls:
                 del self._calls[id(call)]
 
     def snapshot(self) -> list[ActiveRequest]:
-        """Return the calls under way, oldest first."""
+        """Return the calls in progress, oldest first."""
         with self._lock:
             calls = list(self._calls.values())
         now_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Define what an adapter for one kind of store must do; the facade adds retries, exact lengths and counters.
 
-An adapter makes ONE attempt per call and turns every foreign error into a type of ``streaming.errors``. The two private
-types here tell the retry loop what another attempt may cure; anything else is final.
+An adapter makes ONE attempt per call and turns every foreign error into a type of ``streaming.errors``. The types
+defined here tell the retry loop which errors another attempt may cure; everything else is final.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ DEFAULT_PART_BYTES = 16 << 20
 
 
 class PassingError(TransferError):
-    """A fault that tends to pass: throttling, 5xx, a reset, short or stalled transfer. The retry loop tries again."""
+    """A transient fault: throttling, 5xx, a reset, a short or stalled transfer. The retry loop tries again."""
 
 
 class ThrottledError(PassingError):
-    """The store says that it gets too many requests. Fewer are sent at once, and the retry loop tries again."""
+    """The store reports too many requests. Fewer are sent at once, and the retry loop tries again."""
 
 
 class ChangedError(TransferError):
-    """The object is another, or a shorter, one than it should be. Final: more attempts would not help, or mix two."""
+    """The object was replaced, or is shorter than expected. Final: more attempts would not help, or mix versions."""
 
 
 class RangeIgnoredError(TransferError):
-    """The answer is not the range that was asked for. Final where ranges never worked; where they did, it will pass."""
+    """The answer is not the requested range. Final if ranges never worked at this store; otherwise transient."""
 
 
 class FinalError(StorageError):
-    """The store answers, but not so that it can be read, and will go on so: asking in another way does not help."""
+    """The store's answers are unreadable and will remain so: asking in another way does not help."""
 
 
 class UnreachableError(PassingError):
-    """No connection at all (name not known, connection refused). Tried again for a few seconds only."""
+    """No connection at all (unknown host, connection refused). Retried for a few seconds only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ObjectInfo:
     """One object or file.
 
     ``version`` changes whenever the content may have changed (ETag, generation; ``mtime_ns-inode-size`` for files);
-    None where the store has nothing of the kind.
+    None if the store has nothing of the kind.
     """
 
     url: str
@@ -65,30 +65,30 @@ class ObjectInfo:
 
 
 class Sink(Protocol):
-    """Where the bytes of an answer go, in order."""
+    """Receives the bytes of an answer, in order."""
 
     def take(self, put: Callable[[memoryview], int]) -> None:
         """Let ``put`` write bytes to the beginning of the room that is left, and return how many it wrote.
 
-        The room is only ``put``'s while it runs: the memory is the caller's, who may be gone a moment later.
+        ``put`` may use the room only during the call: the memory is the caller's, who may be gone a moment later.
         """
 
 
 class RangeBody(Protocol):
-    """An answer whose bytes are still on their way. Used by one thread; ``fill`` is called at most once."""
+    """An answer whose bytes are still arriving. Used by one thread; ``fill`` is called at most once."""
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that this answer will hold, by the store's word."""
+        """Number of bytes in this answer, as announced by the store."""
 
     @property
     def version(self) -> str | None:
-        """What to pass as ``version`` to go on with the same object; None if the store cannot promise that."""
+        """The ``version`` to pass to continue with the same object; None if the store cannot guarantee that."""
 
     def fill(self, sink: Sink) -> None:
-        """Give the bytes to ``sink``, each piece as soon as it is there.
+        """Give the bytes to ``sink``, each piece as soon as it arrives.
 
-        They are less than ``num_bytes`` when the answer ends early; raises when it breaks, and what the sink took
+        There are fewer than ``num_bytes`` if the answer ends early. Raises if the connection breaks; what the sink took
         before stays valid. Exceptions of the sink pass through.
         """
 
@@ -99,7 +99,7 @@ class RangeBody(Protocol):
 class StoreWriter(Protocol):
     """Write one object. Nothing is visible before ``close``; leaving the context by an exception aborts.
 
-    In a forked child it is of no use: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
+    It cannot be used in a forked child: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
 
     Attributes:
         num_bytes: Bytes written so far.
@@ -108,13 +108,13 @@ class StoreWriter(Protocol):
     num_bytes: int
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append ``data`` (copied before this returns); its number of bytes."""
+        """Append ``data``, which is copied before this returns; return its number of bytes."""
 
     def close(self) -> None:
-        """Publish all that was written, atomically. Calling it again does nothing."""
+        """Publish everything written, atomically. Calling it again does nothing."""
 
     def abort(self) -> None:
-        """Drop all that was written; the store is as before. Calling it again, or after ``close``, does nothing."""
+        """Discard everything written; the store is unchanged. Does nothing after ``abort`` or ``close``."""
 
     def __enter__(self) -> Self:
         return self
@@ -135,9 +135,9 @@ class Adapter(Protocol):
     """One kind of store. Thread-safe. Raises types of ``streaming.errors`` only.
 
     Attributes:
-        in_pieces: :meth:`open_range` returns when an answer begins; else when all of it is there.
-        keeps_versions: :meth:`open_range` tells versions and keeps to the one that it is given; else only :meth:`info`
-            tells them, and it is given none.
+        in_pieces: :meth:`open_range` returns when the answer begins; else when all of it has arrived.
+        keeps_versions: :meth:`open_range` reports versions and can be restricted to one; else only :meth:`info` reports
+            them, and :meth:`open_range` is given none.
     """
 
     in_pieces: bool
@@ -147,10 +147,10 @@ class Adapter(Protocol):
         """Return size and version of one object."""
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
-        """Ask for bytes [start, stop), or from ``start`` to the end; of this ``version`` only, if one is given."""
+        """Request bytes [start, stop), or from ``start`` to the end; only of this ``version``, if one is given."""
 
     def list(self, url: str) -> list[ObjectInfo]:
-        """Return all objects below ``url`` taken as a directory, in any order; empty when there are none."""
+        """Return all objects below ``url`` taken as a directory, in any order; empty if there are none."""
 
     def put(self, url: str, data: memoryview) -> None:
         """Create or replace one object, atomically."""
@@ -159,14 +159,14 @@ class Adapter(Protocol):
         """Return a writer that creates or replaces one object."""
 
     def delete(self, url: str) -> None:
-        """Remove one object; nothing happens when there is none."""
+        """Remove one object; does nothing if there is none."""
 
 
 def copy_piece(piece: Any, room: memoryview) -> int:
-    """Copy what fits of ``piece`` (a buffer) to the beginning of ``room``; its number of bytes.
+    """Copy as much of ``piece`` (a buffer) as fits to the beginning of ``room``; return its number of bytes.
 
-    Other threads go on meanwhile: where the room was never touched, the system clears it first, which takes longer than
-    the copy.
+    Other threads run meanwhile: if the room was never touched, the system clears it first, which takes longer than the
+    copy.
     """
     count = min(len(piece), len(room))
     if count:

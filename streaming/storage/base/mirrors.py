@@ -1,6 +1,6 @@
-"""Choose second places for objects: who is asked when the first fails, and when the first is tried again.
+"""Choose mirrors: which one is asked when the primary fails, and when the primary is tried again.
 
-A mirror is a whole copy. Nothing is compared with the primary; the index's checksums tell a copy that differs.
+A mirror is a whole copy. It is not compared with the primary; the index's checksums detect a copy that differs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mirror:
-    """A copy of what lies below some prefix.
+    """A copy of everything below some prefix.
 
     Attributes:
-        url: The prefix that stands for the primary's.
-        options: Storage options of its own, beside the primary's.
+        url: The prefix that replaces the primary's.
+        options: Its own storage options, which override the primary's.
     """
 
     url: str
@@ -40,7 +40,7 @@ def parse_mirrors(given: object) -> dict[str, tuple[Mirror, ...]]:
     """Check the option ``mirrors``: prefix → mirror or a list of them, each a URL or a dict with ``url`` and options.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is anything else.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"storage option mirrors: expected {{prefix: [mirror URLs]}}, got a {type(given).__name__}")
@@ -65,11 +65,11 @@ def _mirror(given: object) -> Mirror:
 
 
 def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
-    """Return the storage option ``mirrors`` for a data set: its directory, and the directories that stand for it.
+    """Return the storage option ``mirrors`` for a dataset: its directory, and the directories that mirror it.
 
     Args:
-        urls: The data set as users write it.
-        mirrors: Mirrors of the deepest directory that all of it lies in.
+        urls: The URLs of the dataset as the user writes them.
+        mirrors: Mirrors of the deepest directory that contains all of it.
 
     Raises:
         ConfigError: There is no such directory.
@@ -93,18 +93,18 @@ def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
 
 
 def _folder(spec: str) -> str:
-    """Return the directory of a URL, or of all that its braces stand for."""
+    """Return the directory of a URL, common to all that its braces expand to."""
     plain, brace, _ = spec.partition("{")
     names_shard = bool(brace) or plain.partition("?")[0].endswith(SHARD_SUFFIXES)
     return split_url(plain)[0] if names_shard else plain.rstrip("/")
 
 
 class Route:
-    """Primary and mirrors of one prefix, and whether the primary is left alone just now. Thread-safe.
+    """Primary and mirrors of one prefix, and whether the primary is currently avoided. Thread-safe.
 
     Attributes:
-        prefix: The primary, without a slash at its end.
-        mirrors: In the order in which they are tried.
+        prefix: The primary, without a trailing slash.
+        mirrors: The mirrors, in the order in which they are tried.
     """
 
     def __init__(self, prefix: str, mirrors: tuple[Mirror, ...], clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,7 +122,7 @@ class Route:
             return self._rests_until_s is not None
 
     def turn(self) -> tuple[bool, bool]:
-        """Tell whether this call is to ask the primary, and whether that is the one trial after its rest."""
+        """Tell whether this call is to ask the primary, and whether it is the one trial after the primary's rest."""
         with self._lock:
             if self._rests_until_s is None:
                 return True, False
@@ -132,7 +132,7 @@ class Route:
             return True, True
 
     def failed(self, error: Exception) -> None:
-        """Note that the primary failed for good: mirrors from now on. Say so, the first time."""
+        """Note that the primary failed for good: mirrors are used from now on. Warns the first time."""
         with self._lock:
             self._rests_until_s, self._tried = self._clock() + REST_S, False
             first, self._warned = not self._warned, True
@@ -153,11 +153,11 @@ class Route:
             self._tried = False
 
     def at(self, mirror: Mirror, url: str) -> str:
-        """Return where ``url`` lies in ``mirror``."""
+        """Return the URL in ``mirror`` that corresponds to the primary's ``url``."""
         return mirror.url + url[len(self.prefix) :]
 
     def back(self, mirror: Mirror, url: str) -> str:
-        """Return what ``url`` of ``mirror`` is called at the primary."""
+        """Return the primary's URL that corresponds to ``url`` in ``mirror``."""
         return self.prefix + url[len(mirror.url) :]
 
 

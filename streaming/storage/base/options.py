@@ -11,8 +11,8 @@ from streaming.errors import ConfigError
 from streaming.storage.base.mirrors import Mirror, parse_mirrors
 
 GROWTH = 4
-"""Each delay is up to so many times the one before: a fault that was alone costs next to nothing, and a store that
-goes on failing is left alone as soon as with a longer first delay that doubles."""
+"""Factor between the bounds of consecutive delays: an isolated fault costs next to nothing, and a store that keeps
+failing is left alone as early as with a longer first delay that doubles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +20,17 @@ class RetryPolicy:
     """Time-outs and retries of one storage.
 
     Attributes:
-        connect_timeout_s: How long a connection may take to stand.
-        read_timeout_s: How long an answer may stand still before it counts as stalled.
-        deadline_s: How long one call may take over all its attempts.
-        max_retries: Attempts in a row that bring no new byte before the call fails.
-        first_backoff_s: Upper bound of the first delay; four times as much with each attempt. 20 ms are about a round
-            trip to a store in the same region; with 100 ms an epoch with 1 % of failures waits for them
-            (``bench_faults.py``).
-        max_backoff_s: Where the growth ends.
-        retry_share: Retries that follow no progress, as a share of the calls; beyond it, and some that can be saved up,
-            they wait for each other (two a second), so that a store that fails everything is not hammered.
-        unreachable_s: How long to go on when there is no connection at all: long enough for a restart behind a load
-            balancer, short enough that a wrong endpoint is reported at once.
+        connect_timeout_s: Time limit for establishing a connection.
+        read_timeout_s: Time without a byte after which an answer counts as stalled.
+        deadline_s: Time limit of one call over all its attempts.
+        max_retries: Consecutive attempts without a new byte before the call fails.
+        first_backoff_s: Upper bound of the first delay; quadrupled with each attempt. 20 ms are about a round trip to a
+            store in the same region; with 100 ms an epoch with 1 % of failures waits for them (``bench_faults.py``).
+        max_backoff_s: Maximum of these bounds.
+        retry_share: Retries without progress, as a share of the calls. Beyond it, and a few that can be saved up, they
+            are limited to two a second, so that a store that fails everything is not hammered.
+        unreachable_s: How long to retry without any connection: long enough for a restart behind a load balancer, short
+            enough that a wrong endpoint is reported soon.
     """
 
     connect_timeout_s: float = 5.0
@@ -53,15 +52,15 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HedgePolicy:
-    """When a read that stands still gets a second request, for the bytes that are missing; not for files.
+    """When a stalled read gets a second request for the missing bytes (hedging); not for files.
 
-    The defaults are a judgement: 0.05 s is some round trips to a store in the same region. ``bench_faults.py`` uses
-    them; no bucket of a cloud was measured.
+    The defaults are a judgment: 0.05 s is a few round trips to a store in the same region. ``bench_faults.py`` uses
+    them; no cloud bucket was measured.
 
     Attributes:
-        hedge: Whether at all.
-        hedge_quantile: Of the silences of recent answers, until they began and inside them; twice that is too long.
-        hedge_least_s: Shorter silences are none.
+        hedge: Whether second requests are made at all.
+        hedge_quantile: Quantile of the recent silences, before and within answers; twice its value is too long.
+        hedge_least_s: Shorter silences never count as too long.
         hedge_share: Second requests, as a share of all; a few can be saved up.
     """
 
@@ -90,7 +89,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """How to reach the stores; the names are fsspec's where fsspec has one.
+    """How to reach the stores; named as in fsspec if fsspec has the option.
 
     Attributes:
         endpoint_url: Server to use in place of the cloud's own.
@@ -106,13 +105,13 @@ class StorageOptions:
         account_key: Key of the account (az).
         sas_token: Shared access signature (az).
         connection_string: Azure's connection string (az, fsspec client only).
-        ca_file: PEM file of certificate authorities to trust beside the system's.
+        ca_file: PEM file of certificate authorities to trust in addition to the system's.
         client: "fsspec" to use fsspec where obstore is the default.
-        fsspec: More keyword arguments for the fsspec file system.
-        mirrors: Prefix → where the same objects lie a second time: one or a list, each a URL or a dict of ``url`` and
-            the options that differ from these. Whole copies; asked when the first place fails for good.
-        retry: Time-outs and retries; their names are options of their own, see :class:`RetryPolicy`.
-        hedging: Second requests; the names are options of their own, too, see :class:`HedgePolicy`.
+        fsspec: Additional keyword arguments for the fsspec file system.
+        mirrors: Prefix → whole copies of the objects below it: one or a list, each a URL or a dict of ``url`` and the
+            options that differ from these. Used when the primary fails for good.
+        retry: Time-outs and retries; set by options of their own, see :class:`RetryPolicy`.
+        hedging: Second requests; set by options of their own, see :class:`HedgePolicy`.
     """
 
     endpoint_url: str | None = None
@@ -155,7 +154,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
     """Return ``options`` checked and typed.
 
     Raises:
-        ConfigError: For an unknown name (the message lists the known ones) or a value of the wrong type. Never
+        ConfigError: An unknown name (the message lists the known ones) or a value of the wrong type. The message never
             repeats a value that may be secret.
     """
     values: dict[str, object] = {}
@@ -178,7 +177,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
 
 
 def _checked(name: str, value: object) -> object:
-    """Return ``value`` if its type fits; never shown, for it may be secret."""
+    """Return ``value`` if its type fits; never shown, since it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
     if value is None:
         return None if name not in {"anon", "requester_pays", "fsspec"} else expected() if expected is bool else {}

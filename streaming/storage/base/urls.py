@@ -1,6 +1,6 @@
-"""Take URLs and paths apart as people write them, join them, and show them without secrets.
+"""Take apart URLs and paths as users write them, join them, and show them without secrets.
 
-A "directory" here has no slash at its end (but the root ``/``), so that ``join_url(*split_url(url)) == url``.
+A "directory" here has no trailing slash (except the root ``/``), so that ``join_url(*split_url(url)) == url``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def split_query(url: str) -> tuple[str, str]:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return directory and name of ``url``; a query string stays with the directory, so that joining brings it back.
+    """Return directory and name of ``url``; a query string stays with the directory, so that joining restores it.
 
     ``"s3://b/dir/x.tar"`` → ``("s3://b/dir", "x.tar")``; ``"x.tar"`` → ``("", "x.tar")``.
     """
@@ -77,7 +77,7 @@ def join_url(base: str, *names: str) -> str:
 def redact(url: str) -> str:
     """Return ``url`` for messages: without user and password, and without a query string that may be a signature.
 
-    Outside http(s) a question mark may be part of a key: what follows it is hidden where it looks like ``name=value``.
+    Outside http(s) a question mark may be part of a key: what follows it is hidden if it looks like ``name=value``.
     """
     path, query = split_query(url)
     if not query and scheme_of(url) != "file":
@@ -97,7 +97,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
     """Return bucket (or container, or host) and key of an object URL.
 
     Raises:
-        ConfigError: If there is no bucket, or the key has empty, ``.`` or ``..`` parts.
+        ConfigError: There is no bucket, or the key has empty, ``.`` or ``..`` parts.
     """
     _, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
@@ -110,14 +110,14 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 
 def as_url(url: str | os.PathLike[str]) -> str:
-    """Return ``url`` as a string; paths as they are."""
+    """Return ``url`` as a string; paths are left as they are."""
     if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
     return text
 
 
 def looked_for(url: str) -> str:
-    """Return where a relative path is looked for, as words to put behind it in a message; nothing for other URLs."""
+    """Return where a relative path is looked for, as words to append to a message; nothing for other URLs."""
     if _SCHEME.match(url) or url.startswith(("/", "~")):
         return ""
     return f" (a relative path, looked for in {os.getcwd()}; an absolute one stays right after os.chdir)"

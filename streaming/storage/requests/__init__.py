@@ -1,4 +1,4 @@
-"""Send requests, with retries, stall detection, throttling, threads and a bound on bytes in flight.
+"""Send requests, with retries, stall detection, throttling, threads and a limit on bytes in flight.
 
-There is one policy for all stores; no store's own error types are known here.
+All stores share one policy; no store's own error types are known here.
 """

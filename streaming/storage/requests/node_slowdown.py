@@ -1,7 +1,7 @@
 """Share a slowdown among a user's processes on a node: two numbers in a file that only a refusal creates.
 
-No locks to clean up, no process that owns it: flock ends with its holder, a file that is damaged, of another boot or
-older than a recovery is the same as none, and wherever the file cannot be had the process is on its own.
+There are no locks to clean up, and no process owns the file: flock ends with its holder; a file that is damaged, of
+another boot, or older than a recovery counts as missing; and if there can be no file, each process is on its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class NodeSlowdown(SlowdownState):
     """The slowdown of one store on this node.
 
     Args:
-        store: Names endpoint and bucket.
-        folder: Where the folder of this user goes; default: the system's temporary one.
+        store: Identifies endpoint and bucket.
+        folder: Parent of this user's directory; default: the system's temporary one.
     """
 
     def __init__(self, store: str, folder: str | None = None) -> None:
@@ -44,7 +44,7 @@ class NodeSlowdown(SlowdownState):
         return self._state
 
     def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
-        """See :class:`SlowdownState`. Where the file is locked, it happens in this process only."""
+        """See :class:`SlowdownState`. If the file is locked, the change is made in this process only."""
         with suppress(OSError), self._open(os.O_RDWR | os.O_CREAT) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._state = _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state)
@@ -57,10 +57,10 @@ class NodeSlowdown(SlowdownState):
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        """Return the file, in a folder that nobody else can write to.
+        """Open the file, in a directory that nobody else can write to.
 
         Raises:
-            OSError: There is none, or it is not ours alone.
+            OSError: There is none, or others can access it.
         """
         user = os.getuid()
         parent = self._parent or tempfile.gettempdir()
@@ -89,7 +89,7 @@ def _check_private(found: os.stat_result, user: int, kind: int) -> None:
 
 
 def _digest(store: str) -> str:
-    """Return names the store and this boot of this machine; holds no secret."""
+    """Return a digest of the store and this boot of this machine; contains no secret."""
     boot = b""
     with suppress(OSError), open(_BOOT, "rb") as file:
         boot = file.read().strip()
@@ -97,7 +97,7 @@ def _digest(store: str) -> str:
 
 
 def _parse(data: bytes) -> Slowdown:
-    """Return what a file says, if it can be believed."""
+    """Parse the content of the file, if it is valid."""
     if len(data) == _LAYOUT.size:
         share, at_s, crc = _LAYOUT.unpack(data)
         age_s = time.monotonic() - at_s

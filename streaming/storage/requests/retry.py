@@ -1,7 +1,7 @@
-"""Say when to try again, and for how long.
+"""Decide when to try again, and for how long.
 
-Delays are exponential with full jitter (uniform between nothing and the doubling bound), which spreads the clients of
-a throttled store best: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+Delays are exponential with full jitter (uniform between zero and a growing bound), which spreads the clients of a
+throttled store best: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _T = TypeVar("_T")
 
 
 class TokenBucket:
-    """Bound extra requests (retries, hedges) by a share of the ordinary ones, which fill it. Thread-safe.
+    """Limit extra requests (retries, hedges) to a share of the ordinary ones. Thread-safe.
 
-    Over any time t in which n of them are made, at most ``burst + share * n + per_s * t`` extra ones are.
+    During any time t in which n ordinary requests are made, at most ``burst + share * n + per_s * t`` extra ones are.
 
     Args:
         share: Extra requests that each ordinary one allows.
-        burst: Extra requests that can be saved up; it begins full.
+        burst: Extra requests that can be saved up; initially all of them.
         per_s: Extra requests that each second allows.
-        clock: Seconds that never go back.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class TokenBucket:
             return True
 
     def reserve(self) -> float:
-        """Count an extra request in any case; return in how many seconds it may be made."""
+        """Count an extra request unconditionally; return in how many seconds it may be made."""
         with self._lock:
             self._refill()
             self._tokens -= 1
             return max(0.0, -self._tokens / self._per_s)
 
     def give_back(self) -> None:
-        """Take back an extra request that counted and is not made after all."""
+        """Take back an extra request that was counted but not made."""
         with self._lock:
             self._tokens += 1
 
@@ -86,11 +86,11 @@ def retrying(
 
     Args:
         policy: The limits.
-        attempt: Does one attempt; keeps what it achieved.
-        progress: A number that grows when an attempt achieved something; then the count of attempts starts anew.
+        attempt: Makes one attempt; keeps what it achieved.
+        progress: Returns a number that grows when an attempt achieves something, which resets the count of attempts.
         on_retry: Called before each further attempt.
-        allowance: Bounds the retries of all calls together; those after progress are free.
-        hopeless: Whether there is a better way by now than to try again.
+        allowance: Limits the retries of all calls together; those after progress are free.
+        hopeless: Tells whether there is now a better way than to try again.
 
     Raises:
         PassingError: The last one, with the number of attempts as a note, when the policy's limits are reached.

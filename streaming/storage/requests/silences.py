@@ -1,4 +1,4 @@
-"""Tell how long to wait for a byte before asking a second time: a multiple of what answers took lately."""
+"""Tell how long to wait for a byte before sending a second request: a multiple of recent waits."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import deque
 
 _KEPT = 128
 _FEW = 8
-"""Answers from which on their times say something."""
+"""Number of answers from which on their times are meaningful."""
 _FACTOR = 2.0
-"""How much longer than the quantile. Of 1,000 ordinary reads, 64 at once on 2 busy cores, some 10 get a second request
-then; 15 at 1.5, and 3 at 3. Under the faults of ``bench_faults.py`` 0.97, 1.0 and 0.92 of the throughput without them
-are left (21 November 2026, medians of 8 to 15 turns)."""
+"""Multiple of the quantile. Of 1,000 ordinary reads, 64 at once on 2 busy cores, about 10 then get a second request;
+15 with 1.5, and 3 with 3. Under the faults of ``bench_faults.py`` the throughput is 0.97, 1.0 and 0.92 of that without
+faults (21 November 2026, medians of 8 to 15 turns)."""
 
 
 class Silences:
-    """Recent silences of one kind, and the bound that follows from them. Thread-safe.
+    """Recent silences of one kind, and the limit derived from them. Thread-safe.
 
     Args:
-        quantile: Of the silences, in (0, 1].
-        least_s: The bound is never less than this.
-        unknown_s: While there are too few to go by.
+        quantile: Quantile of the silences, in (0, 1].
+        least_s: Minimum of the limit.
+        unknown_s: The limit while there are too few silences.
     """
 
     def __init__(self, *, quantile: float, least_s: float, unknown_s: float) -> None:
@@ -32,14 +32,14 @@ class Silences:
         self._limit_s: float | None = self._unknown_s
 
     def note(self, silence_s: float) -> None:
-        """Note such a silence."""
+        """Note a silence of this kind."""
         with self._lock:
             self._silences_s.append(silence_s)
             self._limit_s = None
 
     @property
     def limit_s(self) -> float:
-        """From when on a silence is too long."""
+        """Duration from which on a silence is too long."""
         with self._lock:
             if self._limit_s is None:
                 self._limit_s = self._found_limit_s()
@@ -56,14 +56,14 @@ class Silences:
 class Patience:
     """How long answers of one store may be silent.
 
-    Two kinds, because the first is often ten times the second: a store looks for the object only once.
+    There are two kinds, because the first is often ten times the second: a store looks up the object only once.
 
     Args:
         quantile, least_s, unknown_s: See :class:`Silences`.
 
     Attributes:
-        first: Silences until answers began.
-        later: The longest ones inside of answers.
+        first: Silences before answers began.
+        later: The longest silences within answers.
     """
 
     def __init__(self, *, quantile: float, least_s: float, unknown_s: float) -> None:

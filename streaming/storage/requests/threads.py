@@ -1,4 +1,4 @@
-"""Make requests on threads for others, so that whoever waits for one need not wait for its end."""
+"""Run requests on threads, so that callers can stop waiting for a request before it ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Job = Callable[[], Callable[[], None]]
 class RequestThreads:
     """Threads that exist while there is something to read.
 
-    Use it as a context around the time in which requests may be made; it may be entered by many threads at once. When
-    the last one leaves, idle threads are gone; one that still waits for an answer ends by itself after it.
+    Use it as a context around the time in which requests may be made; many threads may enter it at once. When the last
+    one leaves, idle threads end; one that still waits for an answer ends by itself afterwards.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,10 @@ class RequestThreads:
             thread.join()
 
     def run(self, job: Job) -> None:
-        """Have ``job`` done at once by a thread; it must not raise. Where no thread can be started: right here.
+        """Run ``job``, which must not raise, on a thread at once; if no thread can be started, in this one.
 
-        What ``job`` returns is called when the thread counts as idle again, so that whoever is told by it may leave.
+        The function that ``job`` returns is called once the thread counts as idle, so that whoever it notifies may
+        leave.
         """
         with self._changed:
             if len(self._idle) > len(self._jobs):

@@ -1,7 +1,7 @@
-"""Send fewer requests at once to a busy store: each refusal takes some, each answer gives some back.
+"""Send fewer requests at once to a busy store: each refusal reduces their number, each answer raises it a little.
 
 After AIMD: Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance", 1989. The
-design, and what follows from the numbers here: docs/design/0009-failing-stores.md.
+design, and what follows from the constants here: docs/design/0009-failing-stores.md.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Slowdown:
     at_s: float = 0.0
 
     def share_at(self, now_s: float) -> float:
-        """Return the share of the usual requests at once, in (0, 1]."""
+        """Return the allowed share of the usual concurrent requests, in (0, 1]."""
         return min(1.0, self.share + max(0.0, now_s - self.at_s) / RECOVERY_S)
 
     def after(self, now_s: float, given_back: float, sent_at: float | None = None) -> Slowdown:
-        """Go on after answers that gave back so much, and a refusal, if any, of one sent at the share ``sent_at``.
+        """Return the state after answers gave back a share and, if given, a request sent at ``sent_at`` was refused.
 
-        Refusals take no more than half of the share at which their request was sent. So all of one round trip together
-        halve it at most, and no round trip need be measured.
+        A refusal never lowers the share below half of that at which its request was sent. So all refusals of one round
+        trip together at most halve it, and no round trip has to be measured.
         """
         share = min(1.0, self.share_at(now_s) + given_back)
         if sent_at is not None:
@@ -53,7 +53,7 @@ class Slowdown:
 
 
 class SlowdownState:
-    """Where a :class:`Slowdown` is kept: here in this process, in subclasses for several. Used under a lock."""
+    """Where a :class:`Slowdown` is kept: in this process, in subclasses for several ones. Used under a lock."""
 
     def __init__(self) -> None:
         self._state = Slowdown()
@@ -63,19 +63,19 @@ class SlowdownState:
         return self._state
 
     def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
-        """Replace the state by ``how(state)``; the state after it."""
+        """Replace the state by ``how(state)``; return the new state."""
         self._state = how(self._state)
         return self._state
 
 
 class Gate:
-    """Admits requests to one bucket. Thread-safe; costs nothing to speak of while the store is content.
+    """Admits requests to one bucket. Thread-safe; costs next to nothing while the store accepts everything.
 
-    What "all of them" are is learned: the most that wanted to be under way at once.
+    The usual number of concurrent requests is learned: the most that were wanted at once.
 
     Args:
         shared: Where the slowdown is kept; default: in this process.
-        clock: Seconds of the monotonic clock.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, shared: SlowdownState | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,10 +94,10 @@ class Gate:
             return self._limit(self._share())
 
     def enter(self, until_s: float) -> float:
-        """Wait until one more request may be under way; the share of the usual requests at which that is so.
+        """Wait until one more request may be sent; return the share of the usual requests allowed at that time.
 
         Raises:
-            ThrottledError: At ``until_s`` (monotonic) that is still not so.
+            ThrottledError: It still may not be sent at ``until_s`` (monotonic).
         """
         with self._changed:
             self._waiting += 1
@@ -118,7 +118,7 @@ class Gate:
             return share
 
     def try_enter(self) -> bool:
-        """Tell whether one more request, beside one that stalls, may be under way at once; if so, it counts."""
+        """Admit one more request beside one that stalls, if that is allowed now; tell whether it was."""
         with self._changed:
             share = self._share()
             if self._under_way >= self._limit(share) and share < _RIVALS_SHARE:
@@ -130,7 +130,7 @@ class Gate:
         """Note that a request has ended."""
         with self._changed:
             self._under_way -= 1
-            self._changed.notify(2)  # for its place, and for one more that the answer may have given back
+            self._changed.notify(2)  # for its place, and for one more that its answer may have made room for
 
     def answered(self) -> None:
         """Note that a request was not refused."""
@@ -157,7 +157,7 @@ class Gate:
         return min(1.0, self._state.share_at(now_s) + self._given_back)
 
     def _change(self, sent_at: float | None = None) -> None:
-        """Write down what was given back, and a refusal."""
+        """Record what was given back, and a refusal."""
         now_s, given_back = self._clock(), self._given_back
         self._given_back = 0.0
         self._state = self._shared.change(lambda state: state.after(now_s, given_back, sent_at))

@@ -1,4 +1,4 @@
-"""Hold what recent answers of a bucket (or host) tell, and what follows for the next requests."""
+"""Keep what recent answers of a bucket (or host) reveal, and what follows for the next requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Traffic:
     """Requests to one bucket. Thread-safe.
 
     Attributes:
-        retries: How many retries may be made.
+        retries: Limit on retries.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Traffic:
 
     @contextmanager
     def request(self, until_s: float) -> Iterator[None]:
-        """Return a request: begins when there is room for it, and what becomes of it is noted.
+        """Wait for admission of a request, then record how it ends.
 
         Raises:
-            ThrottledError: There is no room before ``until_s`` (monotonic).
+            ThrottledError: The request was not admitted before ``until_s`` (monotonic).
         """
         share = self._gate.enter(until_s)
         try:

@@ -1,8 +1,8 @@
-"""Bring a byte range into the caller's memory: what came stays, and a silent request gets a rival.
+"""Bring a byte range into the caller's memory: what arrived is kept, and a silent request gets a rival.
 
 Who may write, normative: the request that brought the last byte, or, right after a rival was started, whichever brings
 the next one. From that moment the other is *lost*: it gets no room any more, and its thread ends with its answer. When
-the attempt ends all its requests are lost, so nothing is written once the caller has his memory back.
+the attempt ends all its requests are lost, so nothing is written once the caller has the memory back.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MOST_AT_ONCE = 3
 
 
 class Hedging(Protocol):
-    """What a transfer needs for second requests."""
+    """The part of a bucket's traffic that a transfer needs for second requests."""
 
     patience: Patience
     threads: RequestThreads
 
     def begin(self, until_s: float) -> bool:
-        """Tell whether a second request may be made now, for a call that ends at ``until_s``; if so, it counts."""
+        """Tell whether a second request may be made now, for a call that ends at ``until_s``; if so, it is counted."""
 
     def end(self, *, won: bool) -> None:
-        """Note that a second request is over, for us."""
+        """Note that a second request is over, as far as the caller is concerned."""
 
 
 class _LostError(Exception):
@@ -70,7 +70,7 @@ class _Request:
         self.transfer.take(self, put)
 
     def hear(self) -> None:
-        """Note a sign of life: the first one is that the answer begins."""
+        """Note a sign of life; the first one is the beginning of the answer."""
         now_s = time.monotonic()
         if self.first_s is None:
             self.first_s = now_s - self.heard_s
@@ -79,12 +79,12 @@ class _Request:
         self.heard_s = now_s
 
     def patient_s(self, patience: Patience) -> float:
-        """Tell for how long it may still be silent."""
+        """Return how long it may still be silent."""
         kind = patience.first if self.first_s is None else patience.later
         return kind.limit_s * self.scale - (time.monotonic() - self.heard_s)
 
     def teach(self, patience: Patience) -> None:
-        """Teach what its silences were; one that was lost is silent up to now."""
+        """Pass on the lengths of its silences; a lost request counts as silent until now."""
         last_s = time.monotonic() - self.heard_s if self.lost else 0.0
         if self.first_s is None:
             patience.first.note(last_s / self.scale)
@@ -94,16 +94,16 @@ class _Request:
 
 
 class Transfer:
-    """Bytes [start, stop) of one object. An attempt asks for what is missing, of the same version.
+    """Transfer bytes [start, stop) of one object. Each attempt requests what is missing, of the same version.
 
     Args:
         adapter: Makes the requests.
-        url: Of what.
+        url: URL of the object.
         start: First byte.
         stop: One past the last one; None: to the end.
-        count: Told of "bytes", and of "requests" beyond the first of an attempt.
-        out: Memory of that length; default: made when it is known.
-        version: What must not have changed, if known.
+        count: Called with "bytes", and with "requests" for those beyond the first of an attempt.
+        out: Memory of that length; default: allocated when the length is known.
+        version: The required version, if known.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether every byte is there."""
+        """Whether every byte has arrived."""
         return self._out is not None and self._received == len(self._out)
 
     def result(self) -> memoryview:
@@ -140,14 +140,14 @@ class Transfer:
         return memoryview(b"") if self._out is None else self._out
 
     def forget(self) -> None:
-        """Let go of the caller's memory: a lost request may keep the transfer itself alive for a while."""
+        """Release the caller's memory: a lost request may keep the transfer itself alive for a while."""
         self._out = None
 
     def attempt(self, call: Call, hedging: Hedging | None, until_s: float) -> None:
-        """Ask for what is missing, at once; ``call`` is kept up to date. No rival is started after ``until_s``.
+        """Request what is missing; ``call`` is kept up to date. No rival is started after ``until_s``.
 
         Raises:
-            PassingError: Some of it did not come. What came is kept.
+            PassingError: Some of it did not arrive. What arrived is kept.
         """
         self._call = call
         self._requests = [self._next()]
@@ -162,10 +162,10 @@ class Transfer:
                     request.lost = True
 
     def take(self, request: _Request, put: Callable[[memoryview], int]) -> None:
-        """Give room for a request's bytes, if it is still ahead; the others fall behind.
+        """Give room for a request's bytes, if it is still ahead; the others become lost.
 
         Raises:
-            _LostError: It is not.
+            _LostError: It is not ahead any more.
         """
         with self._changed:
             if request.lost:
@@ -203,11 +203,11 @@ class Transfer:
             if request.version and body.version and request.version != body.version:  # a store without If-Match
                 raise ChangedError(self._short(request.first, 0, "the object changed since it was first read"))
             request.version = request.version or body.version
-            if self._out is None:  # the end is known only now
+            if self._out is None:  # the end becomes known only now
                 self.stop = self._call.stop = self.start + body.num_bytes
                 self._out = _memory(body.num_bytes)
             missing = self.start + len(self._out) - request.first
-            if body.num_bytes < missing:  # the store's own word: asking again would not help
+            if body.num_bytes < missing:  # the store's own statement: another request would not help
                 raise ChangedError(self._short(request.first, body.num_bytes, "was the object truncated or replaced?"))
 
     # --- with rivals ---
@@ -238,13 +238,13 @@ class Transfer:
                 self._account(hedging)
 
     def _work(self, request: _Request) -> Callable[[], None]:
-        """Return a threads thread's part; what is returned tells whoever waits."""
+        """Perform a request on a thread, and return the function that announces its end."""
         error: BaseException | None = None
         try:
             self._serve(request)
         except _LostError:
             pass
-        except BaseException as caught:  # noqa: BLE001 (a thread's border: raised in the caller's)
+        except BaseException as caught:  # noqa: BLE001 (thread boundary: raised in the caller's)
             error = caught
         return partial(self._ended, request, error)
 
@@ -254,10 +254,10 @@ class Transfer:
             self._changed.notify_all()
 
     def _is_over(self) -> bool:
-        """Tell whether every byte is there.
+        """Tell whether every byte has arrived.
 
         Raises:
-            StorageError: Some are not, and no request is left.
+            StorageError: Some have not, and no request is left.
         """
         left = [request for request in self._requests if not request.lost]
         if not all(request.ended for request in left):
@@ -268,7 +268,7 @@ class Transfer:
         raise next((error for error in errors if not isinstance(error, PassingError)), errors[-1])
 
     def _account(self, hedging: Hedging) -> None:
-        """Count what the silences were, and who won."""
+        """Record the silences, and who won."""
         for request in self._requests:
             if request.rival:
                 hedging.end(won=self.is_done and not request.lost)
@@ -281,5 +281,5 @@ class Transfer:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Return writable bytes that nobody has zeroed: they are about to be overwritten."""
+    """Allocate writable bytes without zeroing them, since they are about to be overwritten."""
     return np.empty(num_bytes, np.uint8).data
