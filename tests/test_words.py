@@ -25,8 +25,8 @@ VERBS = frozenset(re.findall(r"\w+", """
     pickle plan plot prepare present print provide publish put queue raise reach read rebuild receive recommend
     recompute record reduce refuse register reject release remember remove rename repair repeat replace report
     represent request reserve reset resize resolve restore restrict resume retain retry return rewrite round run
-    sample save say scan search see seed select send serialise serve set shard share show shuffle sleep slice
-    sort split spread stamp start stop store stream submit sum summarise take talk teach tell test track
+    sample save say scan search see seed select send separate serialise serve set shard share show shuffle sleep
+    slice sort split spread stamp start stop store stream submit sum summarise take talk teach tell test track
     translate treat truncate turn undo unmap unpack update upload use validate verify view wait wake walk warn
     watch weigh withdraw work wrap write yield
 """))  # fmt: skip
