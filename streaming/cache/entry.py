@@ -1,4 +1,4 @@
-"""Keep one entry as a file: a header that says what the bytes should be, then the bytes, always checked.
+"""Keep one entry as a file: a header that describes the bytes, then the bytes, which are always checked.
 
 Layout of the file, little-endian: magic (8 bytes), CRC32C of the bytes (4), CRC32C of the header without this field
 (4), number of bytes (8), digest of the key (32), zeros up to ``HEADER_BYTES``.
@@ -22,7 +22,7 @@ _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s8x")
 
 
 class LookupResult(enum.Enum):
-    """What came of looking for an entry."""
+    """The result of a lookup."""
 
     WHOLE = "whole"
     ABSENT = "absent"
@@ -35,17 +35,17 @@ def file_bytes(num_bytes: int) -> int:
 
 
 def charged_bytes(length_bytes: int) -> int:
-    """Return what a file of this length counts towards the limit: whole blocks, as on the disk."""
+    """Return the part of the limit that a file of this length takes: whole blocks, as on the disk."""
     return -(-length_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> LookupResult:
-    """Fill ``out`` from the entry at ``path``, and note that it was used now.
+    """Fill ``out`` from the entry at ``path``, and mark the entry as just used.
 
-    ``out`` holds the right bytes only after ``WHOLE``. The file may be unlinked meanwhile: what is open stays readable.
+    ``out`` holds the right bytes only after ``WHOLE``. The file may be unlinked meanwhile: an open file stays readable.
 
     Raises:
-        OSError: The file is there and cannot be read.
+        OSError: The file exists and cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -70,11 +70,11 @@ def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memor
 def write_entry(fd: int, key: EntryKey, crc: int, data: memoryview) -> None:
     """Write the entry of ``key`` to the file ``fd`` from its beginning on; ``crc`` is the CRC32C of ``data``.
 
-    No fsync: after a power failure a file may be short or full of zeros, which the next reader sees by header and
-    checksum, and bytes that come from a store are not worth waiting for the disk.
+    There is no fsync: after a power failure a file may be short or full of zeros, which the next reader detects by
+    header and checksum, and bytes that a store can deliver again are not worth waiting for the disk.
 
     Raises:
-        OSError: No room, or the disk fails.
+        OSError: The disk is full or fails.
     """
     header = bytearray(_HEADER.pack(_MAGIC, crc, 0, key.num_bytes, key.digest))
     struct.pack_into("<I", header, 12, _header_crc(header))
@@ -88,9 +88,9 @@ def write_entry(fd: int, key: EntryKey, crc: int, data: memoryview) -> None:
 
 
 def touch(fd: int) -> None:
-    """Note that the entry was used now, as its modification time: mount options leave that one alone.
+    """Mark the entry as just used by its modification time, which mount options do not suppress.
 
-    A cache that may only be read keeps its order; that is no failure.
+    A read-only cache keeps its order, which is not a failure.
     """
     now_ns = time.time_ns()  # finer than the clock that the kernel stamps files with
     try:

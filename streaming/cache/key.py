@@ -1,4 +1,4 @@
-"""Give entries a name: a hash of URL, version and range, so that no name tells a secret and none collides."""
+"""Name entries by a hash of URL, version and range, so that no name reveals a secret and none collides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streaming.storage import HTTP_SCHEMES, local_path, scheme_of
 DIGEST_BYTES = 32
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _SIGNED_PREFIXES = ("x-amz-", "x-goog-")
-# Parameters of a signed URL whose names could mean something else: dropped only beside the signature they belong to.
+# Parameters of signed URLs whose names could mean something else: dropped only together with their signature.
 _SIGNED_WITH = {
     "signature": {"signature", "expires", "awsaccesskeyid", "googleaccessid", "policy", "key-pair-id"},
     "sig": {
@@ -30,7 +30,7 @@ class EntryKey:
     """Identity of one cached range.
 
     Attributes:
-        digest: Hash over URL, version, start and length, ``DIGEST_BYTES`` long; also stands inside the entry.
+        digest: Hash of URL, version, start and length, ``DIGEST_BYTES`` long; also stored in the entry.
         num_bytes: Length of the range.
     """
 
@@ -42,7 +42,7 @@ class EntryKey:
         """Return the key of bytes [start, start + num_bytes) of that version of the object at ``url``.
 
         Raises:
-            ConfigError: If the range is not one.
+            ConfigError: The range is invalid.
         """
         if start < 0 or num_bytes < 0:
             raise ConfigError(f"cache: expected a range of bytes, got start {start} and length {num_bytes}")
@@ -56,21 +56,21 @@ class EntryKey:
 
 
 def is_entry_name(name: str) -> bool:
-    """Tell whether a file of this name in the folder of entries is ours."""
+    """Tell whether a file of this name in the directory of entries is ours."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_part_name(name: str) -> bool:
-    """Tell whether a file of this name in the folder of unfinished entries is ours."""
+    """Tell whether a file of this name in the directory of unfinished entries is ours."""
     return _PART_NAME.fullmatch(name) is not None
 
 
 def normalised(url: str) -> str:
-    """Return ``url`` without what may differ between two ways to reach the same object, or is secret.
+    """Return ``url`` without parts that are secret or may differ between two ways to reach the same object.
 
     Local paths become absolute. User, password, fragment, default port and the parameters of signed URLs (AWS, Google,
-    CloudFront, Azure SAS) are dropped, scheme and host become lower case. Every other parameter stays: it may say
-    which object is meant.
+    CloudFront, Azure SAS) are dropped, scheme and host become lower case. Every other parameter stays, since it may
+    identify the object.
     """
     scheme = scheme_of(url)
     if scheme == "file":

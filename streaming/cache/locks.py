@@ -1,4 +1,4 @@
-"""Lock between processes, until the holder ends: flock, waited for with a limit."""
+"""Lock between processes with flock, which ends with its holder, and a time limit for waiting."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LAST_DELAY_S = 0.02
 
 
 class Waiting:
-    """Growing, jittered pauses up to a limit; flock has no timed wait of its own.
+    """Growing, jittered pauses up to a limit, since flock has no timed wait of its own.
 
     Args:
-        limit_s: Seconds from now on after which :meth:`pause` refuses.
+        limit_s: Seconds from now on after which :meth:`pause` returns False.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -24,10 +24,10 @@ class Waiting:
         self._delay_s = _FIRST_DELAY_S
 
     def pause(self) -> bool:
-        """Sleep a little and return True; False, without sleeping, once the limit has passed."""
+        """Sleep briefly and return True; once the limit has passed, return False at once."""
         if time.monotonic() >= self._end_s:
             return False
-        jitter = time.monotonic_ns() % 1000 / 2000  # the user's random numbers are not ours to draw
+        jitter = time.monotonic_ns() % 1000 / 2000  # does not consume the user's random numbers
         time.sleep(self._delay_s * (0.5 + jitter))
         self._delay_s = min(1.5 * self._delay_s, _LAST_DELAY_S)
         return True
@@ -36,12 +36,12 @@ class Waiting:
 def try_lock(path: str, *, create: bool = True) -> int | None:
     """Return an open descriptor of the file at ``path`` that holds its lock; None if somebody else holds it.
 
-    The file is the one that bears this name now, not one that was unlinked or renamed while it was waited for. To be
-    given back with :func:`unlock`.
+    The file is the one that has this name now, not one that was unlinked or renamed during the wait. Release it with
+    :func:`unlock`.
 
     Raises:
-        FileNotFoundError: If there is no such file, or folder, and it is not to be made.
-        OSError: If it cannot be opened, or the file system has no locks.
+        FileNotFoundError: There is no such file and ``create`` is False, or no such directory.
+        OSError: It cannot be opened, or the file system has no locks.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     while True:
@@ -60,7 +60,7 @@ def try_lock(path: str, *, create: bool = True) -> int | None:
 
 
 def unlock(fd: int) -> None:
-    """Give up the lock, also where a forked child has inherited the descriptor, and close it."""
+    """Release the lock, even if a forked child has inherited the descriptor, and close it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
@@ -69,10 +69,10 @@ def unlock(fd: int) -> None:
 
 @contextmanager
 def locked(path: str, limit_s: float) -> Iterator[int]:
-    """Hold the lock of the file at ``path``, made if need be; gives its descriptor.
+    """Hold the lock of the file at ``path``, created if necessary; yields its descriptor.
 
     Raises:
-        TimeoutError: If somebody else held it for ``limit_s`` seconds.
+        TimeoutError: Somebody else held it for ``limit_s`` seconds.
         OSError: As :func:`try_lock`.
     """
     waiting = Waiting(limit_s)

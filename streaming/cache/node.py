@@ -26,9 +26,9 @@ from streaming.errors import ConfigError
 from streaming.metrics import Metrics
 
 RETRY_AFTER_S = 60.0
-"""How long nothing is written after the disk refused: long against one failed call, short against an epoch."""
+"""How long nothing is written after a disk error: long compared with one failed call, short compared with an epoch."""
 WAIT_S = 30.0
-"""How long to wait for another process's fetch: the read time-out of one request, so the other has stalled once."""
+"""How long to wait for another process's fetch: the read time-out of a request, after which the other has stalled."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,26 +36,26 @@ _log = logging.getLogger(__name__)
 class NodeCache:
     """Byte ranges of objects, kept in a directory that all ranks and replicas of a node share.
 
-    Whoever misses first fetches, the others wait for the result. Entries are published whole by renaming, checked by
-    length and CRC32C at every read, and evicted least recently used first. The directory may be lost, damaged, full,
-    read-only or deleted at any moment, and any process killed: readers then get their bytes from the store, with
-    one warning per process. Nothing here raises because of the disk.
+    The first process that misses fetches, the others wait for the result. Entries are published whole by renaming,
+    checked by length and CRC32C at every read, and evicted least recently used first. The directory may be lost,
+    damaged, full, read-only or deleted at any moment, and any process killed: readers then get their bytes from the
+    store, with one warning per process. Nothing here raises because of the disk.
 
     Thread-safe, picklable (the copy counts in metrics of its own), safe to fork, and cheap to make: nothing is
     touched before the first read, and no file stays open between calls, so there is nothing to close.
 
     Metrics: ``cache_hits``, ``cache_hit_bytes``, ``cache_misses``, ``cache_miss_bytes``, ``cache_wait_s`` (for
     another's fetch), ``cache_wait_timeouts``, ``cache_write_s``, ``cache_damaged`` (entries found damaged),
-    ``cache_not_stored`` (fetched, and not kept), ``cache_errors``, ``cache_evictions``, ``cache_evicted_bytes``.
+    ``cache_not_stored`` (fetched, but not kept), ``cache_errors``, ``cache_evictions``, ``cache_evicted_bytes``.
 
     Args:
-        directory: A folder on a local disk or tmpfs; made if need be. Only a folder of our own inside it is used.
-        limit_bytes: What the files may take together, in whole blocks.
+        directory: A directory on a local disk or tmpfs; created if necessary. Only our own subdirectory is used.
+        limit_bytes: Total size limit of the files, in whole blocks.
         metrics: Where to count.
         wait_s: How long to wait for another's fetch of the same range before fetching it too.
 
     Raises:
-        ConfigError: If the limit or the wait is not positive.
+        ConfigError: The limit or the wait is not positive.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class NodeCache:
         self.metrics = metrics or Metrics()
         self._space = Space(self._layout, limit_bytes, self.metrics)
         self._ready = False
-        self._unwarned = threading.Lock()  # taken once and never waited for: a flag that threads cannot both lower
+        self._unwarned = threading.Lock()  # acquired once and never waited for: a flag that only one thread can lower
         self._resume_at_s = 0.0
 
     def __reduce__(self) -> tuple[Callable[[], NodeCache], tuple[()]]:
@@ -96,21 +96,21 @@ class NodeCache:
         """Fill ``out`` with bytes [start, start + len(out)) of the object, from the cache or by ``fetch``.
 
         Args:
-            url: The object; as :func:`streaming.cache.key.normalised` reads it. Never written to disk.
-            version: Everything else that tells these bytes from others at that URL: the store's endpoint, ETag or
-                generation, or the index's size and fingerprint. Any text.
+            url: The object; normalised by :func:`streaming.cache.key.normalised`. Never written to disk.
+            version: Everything else that identifies these bytes at that URL: the store's endpoint, ETag or generation,
+                or the index's size and fingerprint. Any text.
             start: First byte.
             out: Writable, contiguous memory, any item type.
-            fetch: Fills the memory that it gets (``out`` as bytes) from the store, or raises. Called at most once. It
-                checks ``crc32c`` itself: entries are written under that checksum without computing it again, so
-                that bytes which do not match are found by their next reader, deleted and fetched anew.
+            fetch: Fills the given memory (``out`` as bytes) from the store, or raises. Called at most once. It must
+                check ``crc32c`` itself: entries are written with that checksum without computing it again, so that
+                bytes that do not match are detected by their next reader, deleted and fetched anew.
             crc32c: CRC32C of the bytes, if known: others are never taken from the cache.
 
         Returns:
             True if the bytes came from the cache (and were checked there), False if ``fetch`` was called.
 
         Raises:
-            ConfigError: If the memory or the range cannot work.
+            ConfigError: The memory or the range is invalid.
             BaseException: What ``fetch`` raises, and nothing else; ``out`` is then as ``fetch`` left it.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
@@ -137,7 +137,7 @@ class NodeCache:
         return False
 
     def invalidate(self, url: str, version: str, start: int, size_bytes: int) -> None:
-        """Forget that range, so that the next :meth:`read_into` of it fetches; nothing happens if it is not there."""
+        """Forget a range, so that the next :meth:`read_into` of it fetches; does nothing if it is not there."""
         try:
             os.unlink(self._layout.entry(EntryKey.of(url, version, start, size_bytes)))
         except FileNotFoundError:
@@ -146,7 +146,7 @@ class NodeCache:
             self._trouble(error)
 
     def _load(self, key: EntryKey, crc32c: int | None, out: memoryview) -> bool:
-        """Tell whether ``out`` now holds the entry. A damaged one is deleted."""
+        """Load the entry into ``out``; tell whether that worked. A damaged one is deleted."""
         path = self._layout.entry(key)
         try:
             self._layout.check_owner()
@@ -154,7 +154,7 @@ class NodeCache:
             if found is LookupResult.DAMAGED:
                 self.metrics.add("cache_damaged")
                 os.unlink(path)
-        except FileNotFoundError:  # deleted by somebody else
+        except FileNotFoundError:  # deleted by another process
             return False
         except OSError as error:
             self._trouble(error)
@@ -178,10 +178,10 @@ class NodeCache:
         return True
 
     def _prepare(self) -> None:
-        """Make the folders and clear what dead processes and older releases left, before the first write."""
+        """Make the directories and clear what dead processes and older releases left, before the first write."""
         if self._ready:
             return
-        self._layout.make()  # all of this may be done by many threads and processes at once
+        self._layout.make()  # many threads and processes may do all of this at once
         self._space.sweep()
         for old in self._layout.older():
             old.remove()
@@ -190,7 +190,7 @@ class NodeCache:
     def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> PartFile | None:
         """Claim the right to fetch that entry; None: fetch without storing; ``_LOADED``: ``out`` is filled.
 
-        A claim is the lock on the entry's part. It ends with its holder: the next one who waits takes it over.
+        A claim is the lock on the entry's part. It ends with its holder: the next waiting process takes it over.
         """
         waiting = Waiting(self._wait_s)
         try:
@@ -205,7 +205,7 @@ class NodeCache:
         except OSError as error:
             self._trouble(error)
             return None
-        if self._load(key, crc32c, out):  # published between the first look and the claim
+        if self._load(key, crc32c, out):  # published between the first lookup and the claim
             self._end_claim(part, stored=False)
             return _LOADED
         return part
@@ -223,15 +223,15 @@ class NodeCache:
     def _open_part(self, path: str) -> PartFile | None:
         try:
             fd = try_lock(path)
-        except FileNotFoundError:  # the folders were deleted under us
+        except FileNotFoundError:  # the directories were deleted meanwhile
             self._layout.make()
             fd = try_lock(path)
         return None if fd is None else PartFile(path, fd)
 
     def _store(self, key: EntryKey, expected: int | None, part: PartFile, data: memoryview) -> bool:
-        """Turn the part into the entry, whole. False if the disk fails or is full: it is still a part then."""
+        """Turn the part into the whole entry. False if the disk fails or is full: it is still a part then."""
         started_s = time.monotonic()
-        crc = crc32c_of.crc32c(data) if expected is None else expected  # fetch has checked it, and readers will again
+        crc = crc32c_of.crc32c(data) if expected is None else expected  # fetch checked it, and readers will again
         stored = False
         try:
             self._space.reserve(part, len(data))
@@ -253,11 +253,11 @@ class NodeCache:
             os.rename(part, entry)
 
     def _end_claim(self, part: PartFile, *, stored: bool) -> None:
-        """Let the next one have it. A part that did not become an entry is deleted, and its space given back."""
+        """Release the claim. A part that did not become an entry is deleted, and its space released."""
         try:
             if not stored:
                 self._space.drop(part)
-        except FileNotFoundError:  # somebody deleted the cache
+        except FileNotFoundError:  # the cache was deleted
             pass
         except OSError as error:
             self._trouble(error)
@@ -265,7 +265,7 @@ class NodeCache:
             part.close()
 
     def _trouble(self, error: OSError) -> None:
-        """Count a failure of the disk, write nothing for a while, and say so once."""
+        """Count a disk error, stop writing for a while, and warn once."""
         self.metrics.add("cache_errors")
         self._resume_at_s = time.monotonic() + RETRY_AFTER_S
         if self._unwarned.acquire(blocking=False):
@@ -280,14 +280,14 @@ class NodeCache:
 
 
 _LOADED = PartFile("", -1)
-"""Stands for "no claim needed": somebody else has published the entry meanwhile."""
+"""Stands for "no claim needed": another process has published the entry meanwhile."""
 
 
 def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:
-    """Return the cache that a user asked for; by default it may take four fifths of what is free on its disk.
+    """Return the cache that a user asked for; by default it may take four fifths of the free space on its disk.
 
     Raises:
-        ConfigError: A limit without a folder.
+        ConfigError: A limit without a directory.
     """
     if cache_dir is None:
         if cache_limit is not None:

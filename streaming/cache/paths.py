@@ -1,10 +1,10 @@
-"""Say where the files of a cache lie, and what to do with the files of other releases.
+"""Locate the files of a cache, and remove those of other releases.
 
 ::
 
-    <cache_dir>/                     the user's; nothing but our own folder is ever touched in it
-        shardstream-cache-v1/        one folder per layout version
-            LAYOUT                   marker: says that the folder is ours
+    <cache_dir>/                     the user's; nothing except our own directory is ever touched in it
+        shardstream-cache-v1/        one directory per layout version
+            LAYOUT                   marks the directory as ours
             entries/3f/<key>         whole entries
             parts/<key>.part         entries being fetched, each locked by its writer
             usage                    lock of the accounting, and its counter
@@ -32,8 +32,8 @@ class CachePaths:
     """Paths of one cache. Making one touches nothing.
 
     Attributes:
-        directory: The folder that the user named.
-        version: Layout version; what this release writes is ``LAYOUT_VERSION``.
+        directory: The directory that the user named.
+        version: Layout version; this release writes ``LAYOUT_VERSION``.
     """
 
     directory: str
@@ -41,32 +41,32 @@ class CachePaths:
 
     @property
     def root(self) -> str:
-        """Our own folder."""
+        """Our own directory."""
         return os.path.join(self.directory, f"shardstream-cache-v{self.version}")
 
     @property
     def marker(self) -> str:
-        """The file that says that the folder is ours."""
+        """The file that marks the directory as ours."""
         return os.path.join(self.root, "LAYOUT")
 
     @property
     def usage(self) -> str:
-        """The file that is locked for changes of the space used, and counts it."""
+        """The file that counts the space used, and is locked to change it."""
         return os.path.join(self.root, "usage")
 
     @property
     def evict(self) -> str:
-        """The file that is locked by whoever makes room."""
+        """The file that is locked by the process that makes room."""
         return os.path.join(self.root, "evict")
 
     @property
     def parts(self) -> str:
-        """The folder of entries being fetched."""
+        """The directory of entries being fetched."""
         return os.path.join(self.root, "parts")
 
     @property
     def entries(self) -> str:
-        """The folder of whole entries, in folders by the first two digits."""
+        """The directory of whole entries, in subdirectories by the first two digits."""
         return os.path.join(self.root, "entries")
 
     def entry(self, key: EntryKey) -> str:
@@ -75,14 +75,14 @@ class CachePaths:
         return os.path.join(self.entries, name[:2], name)
 
     def part(self, key: EntryKey, suffix: str = "") -> str:
-        """Return the path of the unfinished entry of ``key``; a ``suffix`` of 16 digits makes it one's own."""
+        """Return the path of the unfinished entry of ``key``; a ``suffix`` of 16 digits makes it private."""
         return os.path.join(self.parts, f"{key.name}.{suffix}.part" if suffix else f"{key.name}.part")
 
     def check_owner(self) -> None:
-        """Check that our folder is ours alone to write, or not there: others who could might feed us bytes.
+        """Check that our directory is missing, or ours alone to write: anyone else who could might feed us bytes.
 
         Raises:
-            PermissionError: It is a link, belongs to another user (but root), or others may write into it.
+            PermissionError: It is a link, belongs to another user (except root), or others may write into it.
         """
         try:
             status = os.stat(self.root, follow_symlinks=False)
@@ -95,10 +95,10 @@ class CachePaths:
             )
 
     def make(self) -> None:
-        """Make the folders and the marker, unless they are there. Private to the user: the data may be.
+        """Make the directories and the marker, unless they exist. Private to the user, since the data may be.
 
         Raises:
-            OSError: They cannot be made, or the folder belongs to something else.
+            OSError: They cannot be made, or the directory belongs to something else.
         """
         os.makedirs(self.directory, exist_ok=True)
         for folder in (self.root, self.entries, self.parts):
@@ -116,11 +116,11 @@ class CachePaths:
             raise OSError(f"{self.marker}: expected {marker!r}, got {found!r}; not a cache of this release")
 
     def part_paths(self) -> Iterator[str]:
-        """List unfinished entries, ours by name."""
+        """List unfinished entries, recognised as ours by name."""
         return (entry.path for entry in _scan(self.parts) if is_part_name(entry.name))
 
     def entry_files(self) -> Iterator[os.DirEntry[str]]:
-        """List whole entries, ours by name."""
+        """List whole entries, recognised as ours by name."""
         for folder in _scan(self.entries):
             if folder.is_dir(follow_symlinks=False):
                 yield from (entry for entry in _scan(folder.path) if is_entry_name(entry.name))
@@ -137,9 +137,9 @@ class CachePaths:
         return found
 
     def remove(self) -> None:
-        """Delete all files of this cache but those that a process is writing, then the folders that are empty.
+        """Delete all files of this cache except those that a process is writing, then the directories left empty.
 
-        A file that is not ours by its name stays, and the folders around it.
+        A file whose name is not one of ours stays, and so do the directories around it.
 
         Raises:
             OSError: Something cannot be deleted.
@@ -161,7 +161,7 @@ class CachePaths:
 
 
 def try_lock_existing(path: str) -> int | None:
-    """Lock as :func:`try_lock` does, without making the file; None also where there is none."""
+    """Lock as :func:`try_lock` does, without creating the file; None if there is none, too."""
     try:
         return try_lock(path, create=False)
     except FileNotFoundError:
@@ -194,5 +194,5 @@ def _unlink(path: str) -> None:
 def _rmdir(folder: str) -> None:
     try:
         os.rmdir(folder)
-    except OSError:  # absent, or something lies in it that is not ours
+    except OSError:  # missing, or it holds something that is not ours
         return

@@ -1,11 +1,11 @@
-"""Reserve the space of a cache before it is written, count it in one file, and make it by evicting the oldest.
+"""Reserve the space of a cache before it is written, count it in one file, and make room by evicting the oldest.
 
 The files themselves are the truth: an entry takes its length, a part (an entry being written) takes the length that it
-was stretched to when its space was reserved. The counter in ``usage`` saves looking at all of them for every entry. All
-changes of it happen under its lock, in an order such that a process killed in the middle leaves it too high, never
-too low: counted before the part is stretched, discounted after the file is gone. Too high is put right by counting
-anew before anything is evicted; a counter that is missing, damaged or from before the machine's last start is
-not believed.
+was extended to when its space was reserved. The counter in ``usage`` saves listing all of them for every entry. It is
+changed only under its lock, in an order such that a process killed in the middle leaves it too high, never too low:
+counted before the part is extended, discounted after the file is gone. A value that is too high is corrected by
+counting anew before anything is evicted; a counter that is missing, damaged or from before the machine's last start is
+not trusted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOW_WATER = 0.9
 _LOCK_LIMIT_S = 10.0
 """Far above the longest hold, one scan (0.2 s for 60,000 entries)."""
 _ROOM_LIMIT_S = 2.0
-"""How long an entry may wait for room that others make or hold; a reader is waiting for it."""
+"""How long an entry may wait for room that other processes make or hold; a reader is waiting for it."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _RECORD = struct.Struct("<8s36sQI")
 _MAGIC = b"shstuse1"
@@ -36,10 +36,10 @@ _MAGIC = b"shstuse1"
 
 @dataclass(slots=True, eq=False)
 class PartFile:
-    """An entry being made: an open file that is locked by this process until it is closed.
+    """An entry being made: an open file that this process keeps locked until it is closed.
 
     Attributes:
-        path: Where it lies.
+        path: Path of the file.
         fd: The open file.
     """
 
@@ -52,7 +52,7 @@ class PartFile:
         return charged_bytes(os.fstat(self.fd).st_size)
 
     def close(self) -> None:
-        """Give up the lock; the file stays."""
+        """Release the lock; the file stays."""
         unlock(self.fd)
 
 
@@ -64,11 +64,11 @@ class _Resident:
 
 
 class Space:
-    """The space of one cache, as this process deals with it. Thread-safe: it holds nothing but paths.
+    """The space of one cache, as used by this process. Thread-safe: it holds nothing but paths.
 
     Args:
-        layout: Where the files lie.
-        limit_bytes: What all files together may take.
+        layout: Paths of the files.
+        limit_bytes: Limit on the total size of the files.
         metrics: Counts ``cache_evictions`` and ``cache_evicted_bytes``.
     """
 
@@ -82,10 +82,10 @@ class Space:
         return charged_bytes(file_bytes(num_bytes)) <= self._limit_bytes
 
     def reserve(self, part: PartFile, num_bytes: int) -> None:
-        """Count an entry of ``num_bytes`` in, and stretch ``part`` to its length. Evicts if need be.
+        """Count an entry of ``num_bytes`` in, and extend ``part`` to its length. Evicts if necessary.
 
         Raises:
-            TimeoutError: Another process holds a lock or all of the room, and does not go on.
+            TimeoutError: Another process holds a lock or all of the room, and makes no progress.
             OSError: The disk fails.
         """
         length_bytes = file_bytes(num_bytes)
@@ -95,7 +95,7 @@ class Space:
             with self._locked() as usage:
                 used_bytes = self._used(usage)
                 if used_bytes + need_bytes <= self._limit_bytes:
-                    # Counted before it takes room: the counter is never below what the files take.
+                    # Counted before it takes room: the counter is never below the size of the files.
                     _write(usage, used_bytes + need_bytes)
                     os.ftruncate(part.fd, length_bytes)
                     return
@@ -107,21 +107,21 @@ class Space:
                 )
 
     def drop(self, part: PartFile) -> None:
-        """Delete ``part`` and count out what was reserved for it; it stays open and locked.
+        """Delete ``part`` and discount its reservation; it stays open and locked.
 
         Raises:
-            OSError: It cannot be deleted, or counted out; then the counter is too high, which is harmless.
+            OSError: It cannot be deleted, or discounted; then the counter is too high, which is harmless.
         """
         reserved_bytes = part.reserved_bytes
         if not reserved_bytes:
             os.unlink(part.path)
             return
         with self._locked() as usage:
-            os.unlink(part.path)  # gone before it is counted out, for the same reason
+            os.unlink(part.path)  # gone before it is discounted, for the same reason
             _discount(usage, reserved_bytes)
 
     def sweep(self) -> None:
-        """Delete the parts of processes that are gone; those of living ones are locked, and stay."""
+        """Delete the parts of dead processes; those of living ones are locked, and stay."""
         for path in self._layout.part_paths():
             if (fd := try_lock_existing(path)) is not None:
                 part = PartFile(path, fd)
@@ -138,9 +138,9 @@ class Space:
         return self._count(usage)[0] if used_bytes is None else used_bytes
 
     def _count(self, usage: int) -> tuple[int, list[_Resident]]:
-        """Count all files anew, deleting parts of dead processes: (bytes used, entries). The lock is held.
+        """Count all files anew, deleting parts of dead processes: (bytes used, entries). Call with the lock held.
 
-        Parts are looked at before entries: one that is renamed meanwhile counts twice, and never not at all.
+        Parts are listed before entries, so that one that is renamed meanwhile counts twice rather than not at all.
         """
         used_bytes = 0
         for path in self._layout.part_paths():
@@ -157,7 +157,7 @@ class Space:
         return used_bytes, residents
 
     def _make_room_alone(self, need_bytes: int) -> bool:
-        """Make room as :meth:`_make_room` does; False if another process is at it, which may be enough."""
+        """Make room as :meth:`_make_room` does; False if another process is doing so, which may be enough."""
         evicting = try_lock(self._layout.evict)
         if evicting is None:
             return False
@@ -179,9 +179,9 @@ class Space:
         return used_bytes + need_bytes <= self._limit_bytes
 
     def _evict(self, resident: _Resident) -> int:
-        """Delete one entry, unless it was used since it was looked at: bytes that became free.
+        """Delete one entry, unless it was used since it was listed; return the bytes freed.
 
-        A process that is reading it goes on: an open file outlives its name.
+        A process that is reading it is not affected: an open file outlives its name.
         """
         with self._locked() as usage:
             try:
@@ -216,7 +216,7 @@ def _boot_id() -> bytes:
     try:
         with open(_BOOT_ID, "rb") as file:
             return file.read(36)
-    except OSError:  # not Linux: the counter is then believed across restarts
+    except OSError:  # not Linux: the counter is then trusted across restarts
         return b""
 
 

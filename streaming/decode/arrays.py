@@ -26,7 +26,7 @@ MAX_UNPACKED_BYTES = 2**30
 """Default bound on what one ``.npz`` may unpack to: far above any sane sample, far below a node's memory."""
 
 _MAGIC = b"\x93NUMPY"
-_MAX_HEADER_BYTES = 16384  # numpy's own reader trusts 10,000 characters
+_MAX_HEADER_BYTES = 16384  # numpy's own reader accepts 10,000 characters
 _PLAIN_KINDS = "biufc"
 
 
@@ -50,10 +50,10 @@ class ArrayDecoder:
     accepts_buffer = True
 
     def __post_init__(self) -> None:
-        """Refuse types that are not plain numbers and conversions that lose the kind.
+        """Reject types that are not plain numbers and conversions between kinds.
 
         Raises:
-            ConfigError: If so.
+            ConfigError: There is one.
         """
         for dtype in (self.dtype, self.to):
             if dtype.kind not in _PLAIN_KINDS:
@@ -67,7 +67,7 @@ class ArrayDecoder:
         """Return the items as an array of ``shape``.
 
         Raises:
-            ValueError: If the length is not a whole number of items, or does not fit the shape.
+            ValueError: The length is not a whole number of items, or does not fit the shape.
         """
         if len(data) % self.dtype.itemsize:
             raise ValueError(f"{len(data)} bytes are not a multiple of the {self.dtype.itemsize} bytes of {self.dtype}")
@@ -79,7 +79,7 @@ def array(dtype: npt.DTypeLike, to: npt.DTypeLike | None = None, shape: tuple[in
     """Make a decoder of raw little-endian ``dtype`` items, converted to ``to`` (default: unchanged) and shaped.
 
     Raises:
-        ConfigError: If a type is not a plain number, the conversion loses values, or the shape is none.
+        ConfigError: A type is not a plain number, the conversion loses values, or the shape is invalid.
     """
     stored, wanted = _dtype(dtype), _dtype(dtype if to is None else to)
     return ArrayDecoder(dtype=stored.newbyteorder("<"), to=wanted.newbyteorder("="), shape=shape)
@@ -96,7 +96,7 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
     """Return the array of one ``.npy`` file.
 
     Raises:
-        ValueError: If the header is damaged or holds objects (pickle), or the payload's length is another.
+        ValueError: The header is damaged or describes objects (pickle), or the payload has another length.
     """
     view = memoryview(data)
     prefix = bytes(view[:12])
@@ -115,9 +115,9 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
     return result.copy(order="K")
 
 
-@functools.lru_cache(maxsize=128)  # fields of one data set share a few headers: parsing costs more than the copy
+@functools.lru_cache(maxsize=128)  # fields of one dataset share a few headers: parsing costs more than the copy
 def _npy_header(header: bytes, version: int) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
-    """Read (dtype, Fortran order, shape) of a ``.npy`` header, checked as far as a header can be."""
+    """Parse (dtype, Fortran order, shape) of a ``.npy`` header, checked as far as a header can be."""
     try:
         fields = ast.literal_eval(header.decode("utf-8" if version == 3 else "latin1"))
         descr, fortran_order, shape = fields["descr"], fields["fortran_order"], fields["shape"]
@@ -136,7 +136,7 @@ class NpzDecoder:
     """A ``.npz`` archive as a dict of arrays, in the archive's order.
 
     Attributes:
-        max_bytes: Bound on the unpacked size of all members together.
+        max_bytes: Limit on the unpacked size of all members together.
     """
 
     max_bytes: int = MAX_UNPACKED_BYTES
@@ -147,7 +147,7 @@ class NpzDecoder:
         """Return the arrays by name, without ``.npy``.
 
         Raises:
-            ValueError: If it is damaged, encrypted, too large unpacked, or holds something other than plain
+            ValueError: The archive is damaged, encrypted, too large unpacked, or holds something other than plain
                 arrays.
         """
         try:
@@ -179,8 +179,8 @@ def safetensors(data: ReadBuffer) -> dict[str, npt.NDArray[Any]]:
     """Return the tensors of a safetensors file, by name.
 
     Raises:
-        ConfigError: If the package ``safetensors`` is not installed.
-        Exception: The package's own error, if the bytes are not sound.
+        ConfigError: The package ``safetensors`` is not installed.
+        Exception: The package's own error, if the bytes are damaged.
     """
     arrays: dict[str, npt.NDArray[Any]] = require("safetensors.numpy", extra="safetensors").load(bytes(data))
     return {name: array if array.flags.writeable else array.copy() for name, array in arrays.items()}

@@ -1,9 +1,9 @@
 """Decode images: JPEG by simplejpeg (libjpeg-turbo, without the interpreter lock), all else by Pillow.
 
-What is inside decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
+The content decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
 the header and compared with the limit before a pixel is decoded.
 
-What is not done: EXIF orientation is not applied, colour profiles are ignored, transparency is cut off and
+Not supported: EXIF orientation is not applied, color profiles are ignored, transparency is dropped and
 not blended, and of several frames the first is taken. Sixteen bits per channel become eight by dropping the
 low byte.
 """
@@ -37,12 +37,12 @@ from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
 MAX_PIXELS = 2**27
-"""Default limit on width x height: 402 MB as RGB. Aerial and medical pictures may need more, by ``max_pixels``."""
+"""Default limit on width x height: 402 MB as RGB. Aerial and medical images may need more, by ``max_pixels``."""
 
 LINEAR_UP_TO = 4 / 3
-"""Largest shrinking of an axis at which two taps are enough: every source pixel still counts. 400 x 400 JPEGs of 64
-KB to 224 x 224: 1,110 to 1,150 images per CPU second so, 800 to 820 with area averages (benchmarks/bench_decode.py,
-2026-11, x86-64 with 2 CPUs, other work beside it)."""
+"""Largest reduction of an axis for which two taps suffice: every source pixel still counts. 400 x 400 JPEGs of 64 KB to
+224 x 224: 1,110 to 1,150 images per CPU second, against 800 to 820 with area averages (benchmarks/bench_decode.py,
+2026-11, x86-64 with 2 CPUs, under other load)."""
 
 _MODES = {  # name: (Pillow's mode, simplejpeg's, channels, what comes out)
     "rgb8": ("RGB", "RGB", 3, "uint8"),
@@ -57,8 +57,8 @@ MODES = tuple(_MODES)
 
 _SPEC = re.compile(r"([a-z0-9]+)(?::([0-9]+)x([0-9]+))?")
 
-# Pillow's own Image.open would warn or refuse by a limit that is global to the process, and would try formats
-# that start other programs (EPS); these are the readers we accept, by the bytes a file starts with.
+# Pillow's own Image.open would warn or refuse by a process-wide limit, and would try formats that start other
+# programs (EPS); these are the readers that we accept, by the first bytes of a file.
 _READERS: tuple[tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile.ImageFile]], ...] = (
     (re.compile(rb"\xff\xd8\xff"), JpegImagePlugin.JpegImageFile),
     (re.compile(rb"\x89PNG\r\n\x1a\n"), PngImagePlugin.PngImageFile),
@@ -90,10 +90,10 @@ class ImageDecoder:
     accepts_buffer = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Reject invalid arguments.
 
         Raises:
-            ConfigError: If the mode is unknown, or a number is not positive.
+            ConfigError: The mode is unknown, or a number is not positive.
         """
         if self.mode not in _MODES:
             raise ConfigError(f"image mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
@@ -104,13 +104,13 @@ class ImageDecoder:
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """Type of the arrays that come out; None for ``pil``."""
+        """Type of the returned arrays; None for ``pil``."""
         kind = _MODES[self.mode][3]
         return None if kind == "pil" else np.dtype(kind)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the arrays that come out, if it is known beforehand."""
+        """Shape of the returned arrays, if it is known in advance."""
         if self.size is None or self.dtype is None:
             return None
         channels = _MODES[self.mode][2]
@@ -120,8 +120,8 @@ class ImageDecoder:
         """Return the image, in memory of its own.
 
         Raises:
-            ValueError: If it is no image of a known kind, is damaged, or is larger than ``max_pixels``.
-            Exception: What simplejpeg or Pillow raises else.
+            ValueError: It is not an image of a known kind, is damaged, or is larger than ``max_pixels``.
+            Exception: Other errors of simplejpeg or Pillow.
         """
         pixels = self._decode(data)
         kind = _MODES[self.mode][3]
@@ -139,7 +139,7 @@ class ImageDecoder:
         return pixels
 
     def _decode_jpeg(self, data: ReadBuffer) -> npt.NDArray[np.uint8] | None:
-        """Return the JPEG, scaled as far down as ``size`` allows; None if this is a case for Pillow."""
+        """Return the JPEG, scaled as far down as ``size`` allows; None if Pillow has to decode it."""
         try:
             height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         except ValueError:
@@ -155,7 +155,7 @@ class ImageDecoder:
                 min_height=min(min_height, height),
                 min_width=min(min_width, width),
             )
-        except ValueError:  # also what libjpeg only warns of, such as stray bytes before a marker
+        except ValueError:  # including what libjpeg only warns of, such as stray bytes before a marker
             return None
         return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
 
@@ -177,16 +177,16 @@ def image(mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels
     """Make a decoder of images into ``mode``, resized to ``size`` (height, width).
 
     Raises:
-        ConfigError: If the mode is unknown, or a number is not positive.
+        ConfigError: The mode is unknown, or a number is not positive.
     """
     return ImageDecoder(mode=mode, size=size, max_pixels=max_pixels)
 
 
 def parse_image_spec(spec: str) -> ImageDecoder | None:
-    """Return the decoder of ``"rgb8"`` or ``"rgb8:224x224"`` (height x width); None if ``spec`` names no image mode.
+    """Return the decoder of ``"rgb8"`` or ``"rgb8:224x224"`` (height x width); None if ``spec`` is not an image mode.
 
     Raises:
-        ConfigError: If the size is zero.
+        ConfigError: The size is zero.
     """
     match = _SPEC.fullmatch(spec)
     if match is None or match[1] not in _MODES:
@@ -198,7 +198,7 @@ def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
     """Open ``data`` with the Pillow reader of its kind, over a copy of the bytes; not decoded yet.
 
     Raises:
-        ValueError: If the first bytes are those of no image that we read.
+        ValueError: The first bytes are not those of a supported image.
     """
     prefix = bytes(data[:16])
     for magic, reader in _READERS:
@@ -211,7 +211,7 @@ def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
     """Return the pixels of ``image`` in Pillow's ``mode`` (L, RGB, RGBA): a new array ``[H, W(, C)]``.
 
     Raises:
-        ValueError: If its pixels are 32 bits wide, which has no agreed form in eight.
+        ValueError: Its pixels are 32 bits wide, for which there is no standard conversion to eight.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
@@ -227,10 +227,10 @@ def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
 def resize(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
     """Resize ``pixels`` ``[H, W(, C)]`` to ``size`` (height, width).
 
-    Area averages where an axis shrinks by more than ``LINEAR_UP_TO`` and none grows, else bilinear: a JPEG
+    Uses area averages if an axis shrinks by more than ``LINEAR_UP_TO`` and none grows, else bilinear: a JPEG
     scaled by libjpeg is mostly close enough, and bilinear takes a fifth of the time.
 
-    By OpenCV (extra ``images``) where installed, else by Pillow. The two differ a little: for the same pixels
+    Uses OpenCV (extra ``images``) if installed, else Pillow. The two differ slightly: for the same pixels
     on every machine, install the extra on all or on none.
     """
     height, width = size

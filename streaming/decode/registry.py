@@ -1,4 +1,4 @@
-"""Choose the decoder of a field: by its extension, by a name such as "rgb8:224x224", by a type, or as told."""
+"""Choose the decoder of a field: by its extension, by a name such as "rgb8:224x224", by a type, or as specified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DecodeSpec: TypeAlias = "str | Mapping[str, FieldSpec] | FieldDecoder | None"
 
 @runtime_checkable
 class FieldDecoder(Protocol):
-    """Know the decoder of every field. Thread-safe; picklable if the decoders in it are."""
+    """Provide the decoder of every field. Thread-safe; picklable if its decoders are."""
 
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field`` (an extension without the leading dot), the same object on every call.
@@ -29,7 +29,7 @@ class FieldDecoder(Protocol):
         ``streaming.decode.raw`` itself stands for "bytes as they are", so that an engine may hand out views.
 
         Raises:
-            ConfigError: If the field must not or cannot be decoded; the message holds the cure.
+            ConfigError: The field must not or cannot be decoded; the message says what to do.
         """
 
 
@@ -81,7 +81,7 @@ class CallOnBytes:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> object:
-        """Return what the function returns."""
+        """Return the function's result."""
         return self.function(bytes(data))
 
 
@@ -96,15 +96,15 @@ class RawFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoFields:
-    """Fields decoded by the last component of their extension; ``given`` ones as told.
+    """Fields decoded by the last component of their extension, except those in ``given``.
 
-    A field is looked up in ``given`` as it stands, then in lower case, then as ``*.png`` (its last
+    A field is looked up in ``given`` as it is, then in lower case, then as ``*.png`` (its last
     component), then as ``*`` (anything else); then in ``described``.
 
     Attributes:
         given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.
         image: Decoder of all images that are not ``given``.
-        described: Decoders of fields of which the data set itself says what they hold.
+        described: Decoders of fields whose content the dataset itself describes.
     """
 
     given: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class AutoFields:
         """Return the decoder of ``field``.
 
         Raises:
-            ConfigError: If its kind is refused (pickles), or needs a package that is missing.
+            ConfigError: Its kind is refused (pickles), or needs a package that is missing.
         """
         decoder = self._known.get(field)
         if decoder is None:
@@ -143,16 +143,16 @@ class AutoFields:
 
 
 def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
-    """Return the decoders that a user's ``decode=`` asks for.
+    """Return the decoders specified by a user's ``decode=``.
 
     Args:
         spec: ``"auto"``: by extension. None, ``"raw"`` or ``"bytes"``: every field as bytes. An image mode
             such as ``"rgb8:224x224"`` or ``"pil"``: by extension, images in that mode. A mapping of field to
             name, type, NumPy type, function or None (bytes): those as given, the rest by extension; the field
-            may be ``*.png`` (every field that ends so) or ``*`` (all the rest). A ``FieldDecoder``: itself.
+            may be ``*.png`` (every field with that ending) or ``*`` (all the rest). A ``FieldDecoder``: itself.
 
     Raises:
-        ConfigError: If the spec is none of these, or needs a package that is missing.
+        ConfigError: The spec is none of these, or needs a package that is missing.
     """
     if spec is None or spec in ("raw", "bytes"):
         return RawFields()
@@ -174,7 +174,7 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
 
 
 def with_described(decoders: FieldDecoder, types: Mapping[str, str]) -> FieldDecoder:
-    """Return ``decoders`` that know, where they go by extension, how fields decode that a data set describes."""
+    """Add decoders of the fields that a dataset describes to ``decoders``, as far as these go by extension."""
     if not types or not isinstance(decoders, AutoFields):
         return decoders
     described = {name.lower(): decoder_of(spec, field=name) for name, spec in types.items()}
@@ -182,7 +182,7 @@ def with_described(decoders: FieldDecoder, types: Mapping[str, str]) -> FieldDec
 
 
 def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noqa: PLR0911 - one per kind
-    """Return the decoder that ``spec`` means for ``field``.
+    """Return the decoder that ``spec`` specifies for ``field``.
 
     Args:
         spec: A name (``"int"``, ``"rgb8:224x224"``, ``"array:uint16->int64"``, ``"auto"``, …), ``int``,
@@ -193,7 +193,7 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
         field: For messages.
 
     Raises:
-        ConfigError: If it means nothing, or needs a package that is missing.
+        ConfigError: The spec is invalid, or needs a package that is missing.
     """
     if spec is None:
         return values.raw
@@ -229,7 +229,7 @@ def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
 
 
 def _checked(decoder: Decoder) -> Decoder:
-    """Return ``decoder``, after a look whether the package it needs is there."""
+    """Return ``decoder`` after checking that the package it needs is installed."""
     needs = _NEEDS.get(decoder)
     if needs is not None:
         values.require(needs[0], extra=needs[1])
@@ -237,13 +237,13 @@ def _checked(decoder: Decoder) -> Decoder:
 
 
 def is_ours(decoder: Decoder) -> bool:
-    """Tell whether it runs no code of the user."""
+    """Tell whether the decoder runs no code of the user's."""
     known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 
 def runs_code_of_user(decoders: FieldDecoder) -> bool:
-    """Tell whether some field may be decoded by code of the user."""
+    """Tell whether some field may be decoded by code of the user's."""
     if isinstance(decoders, AutoFields):
         return any(
             runs_code_of_user(one) if isinstance(one, FieldDecoder) else not is_ours(one)
@@ -253,7 +253,7 @@ def runs_code_of_user(decoders: FieldDecoder) -> bool:
 
 
 def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, field: str) -> object:
-    """Return ``decoder(data)``, its errors named.
+    """Return ``decoder(data)``, adding context to its errors.
 
     Args:
         decoder: The decoder of ``field``.
@@ -263,7 +263,7 @@ def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, fiel
         field: Field, for the message.
 
     Raises:
-        DecodeError: Whatever the decoder raised, as cause; the message names shard, key, field and size. Not
+        DecodeError: Wraps whatever the decoder raised; the message names shard, key, field and size. Not
             wrapped: ``ConfigError``, which concerns every sample, and ``MemoryError``, which is not the
             sample's fault.
     """
@@ -271,7 +271,7 @@ def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, fiel
         return decoder(data)
     except (ConfigError, MemoryError):
         raise
-    except Exception as error:  # the border to foreign decoders
+    except Exception as error:  # boundary to foreign decoders
         size = format_bytes(len(data))
         raise DecodeError(
             f"{redact(url)}: sample {key!r}: field {field!r} ({size}) does not decode: "

@@ -11,7 +11,7 @@ from streaming.types import ReadBuffer
 
 
 def raw(data: ReadBuffer) -> bytes:
-    """Return the bytes themselves, as a copy of their own."""
+    """Return the bytes themselves, as a separate copy."""
     return bytes(data)
 
 
@@ -19,38 +19,38 @@ def text(data: ReadBuffer) -> str:
     """Return UTF-8 text, exactly as stored: nothing is stripped.
 
     Raises:
-        UnicodeDecodeError: If it is not UTF-8.
+        UnicodeDecodeError: It is not UTF-8.
     """
     return str(data, "utf-8")
 
 
 def integer(data: ReadBuffer) -> int:
-    """Return a decimal integer in ASCII; white space around it is allowed.
+    """Parse a decimal integer in ASCII; surrounding white space is allowed.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: It is anything else.
     """
     return int(bytes(data))
 
 
 def number(data: ReadBuffer) -> float:
-    """Return a float as text, ``inf`` and ``nan`` included; white space around it is allowed.
+    """Parse a float, including ``inf`` and ``nan``; surrounding white space is allowed.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: It is anything else.
     """
     return float(bytes(data))
 
 
 def json(data: ReadBuffer) -> object:
-    """Return a JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
+    """Parse a JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
 
     Raises:
-        ValueError: If it is not JSON.
-        RecursionError: If it is nested deeper than the interpreter's stack.
+        ValueError: It is not JSON.
+        RecursionError: It is nested deeper than the interpreter's stack.
     """
     try:
-        text = str(data, "utf-8")  # loads(bytes) first finds out the encoding, which takes as long as parsing
+        text = str(data, "utf-8")  # loads(bytes) would detect the encoding first, which takes as long as parsing
     except UnicodeDecodeError:
         return _json.loads(bytes(data))
     if text[:1] in _FOREIGN_START or text[1:2] == "\0":
@@ -62,11 +62,11 @@ _FOREIGN_START = frozenset(("\ufeff", "\0"))  # a byte order mark; UTF-16 or 32 
 
 
 def msgpack(data: ReadBuffer) -> object:
-    """Return a MessagePack document; lengths in it are bounded by the length of ``data``.
+    """Parse a MessagePack document; lengths in it are limited to the length of ``data``.
 
     Raises:
-        ConfigError: If the package ``msgpack`` is not installed.
-        ValueError: If it is not MessagePack.
+        ConfigError: The package ``msgpack`` is not installed.
+        ValueError: It is not MessagePack.
     """
     return require("msgpack", extra="msgpack").unpackb(data, raw=False, strict_map_key=False)
 
@@ -75,7 +75,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     """Return the optional dependency ``module``.
 
     Raises:
-        ConfigError: If it is not installed; names the extra that brings it.
+        ConfigError: It is not installed; names the extra that provides it.
     """
     try:
         return importlib.import_module(module)

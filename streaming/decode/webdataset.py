@@ -1,8 +1,8 @@
 """Use handlers of webdataset's ``autodecode`` as decoders; no other module knows their calling convention.
 
-A handler is a callable ``handler(key, data)``, with ``key`` such as ``".jpg"``, that returns the object, or
-None where it does not apply, or a ``Continue`` with another key and other bytes. webdataset is imported only
-where a handler is named by a string.
+A handler is a callable ``handler(key, data)``, with ``key`` such as ``".jpg"``, that returns the object, None if it
+does not apply, or a ``Continue`` with another key and other bytes. webdataset is imported only if a handler is named by
+a string.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class HandledField:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> object:
-        """Return what the first handler that applies returns.
+        """Return the result of the first handler that applies.
 
         Raises:
-            ConfigError: If none does and ``rest`` refuses the field.
+            ConfigError: None applies and ``rest`` refuses the field.
         """
         key, payload = f".{self.field}", bytes(data)
         for handler in self.handlers:
@@ -47,7 +47,7 @@ class HandledField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebdatasetFields:
-    """Every field by webdataset's handlers, by ``rest`` where none applies. Picklable if the handlers are."""
+    """Every field by webdataset's handlers, or by ``rest`` if none applies. Picklable if the handlers are."""
 
     handlers: tuple[Handler, ...]
     rest: FieldDecoder
@@ -58,19 +58,19 @@ class WebdatasetFields:
 
 
 def from_webdataset(*handlers: Handler | str, rest: DecodeSpec = "auto") -> WebdatasetFields:
-    """Take webdataset's decode handlers as ``decode=``, for all fields or as the value of one.
+    """Use webdataset's decode handlers as ``decode=``, for all fields or as the value of one.
 
     ``decode=from_webdataset(wds.imagehandler("rgb8"))`` does what ``.decode(wds.imagehandler("rgb8"))`` does
-    there, but for webdataset's own default handlers, which load pickles: what no handler wants is decoded by
+    there, except for webdataset's own default handlers, which load pickles: fields without a handler are decoded by
     ``rest``.
 
     Args:
         handlers: Callables ``(key, data)``; a string such as ``"torchrgb"`` is one of webdataset's image
             handlers.
-        rest: The ``decode=`` for the fields that no handler wants.
+        rest: The ``decode=`` for the fields that no handler accepts.
 
     Raises:
-        ConfigError: If there is no handler, one is not callable, or webdataset is needed and not installed.
+        ConfigError: There is no handler, one is not callable, or webdataset is needed and not installed.
     """
     if not handlers or not all(isinstance(handler, str) or callable(handler) for handler in handlers):
         raise ConfigError(f"from_webdataset: expected handlers (key, data) -> object or names, got {handlers!r}")

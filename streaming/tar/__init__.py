@@ -1,7 +1,7 @@
 """Parse and write tar archives as bytes in memory. Pure: no I/O.
 
-Import from the modules: ``parse`` (layout of a chunk's bytes), ``scanner`` (a stream of pieces), ``samples`` (a stream
-to samples), ``headers`` (the headers that our writer emits).
+Import from the modules: ``fast`` (layout of a chunk's bytes), ``scanner`` (a stream of pieces), ``samples`` (from a
+stream to samples), ``headers`` (the headers that our writer emits).
 """
 
 from streaming.tar.fast import parse_chunk

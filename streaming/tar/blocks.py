@@ -16,29 +16,29 @@ BLOCK_BYTES = 512
 MAX_EXTENSION_BYTES = 1 << 20
 """Longest PAX record or GNU long name that is read; anything longer is damage or an attack."""
 MAX_EXTENSION_RUN_BYTES = 4 << 20
-"""Most bytes of extension headers before one member; tar programs write at most one of each kind."""
+"""Maximum size of the extension headers before one member; tar programs write at most one of each kind."""
 MAX_PAX_RECORDS = 4096
-"""Most records in one PAX header; real ones hold a handful, and a file's extended attributes."""
+"""Maximum number of records in one PAX header; real ones hold a handful, and a file's extended attributes."""
 MAX_MEMBER_BYTES = 1 << 56
-"""Largest size a header may state, so that offsets stay within int64."""
+"""Largest size that a header may state, so that offsets stay within int64."""
 
 BytesLike = bytes | bytearray | memoryview | NDArray[np.uint8]
 Names = list[bytes] | NDArray[np.bytes_]
-"""Member names: as a NumPy column where all stand in the headers' name fields (junk after a NUL included)."""
+"""Member names: a NumPy column if all are in the headers' name fields (including junk after a NUL)."""
 
 REGULAR_TYPES = frozenset(b"0\x007")
 DATALESS_TYPES = frozenset(b"123456")
 """Links, devices, directories and FIFOs: no payload follows, whatever the size field says (as in ``tarfile``)."""
 PAX_TYPES = frozenset(b"xX")
 EXTENSION_TYPES = frozenset(b"xXLK")
-"""Headers that describe the member after them."""
+"""Headers that describe the next member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a buffer comes from: the shard, and the buffer's offset in it. Errors are raised through it.
+    """The origin of a buffer: the shard, and the buffer's offset in it. Errors are raised through it.
 
-    ``strict``: it is read for the first time, so that what would get lost of a sample without a word is an error.
+    ``strict``: the shard is read for the first time, so it is an error if a part of a sample would be lost silently.
     Chunks of an index are read as they were when it was built.
     """
 
@@ -47,7 +47,7 @@ class Origin:
     strict: bool = False
 
     def fail(self, offset: int, what: str, *, member: bytes | str = b"", cure: str = "") -> NoReturn:
-        """Raise the TarError that says ``what`` is wrong at ``offset`` of the buffer."""
+        """Raise the TarError that ``what`` is wrong at ``offset`` of the buffer."""
         name = decode_name(member) if isinstance(member, bytes) else member
         at = f"{self.url or 'tar'}, byte {self.base + offset}" + (f", member {name!r}" if name else "")
         raise TarError(f"{at}: {what}" + (f"; {cure}" if cure else ""))
@@ -57,9 +57,9 @@ class Origin:
 class Members:
     """The regular files among the members of a buffer, in order; offsets count from the start of the buffer.
 
-    ``headers[i]`` is where member ``i`` begins (its PAX or long-name header where it has one), ``data[i]`` where its
-    bytes begin, ``sizes[i]`` their number. ``end`` is where the next header is expected, possibly beyond the buffer.
-    ``ended`` says that the end-of-archive mark stands there.
+    ``headers[i]`` is the start of member ``i`` (of its PAX or long-name header if it has one), ``data[i]`` that of its
+    bytes, ``sizes[i]`` their number. ``end`` is where the next header is expected, possibly beyond the buffer.
+    ``ended`` tells whether the end-of-archive mark is there.
     """
 
     names: Names
@@ -80,7 +80,7 @@ def parse_number(field: bytes) -> int | None:
 
     None if it is neither.
     """
-    if field[:1] and field[0] & 0x80:  # -1 for a negative number and for one beyond all sizes: both are no size
+    if field[:1] and field[0] & 0x80:  # -1 for a negative number and for one beyond all sizes: neither is a size
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
     text = field.split(b"\0", 1)[0].strip(b" ")
     if not text:
@@ -89,7 +89,7 @@ def parse_number(field: bytes) -> int | None:
 
 
 def checksum_matches(header: bytes) -> bool:
-    """Tell whether a 512-byte header holds the sum of its own bytes, unsigned or (old tars) signed."""
+    """Tell whether a 512-byte header holds the sum of its own bytes, unsigned or (in old tars) signed."""
     stored = parse_number(header[148:156])
     unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
     if stored == unsigned:
@@ -107,7 +107,7 @@ def parse_pax(payload: bytes, where: Origin, offset: int) -> dict[bytes, bytes]:
     """Return the records ``length key=value`` of a PAX header's payload that begins at ``offset`` of the buffer.
 
     Raises:
-        TarError: If a record's length does not hold, or there are more than :data:`MAX_PAX_RECORDS`.
+        TarError: A record's length is wrong, or there are more than :data:`MAX_PAX_RECORDS`.
     """
     records: dict[bytes, bytes] = {}
     at, payload_end, num_records = 0, len(payload.rstrip(b"\0")), 0
@@ -128,10 +128,10 @@ def parse_pax(payload: bytes, where: Origin, offset: int) -> dict[bytes, bytes]:
 
 
 def member_of_pax(records: dict[bytes, bytes], where: Origin, offset: int) -> tuple[bytes | None, int | None]:
-    """Return name and size that PAX ``records`` give to the next member, None where they say nothing.
+    """Return the name and size that PAX ``records`` give to the next member; None if they do not.
 
     Raises:
-        TarError: For a sparse file, whose bytes are not stored in one run, and for a size that is no number.
+        TarError: A sparse file, whose bytes are not stored contiguously, or a size that is not a number.
     """
     if any(key.startswith(b"GNU.sparse") for key in records):
         where.fail(offset, "sparse file", cure="pack it without --sparse")
@@ -175,8 +175,8 @@ def encode_name(name: str) -> bytes:
 def split_name(name: str) -> tuple[str, str] | None:
     """Return key and field (lower-cased, without the dot) of a member name, or None if it belongs to no sample.
 
-    No sample have names without a dot in the last component, and names that start with a component such as
-    ``__meta__``. Dot-files take their directory as key (``a/b/.x`` is field ``x`` of ``a/b/``), as in webdataset.
+    Names without a dot in the last component, and names that start with a component such as ``__meta__``, belong to no
+    sample. Dot-files have their directory as key (``a/b/.x`` is field ``x`` of ``a/b/``), as in webdataset.
     """
     if name.startswith("__") and _META_NAME.match(name):
         return None
@@ -186,7 +186,7 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     if dot > last and "\n" not in name:
         return name[:dot], name[dot + 1 :].lower()
-    # webdataset's regular expression, ^((?:.*/|)[^.]+)[.]([^/]*)$, without its steps back: they are quadratic.
+    # webdataset's regular expression, ^((?:.*/|)[^.]+)[.]([^/]*)$, without its backtracking, which is quadratic.
     newline = name.find("\n")
     folder = name.rfind("/", 0, min(newline % (len(name) + 1), max(dot - 1, 0))) + 1
     if folder >= dot or "." in name[folder:dot]:
@@ -195,5 +195,5 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def is_meta(field: str) -> bool:
-    """Tell whether a name is like those that readers give to what they note in a sample, such as ``__key__``."""
+    """Tell whether a name looks like those that readers give to their own notes in a sample, such as ``__key__``."""
     return field.startswith("__") and field.endswith("__") and len(field) > len("____")

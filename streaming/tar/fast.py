@@ -1,9 +1,9 @@
 """Read tar headers fast: all of a buffer in one NumPy pass.
 
-Blocks that carry the ustar magic are candidates; the size of each says where the next header must be. If that chain
-runs through all candidates, they are the headers. If it does not (a payload that holds a tar), it is followed link by
-link. What does not fit the pattern (no magic, base-256 sizes, sparse files, damage) gives None, and the exact reader
-:mod:`streaming.tar.walk` decides. Both give the same result wherever this one gives any.
+Blocks with the ustar magic are candidates; the size in each tells where the next header must be. If that chain runs
+through all candidates, they are the headers. If it does not (a payload contains a tar), it is followed link by link.
+What does not fit the pattern (no magic, base-256 sizes, sparse files, damage) gives None, and the exact reader
+:mod:`streaming.tar.walk` decides. Wherever this reader gives a result, both give the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LITTLE = sys.byteorder == "little"
 _MAGIC_MASK = 0x0000_FFFF_FFFF_FF00  # bytes 257 to 261 of the eight at 256
 _MAGIC = int.from_bytes(b"\0ustar\0\0", "little")
 
-# What a header of each type is to us.
+# The role of a header of each type.
 _ODD, _REGULAR, _DATALESS, _PAX, _LONG_NAME, _LONG_LINK, _GLOBAL = range(7)
 _ROLES = np.zeros(256, np.uint8)
 _ROLES[list(b"0\x007")] = _REGULAR
@@ -51,9 +51,8 @@ _ROLES[ord("g")] = _GLOBAL
 def read_members(buffer: BytesLike, where: Origin, *, partial: bool = False, verify_headers: bool = False) -> Members:
     """Return the regular members of the tar bytes in ``buffer``, which begins at a header.
 
-    Contract as ``walk_members``.
-
-    ``verify_headers`` checks the checksum of every header; otherwise only odd archives are checked so.
+    Same contract as ``walk_members``. ``verify_headers`` verifies the checksum of every header; otherwise only those of
+    unusual archives are verified.
     """
     raw = as_array(buffer)
     members = None if partial or verify_headers else read_plain(raw)
@@ -112,7 +111,7 @@ def _sizes(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, NDArray[
 
 
 def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Array, NDArray[np.uint8]] | None:
-    """Return the candidates that are headers, with their payload sizes and roles; None where the pattern breaks."""
+    """Return the candidates that are headers, with their payload sizes and roles; None if the pattern does not hold."""
     sizes, good = _sizes(raw, at)
     roles = _ROLES[_column(raw, "u1", 156)[at]]
     sizes[roles == _DATALESS] = 0
@@ -126,7 +125,7 @@ def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Arr
 
 
 def _follow(at: Int64Array, following: Int64Array) -> Int64Array:
-    """Return indices of the candidates that are reached from the first one."""
+    """Return the indices of the candidates that are reached from the first one."""
     target = np.searchsorted(at, following)
     target[target == at.size] = -1
     target[at[target] != following] = -1
@@ -138,7 +137,7 @@ def _follow(at: Int64Array, following: Int64Array) -> Int64Array:
 
 
 def _fold_octal(digits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the numbers that words of eight octal digits stand for, the first digit in the lowest byte."""
+    """Return the numbers in words of eight octal digits, the first digit in the lowest byte."""
     folded = digits & np.uint64(0x0707070707070707)
     folded = ((folded * np.uint64(0x0801)) >> np.uint64(8)) & np.uint64(0x003F003F003F003F)
     folded = ((folded * np.uint64(0x400001)) >> np.uint64(16)) & np.uint64(0x00000FFF00000FFF)
@@ -162,7 +161,7 @@ def _checksums_match(raw: NDArray[np.uint8], at: Int64Array) -> bool:
 
 
 def _header_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Sum all bytes in each row of ``words``, ``[n, 64]``: most words are the same in all, and summed once."""
+    """Sum all bytes in each row of ``words``, ``[n, 64]``: most words are equal in all rows, and summed once."""
     flat = words.reshape(-1)
     differs = (flat[64:] != flat[:-64]).view(np.uint64).reshape(-1, 8)  # uint64 [n - 1, 8]: eight flags each
     varies = np.bitwise_or.reduce(differs, axis=0).view(np.bool_)
@@ -238,7 +237,7 @@ def _payload(raw: NDArray[np.uint8], at: int, size: int) -> bytes:
 def _apply_extensions(
     raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8], where: Origin
 ) -> dict[int, bytes] | None:
-    """Return names given by PAX and GNU headers, by the index of their header; None if the exact reader must look."""
+    """Return the names given by PAX and GNU headers, by index of their header; None if the exact reader must look."""
     names: dict[int, bytes] = {}
     pax = np.flatnonzero(roles == _PAX)
     if pax.size and _any_concerns_us(raw, at[pax], sizes[pax]):
@@ -258,7 +257,7 @@ def _apply_extensions(
 
 
 def _any_concerns_us(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array) -> bool:
-    """Tell whether any of many PAX payloads may matter; most hold a time stamp and nothing else."""
+    """Tell whether any of many PAX payloads may matter; most hold only a time stamp."""
     if int(sizes.max()) > BLOCK_BYTES:
         return True
     blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
@@ -266,7 +265,7 @@ def _any_concerns_us(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array) 
 
 
 def _carry(names: dict[int, bytes], roles: NDArray[np.uint8]) -> dict[int, bytes]:
-    """Move each name from its extension header to the member that it is for; the last of several wins."""
+    """Move each name from its extension header to the member that it names; the last of several wins."""
     carried: dict[int, bytes] = {}
     member = 0
     for index in sorted(names):
@@ -286,7 +285,7 @@ def _globals_matter(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, r
 
 
 def _names(raw: NDArray[np.uint8], at: Int64Array, kept: Int64Array, names_at: dict[int, bytes]) -> Names:
-    """Return names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
+    """Return the names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
     column = _column(raw, "S100", 0)[at]
     prefixed = (_column(raw, "u1", 345)[at] != 0) & (_column(raw, "u1", 262)[at] == 0)
     if not names_at and not prefixed.any():
@@ -310,19 +309,19 @@ def parse_chunk(
 
     The buffer may be a chunk or a whole archive (with or without the end-of-archive mark). Nothing is copied from it
     and no reference to it is kept. Offsets in the result count from the buffer's start; ``record_starts[0]`` is 0 and
-    ``record_starts[-1]`` where the last member's padding ends. Pure; safe from any thread.
+    ``record_starts[-1]`` the end of the last member's padding. Pure; safe from any thread.
 
     Args:
         buffer: Contiguous bytes.
         url: The shard, for messages.
         base: Offset of the buffer in the shard, for messages.
-        verify_headers: Check the checksum of every member header. Not needed where the buffer's CRC32C was checked.
-        repeats: A field that a sample holds already begins another sample of the same key: for bytes that an index
-            describes, which says how many samples there are.
+        verify_headers: Verify the checksum of every member header. Not needed if the buffer's CRC32C was verified.
+        repeats: A field that the sample already has begins another sample with the same key: for bytes described by an
+            index, which specifies the number of samples.
 
     Raises:
-        TarError: For damage, truncation, sparse files, or data after the end-of-archive mark.
-        DuplicateKeyError: If one sample holds one field twice, unless ``repeats``.
+        TarError: Damage, truncation, sparse files, or data after the end-of-archive mark.
+        DuplicateKeyError: A sample has a field twice, unless ``repeats``.
     """
     where = Origin(url, base)
     members = read_members(buffer, where, verify_headers=verify_headers)

@@ -1,4 +1,4 @@
-"""Group members of a tar into samples: neighbours with one key are one sample, each extension is a field."""
+"""Group members of a tar into samples: consecutive members with one key are a sample, each extension is a field."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from streaming.tar.keys import KeyLines, join_lines, rises
 from streaming.types import Int64Array
 
 MAX_FIELDS = 16384
-"""Most fields of one sample; every field more costs all readers a column."""
+"""Maximum number of fields of one sample; every additional field costs all readers a column."""
 DUPLICATES_CURE = (
     "rewrite the set with `shard_tools reshard SOURCE TARGET --dedupe` (joins samples that share a key, and keeps the "
     "first of each field) or with `--key-prefix {number}-` (keeps all, each under a key of its own). To read the set "
     'as it is, each as a separate sample: StreamingDataset(duplicate_keys="keep"), or `shard_tools index '
     "--duplicate-keys keep`"
 )
-"""What to do about a key that comes twice, for messages."""
+"""What to do about a repeated key, for messages."""
 _MAX_UNIFORM_FIELDS = 64
 _FREE_FIELDS = 256
 _MAX_CELLS_PER_MEMBER = 64
@@ -29,15 +29,15 @@ _MAX_CELLS_PER_MEMBER = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """Where the samples of a run of tar bytes lie.
+    """The places of the samples in a run of tar bytes.
 
-    Offsets count from the start of the buffer (of the shard, where a scanner made it).
+    Offsets count from the start of the buffer (of the shard, if a scanner made the layout).
 
     Attributes:
         keys: The key of each of the ``n`` samples.
         fields: The ``F`` extensions, lower-cased, in order of first appearance.
-        starts: int64 ``[n, F]``, where each field's bytes begin; -1 where the sample lacks the field.
-        sizes: int64 ``[n, F]``, their number; 0 where the sample lacks the field.
+        starts: int64 ``[n, F]``, the start of each field's bytes; -1 if the sample lacks the field.
+        sizes: int64 ``[n, F]``, their number; 0 if the sample lacks the field.
         record_starts: int64 ``[n + 1]``: sample ``i`` with all its headers and padding is
             ``[record_starts[i], record_starts[i + 1])``. Members that belong to no sample (directories, links) are in
             the record before them, or in the first.
@@ -61,7 +61,7 @@ class PackedLayout:
     record_starts: Int64Array
 
     def unpacked(self) -> ChunkLayout:
-        """Return the same with keys as text."""
+        """Return the same layout with keys as text."""
         keys = self.keys
         return ChunkLayout(
             keys=keys.to_list() if isinstance(keys, KeyLines) else keys,
@@ -73,18 +73,18 @@ class PackedLayout:
 
 
 def group_members(members: Members, where: Origin, *, first: int, stop: int, repeats: bool = False) -> PackedLayout:
-    """Return the samples that ``members`` make up; the records span ``[first, stop)``.
+    """Return the samples formed by ``members``; the records span ``[first, stop)``.
 
     Args:
         members: In the order of the archive.
         where: For messages.
-        first: Where the first record begins.
-        stop: Where the last one ends.
-        repeats: A field that a sample holds already begins another sample of the same key; else that is an error.
+        first: Start of the first record.
+        stop: End of the last one.
+        repeats: A field that the sample already has begins another sample with the same key; else that is an error.
 
     Raises:
-        DuplicateKeyError: If one sample holds one field twice, unless ``repeats``.
-        TarError: If there are so many distinct extensions that the names cannot be ``key.extension``.
+        DuplicateKeyError: A sample has a field twice, unless ``repeats``.
+        TarError: There are so many distinct extensions that the names cannot be ``key.extension``.
     """
     uniform = _uniform(members.names) if len(members.names) else None
     if uniform is None:
@@ -144,7 +144,7 @@ def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
             return None
         if other.replace(ends[field], ends[0]) != lines:
             return None
-    ends_of = None  # the first and the last key's names, if they rise
+    ends_of = None  # the names of the first and the last key, if they ascend
     if not isinstance(names, list) and rises(firsts := names[::num_fields]):
         ends_of = firsts[[0, -1]]
     keys = KeyLines(lines, ends[0], num_samples, ends_of)
@@ -235,10 +235,10 @@ def _raise_duplicate(members: Members, where: Origin, before: int, index: int, s
 
 
 def check_num_fields(key: str, num_fields: int, url: str) -> None:
-    """Refuse a sample that no reader would want.
+    """Reject a sample with more fields than any reader could use.
 
     Raises:
-        TarError: If it has more than :data:`MAX_FIELDS` fields.
+        TarError: It has more than :data:`MAX_FIELDS` fields.
     """
     if num_fields > MAX_FIELDS:
         raise TarError(
@@ -248,10 +248,10 @@ def check_num_fields(key: str, num_fields: int, url: str) -> None:
 
 
 def check_density(num_samples: int, fields: Sequence[str], num_members: int, url: str) -> None:
-    """Refuse names that are not ``key.extension``: a matrix of samples and fields that would be all but empty.
+    """Reject names that are not ``key.extension``: a matrix of samples and fields that would be nearly empty.
 
     Raises:
-        TarError: If there are more than 256 fields and less than one cell in 64 would be filled.
+        TarError: There are more than 256 fields, and less than one cell in 64 would be filled.
     """
     if len(fields) > _FREE_FIELDS and num_samples * len(fields) > _MAX_CELLS_PER_MEMBER * num_members:
         some = ", ".join(repr(field) for field in fields[:3])

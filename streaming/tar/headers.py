@@ -1,12 +1,12 @@
 """Write tar member headers: deterministic, plain ustar wherever ustar suffices.
 
-A header depends on the member's name and size alone: mtime, uid and gid are 0, the owner's names are empty,
-the mode is 0644. A PAX header (1 KiB more per member) precedes it only where ustar cannot say it:
+A header depends only on the member's name and size: mtime, uid and gid are 0, the owner's names are empty,
+the mode is 0644. It is preceded by a PAX header (1 KiB more per member) only if ustar cannot represent:
 
 - a name whose UTF-8 does not fit ustar's name (100 bytes) and prefix (155 bytes, split at a ``/``);
 - a size of 8 GiB or more.
 
-Names outside ASCII are stored as their UTF-8 bytes, without a PAX header, as GNU tar does it: GNU tar,
+Names outside ASCII are stored as their UTF-8 bytes, without a PAX header, as by GNU tar: GNU tar,
 Python's tarfile, webdataset and Hugging Face datasets read them back (``tests/test_interop.py``).
 
 An archive ends with two zero blocks and is not padded to GNU tar's record of 10,240 bytes: POSIX leaves the
@@ -33,7 +33,7 @@ _AFTER_SIZE: Final = b"\0%011o\0" % 0  # the size's end, mtime
 # Link name, magic and version, uname, gname, devmajor, devminor.
 _AFTER_KIND: Final = bytes(100) + b"ustar\x0000" + bytes(64) + b"%07o\0" * 2 % (0, 0)
 _FIXED_SUM: Final = sum(_BEFORE_SIZE) + sum(_AFTER_SIZE) + sum(_AFTER_KIND) + 8 * ord(" ")
-# The name of the PAX member itself. Readers that know PAX never show it.
+# The name of the PAX member itself. Readers that support PAX never show it.
 _PAX_NAME: Final = b"././@PaxHeader"
 _PADS: Final = tuple(bytes(n) for n in range(BLOCK_BYTES))
 
@@ -44,7 +44,7 @@ def padding(size_bytes: int) -> bytes:
 
 
 def member_header(name: str, size_bytes: int) -> bytes:
-    """Return the header blocks of a regular file, PAX header included where one is needed.
+    """Return the header blocks of a regular file, including a PAX header if one is needed.
 
     The content and :func:`padding` of its size follow. Pure: the same arguments give the same bytes.
 
@@ -53,10 +53,10 @@ def member_header(name: str, size_bytes: int) -> bytes:
         size_bytes: The content's size, not negative.
 
     Returns:
-        A whole number of 512-byte blocks: one, or three and more with a PAX header.
+        A whole number of 512-byte blocks: one, or at least three with a PAX header.
 
     Raises:
-        ConfigError: If no tar header can hold the name or the size.
+        ConfigError: No tar header can hold the name or the size.
     """
     raw_name = _encode_name(name)
     if size_bytes < 0:
@@ -86,7 +86,7 @@ def _encode_name(name: str) -> bytes:
 
 
 def _split_name(raw_name: bytes) -> tuple[bytes, bytes] | None:
-    """Return ``(name, prefix)`` as ustar stores them, or None where the name needs a PAX header."""
+    """Return ``(name, prefix)`` as ustar stores them, or None if the name needs a PAX header."""
     if len(raw_name) <= _MAX_NAME_BYTES:
         return raw_name, b""
     # The last slash that leaves a prefix of at most 155 bytes gives the shortest possible name.

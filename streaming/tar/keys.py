@@ -14,13 +14,13 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class KeyLines:
-    """The keys of ``n`` samples: ``lines`` is each key followed by ``end``, which is in no key.
+    """The keys of ``n`` samples: ``lines`` is each key followed by ``end``, which occurs in no key.
 
     Attributes:
         lines: Keys and ends, as in the tar.
         end: An extension and a line feed.
         count: ``n``.
-        names: The first name and the last, if all names rise strictly by :func:`rises`; then no key comes twice.
+        names: The first name and the last, if all names ascend strictly by :func:`rises`, which excludes duplicates.
     """
 
     lines: bytes
@@ -36,7 +36,7 @@ class KeyLines:
         return decode_name(self.lines[: -len(self.end)]).split(decode_name(self.end))
 
     def packed(self) -> tuple[bytes, Int64Array]:
-        """Return the keys without anything between them, and where each ends: int64 ``[n]``."""
+        """Return the keys end to end, and where each ends: int64 ``[n]``."""
         return self.lines.replace(self.end, b""), self._stops()
 
     def _stops(self) -> Int64Array:
@@ -58,7 +58,7 @@ def rises(names: NDArray[np.bytes_]) -> bool:
 
 
 def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
-    """Tell whether the keys of all ``parts`` rise from first to last. False says nothing."""
+    """Tell whether the keys of all ``parts`` ascend from first to last. False means nothing."""
     bounds: list[NDArray[np.bytes_]] = []
     for part in parts:
         if isinstance(part, list) or part.names is None or part.end != getattr(parts[0], "end", None):

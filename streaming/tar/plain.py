@@ -1,9 +1,9 @@
-"""Read chunks that hold nothing but regular members in plain ustar headers, as most shards do.
+"""Read chunks that contain only regular members with plain ustar headers, as most shards do.
 
-It looks only where headers are: it follows the first few, and then either goes on so (large members), or expects the
-same steps again and again (members of one size). The guess is checked, so what it finds is what
-:mod:`streaming.tar.fast` finds; for anything else it gives None. Bytes that are in no cache cost more than all the
-rest, and of a member that nobody reads yet only the header is touched.
+This reader touches only headers: it follows the first few, and then either continues like this (large members), or
+expects the same steps to repeat (members of one size). The guess is verified, so its result is that of
+:mod:`streaming.tar.fast`; for anything else it gives None. Memory that is in no CPU cache costs more than everything
+else, and of a member that nobody reads yet only the header is touched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from streaming.tar.blocks import BLOCK_BYTES, Members
 from streaming.types import Int64Array
 
 _FIRST = 8
-"""Members that are looked at one by one, to see how it goes on."""
+"""Members that are followed one by one, to find the pattern."""
 _LARGE_BYTES = 8 << 10
 """From this mean size on, following the headers one by one costs less than anything that looks at all blocks."""
 _FEW = 64
-"""Members up to which it costs less, too: NumPy's calls take a quarter of a millisecond for however few."""
+"""Up to this number of members it costs less, too: NumPy's calls take a quarter of a millisecond at least."""
 _HEADER = Struct("<100s24x11sc20xc100x5s83xc")  # name, size and the byte after it, kind, magic, first of the prefix
 _PLAIN = [[closed, kind, b"ustar", b"\0"] for closed in (b"\0", b" ") for kind in (b"0", b"\0")]
 _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
@@ -31,7 +31,7 @@ _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
 
 
 def read_plain(raw: NDArray[np.uint8]) -> Members | None:
-    """Return the members of the whole of ``raw``; None if it is not what this reader is for."""
+    """Return the members of the whole of ``raw``; None if they do not fit this reader."""
     walk = _Walk(raw.data)
     if raw.size % BLOCK_BYTES or not walk.go(_FIRST):
         return None
@@ -54,7 +54,7 @@ class _Walk:
         self.sizes: list[int] = []
 
     def go(self, steps: int) -> bool:
-        """Go at most so many steps; tell whether there was a plain header at each place before the end."""
+        """Follow at most ``steps`` headers; tell whether each place before the end had a plain one."""
         data, at, end = self._data, self.at, len(self._data) - BLOCK_BYTES
         for _ in range(steps):
             if at > end:
@@ -74,7 +74,7 @@ class _Walk:
         return at > 0
 
     def members(self) -> Members:
-        """Return what was found; all of the bytes were walked over."""
+        """Return the members found; all of the bytes must have been walked over."""
         places = np.array(self.places, np.int64)
         return Members(
             names=self.names, headers=places, data=places + BLOCK_BYTES, sizes=np.array(self.sizes, np.int64),
@@ -83,7 +83,7 @@ class _Walk:
 
 
 def _periodic(first: list[int], end: int) -> Int64Array | None:
-    """Return where headers are up to ``end`` if the steps between the ``first`` ones come again and again."""
+    """Return the places of headers up to ``end`` if the steps between the ``first`` ones repeat; else None."""
     steps = [b - a for a, b in pairwise(first)]
     for period in range(1, _FIRST // 2 + 1):
         if steps[period:] == steps[:-period]:
@@ -94,7 +94,7 @@ def _periodic(first: list[int], end: int) -> Int64Array | None:
 
 
 def _members(raw: NDArray[np.uint8], places: Int64Array) -> Members | None:
-    """Return the members with headers at ``places``; None if they are not plain or not there."""
+    """Return the members with headers at ``places``; None if they are missing or not plain."""
     headers = raw.reshape(-1, BLOCK_BYTES).take(places // BLOCK_BYTES, 0)
     digits = headers[:, 124:135] - np.uint8(ord("0"))
     sizes = (digits @ _WEIGHTS).astype(np.int64)

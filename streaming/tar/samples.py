@@ -1,4 +1,4 @@
-"""Read samples from a tar that comes as a stream: shards without an index, and ``.tar.gz``."""
+"""Read samples from a tar that arrives as a stream: shards without an index, and ``.tar.gz``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from streaming.tar.group import ChunkLayout
 from streaming.tar.scanner import TarScanner
 
 MAX_SAMPLE_BYTES = 4 << 30
-"""Largest sample that is gathered from a stream; the bound on memory against damage and decompression bombs."""
+"""Largest sample that is gathered from a stream; limits memory against damage and decompression bombs."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _INFLATED_BYTES = 4 << 20
 MAX_GZIP_RATIO = 200.0
-"""Text inflates to 3 to 20 times its size; 1,032 times is what deflate can do at most, and bombs do."""
+"""Text inflates to 3 to 20 times its size; deflate can reach at most 1,032 times, and bombs do."""
 _HARMLESS_BYTES = 64 << 20
-"""Inflated, whatever the ratio."""
+"""Inflated size that is accepted whatever the ratio."""
 
 
 def iter_samples(
@@ -31,7 +31,7 @@ def iter_samples(
     repeats: bool = False,
     larger: str = "cut it into smaller samples, or read the archive by other means",
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield key and fields of each sample of a tar that comes in ``pieces``, in the order of the archive.
+    """Yield key and fields of each sample of a tar that arrives in ``pieces``, in the order of the archive.
 
     A gzip stream is recognised by its first bytes and inflated on the way. A sample is yielded as soon as the next
     one begins; memory is that of one sample and two pieces, in one copy. Samples before a damaged place are
@@ -40,21 +40,21 @@ def iter_samples(
     Args:
         pieces: The archive's bytes, cut anywhere.
         url: The shard, for messages.
-        max_sample_bytes: Samples beyond this raise.
-        max_gzip_ratio: A gzip stream that inflates to more than so many times its size raises, from 64 MiB on.
-        repeats: As :class:`TarScanner` has it.
+        max_sample_bytes: Larger samples raise.
+        max_gzip_ratio: A gzip stream that inflates to more than this multiple of its size raises, from 64 MiB on.
+        repeats: As in :class:`TarScanner`.
         larger: What to do about a sample that is too large, for its message.
 
     Raises:
-        TarError: For a damaged or truncated archive, or a sample beyond ``max_sample_bytes``.
-        DuplicateKeyError: If a sample holds one field twice, unless ``repeats``.
+        TarError: A damaged or truncated archive, or a sample larger than ``max_sample_bytes``.
+        DuplicateKeyError: A sample has a field twice, unless ``repeats``.
     """
     scanner = TarScanner(url, repeats=repeats)
     held = _Held()
     for piece in inflated(pieces, url, max_gzip_ratio=max_gzip_ratio):
         held.add(piece)
         layout = scanner.feed(piece)
-        del piece  # what is cut out of it may let it go
+        del piece  # so that what is cut out of it can free it
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)
         if held.stop - scanner.record_start > max_sample_bytes:
@@ -65,7 +65,7 @@ def iter_samples(
 
 
 class _Held:
-    """Pieces of the stream from ``start`` to ``stop``; they go as a large field is put together from them."""
+    """Pieces of the stream from ``start`` to ``stop``; they are freed while a large field is assembled from them."""
 
     def __init__(self) -> None:
         self.start = self.stop = 0
@@ -89,7 +89,7 @@ class _Held:
                 yield key, {field: found.pop(field) for _, _, field in places}
 
     def _cut(self, start: int, stop: int) -> bytes:
-        """Return the bytes of a field; what lies before ``stop`` is forgotten piece by piece."""
+        """Return the bytes of a field, dropping what lies before ``stop`` piece by piece."""
         out = io.BytesIO()
         while start < stop:
             self.drop_before(start)
@@ -99,7 +99,7 @@ class _Held:
         return out.getvalue()  # no copy: nobody else refers to it
 
     def drop_before(self, offset: int) -> None:
-        """Forget the pieces that end before ``offset``."""
+        """Drop the pieces that end before ``offset``."""
         while self._pieces and self.start + len(self._pieces[0]) <= offset:
             self.start += len(self._pieces.popleft())
 
@@ -108,7 +108,7 @@ def inflated(pieces: Iterable[BytesLike], url: str = "", *, max_gzip_ratio: floa
     """Yield ``pieces`` as bytes; inflated, in bounded pieces, if they begin as gzip does (several members may follow).
 
     Raises:
-        TarError: If the gzip stream is damaged, truncated, or inflates to more than it may.
+        TarError: The gzip stream is damaged, truncated, or inflates to more than allowed.
     """
     stream = iter(pieces)
     head = b""

@@ -1,4 +1,4 @@
-"""Scan a tar that comes in pieces: records and fields as soon as they are whole, in bounded memory."""
+"""Scan a tar that arrives in pieces: records and fields as soon as they are complete, in bounded memory."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class TarScanner:
         scanner = TarScanner(url)
         for piece in pieces:
             layout = scanner.feed(piece)     # the records that this piece completed
-        layout = scanner.finish()            # the last one; says so if the archive is not whole
+        layout = scanner.finish()            # the last one; raises if the archive is not whole
 
     The pieces may be cut anywhere; the result does not depend on it. Only unfinished headers (below about 1 MiB) and
     the names of the unfinished sample are kept, never payload. Offsets count from the start of the archive. A record
     is complete when the next sample begins, so its last field may lie in earlier pieces. A damaged archive raises on
-    the feed or finish that shows it; the scanner is of no use afterwards.
+    the call of feed or finish that reveals it; the scanner cannot be used afterwards.
 
     Args:
         url: The shard, for messages.
-        repeats: A field that a sample holds already begins another sample of the same key; else that is an error.
+        repeats: A field that the sample already has begins another sample with the same key; else that is an error.
     """
 
     def __init__(self, url: str = "", *, repeats: bool = False) -> None:
@@ -71,20 +71,20 @@ class TarScanner:
 
     @property
     def settled(self) -> int:
-        """Offset before which the scanner has seen all it needs: any record border yet to come is at or after it.
+        """Offset before which the scanner needs nothing more: any future record border is at or after it.
 
         May lie beyond the bytes fed, inside a large payload.
         """
         return self._settled
 
     def feed(self, piece: BytesLike) -> ChunkLayout:
-        """Take the next bytes; the records that are complete by them (often none).
+        """Take the next bytes; return the records that they complete (often none).
 
         ``piece`` is not kept.
 
         Raises:
-            TarError: For a damaged archive.
-            DuplicateKeyError: If a sample holds one field twice, unless ``repeats``.
+            TarError: The archive is damaged.
+            DuplicateKeyError: A sample has a field twice, unless ``repeats``.
         """
         return self.feed_packed(piece).unpacked()
 
@@ -129,7 +129,7 @@ class TarScanner:
         """Return the last record, after the last piece.
 
         Raises:
-            TarError: If the archive ends inside a member, or without the end-of-archive mark.
+            TarError: The archive ends inside a member, or without the end-of-archive mark.
         """
         return self.finish_packed().unpacked()
 
@@ -154,7 +154,7 @@ class TarScanner:
         return Origin(self.url, self._settled, strict=True)
 
     def _close(self, members: Members | None) -> PackedLayout:
-        """Join ``members`` to the unfinished sample; group all but the sample that is unfinished now."""
+        """Join ``members`` to the unfinished sample; group all except the sample that is unfinished now."""
         if members is None or not len(members.names):
             return self._group(None, self.record_start)
         joined = _joined(self._open, members)
@@ -178,10 +178,10 @@ class TarScanner:
 
 
 def _refuse_compressed(head: bytes, url: str) -> None:
-    """Name what the first bytes of something else than a tar say that it is.
+    """Reject data whose first bytes show that it is something other than a tar, naming what it is.
 
     Raises:
-        TarError: They say it.
+        TarError: They do.
     """
     found = next((names for magic, names in _MAGIC.items() if head.startswith(magic)), None)
     if found is not None and head[257:262] != b"ustar":

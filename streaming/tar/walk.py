@@ -1,7 +1,7 @@
 """Walk tar headers exactly: one member at a time, every form of header, every check, every error.
 
-:mod:`streaming.tar.fast` reads what is regular; whatever it does not understand comes here, so all messages about
-damaged archives are written here.
+:mod:`streaming.tar.fast` reads regular archives; everything that it does not understand is handled here, so all
+messages about damaged archives are here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 
 class _Walk:
-    """The state of one walk over ``view``; ``partial`` says that more bytes may follow."""
+    """The state of one walk over ``view``; ``partial`` means that more bytes may follow."""
 
     def __init__(self, view: memoryview, where: Origin, *, partial: bool) -> None:
         self.view, self.where, self.partial = view, where, partial
@@ -45,7 +45,7 @@ class _Walk:
         self.at = 0
         self.ended = False
         self.begin: int | None = None  # where the pending extension headers begin
-        self.name: bytes | None = None  # what they say about the next member
+        self.name: bytes | None = None  # the name that they give to the next member
         self.size: int | None = None
 
     def run(self) -> Members:
@@ -160,7 +160,7 @@ class _Walk:
 
 
 def plain_name(header: bytes) -> bytes:
-    """Return the name in a header itself: the name field, after the prefix where the magic is POSIX's."""
+    """Return the name in a header itself: the name field, after the prefix if the magic is POSIX's."""
     name = header[:100].split(b"\0", 1)[0]
     prefix = header[345:500].split(b"\0", 1)[0] if header[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
@@ -176,6 +176,6 @@ def walk_members(view: memoryview, where: Origin, *, partial: bool) -> Members:
             is left for next time (``end`` stands before it).
 
     Raises:
-        TarError: For damage, truncation (unless ``partial``), sparse files, and data after the end-of-archive mark.
+        TarError: Damage, truncation (unless ``partial``), sparse files, or data after the end-of-archive mark.
     """
     return _Walk(view, where, partial=partial).run()
