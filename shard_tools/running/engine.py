@@ -1,7 +1,7 @@
-"""Run the calls of long verbs: on threads of this process, or by an executor, on a Ray cluster for example.
+"""Run the calls of long verbs: on threads of this process, or by an executor, such as one on a Ray cluster.
 
-The seam is the standard ``concurrent.futures.Executor``: a library function that is given one runs its calls there.
-Results are the same bytes either way.
+The interface is the standard ``concurrent.futures.Executor``: a library function that is given one runs its calls
+there. The resulting bytes are the same either way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shard_tools.running.ray_engine import RayExecutor
 
 ENGINES = ("local", "ray")
 DEFAULT_WORKERS = {"local": 8, "ray": 64}
-"""Calls at once: threads of this machine; on Ray as many as there are CPUs, and no more than this."""
+"""Concurrent calls: threads of this machine; on Ray the number of CPUs, but at most this number."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 def open_engine(name: str, workers: int | None) -> AbstractContextManager[Executor | None]:
-    """Open the executor of this name, for ``with``; None for ``"local"``: threads and processes of this one.
+    """Open the executor of this name, for ``with``; None for ``"local"``: threads and processes of this machine.
 
     Raises:
         ConfigError: Its package is missing.
@@ -33,7 +33,7 @@ def open_engine(name: str, workers: int | None) -> AbstractContextManager[Execut
 def ordered(
     executor: Executor, function: Callable[[_T], _R], items: Iterable[_T], ahead: int
 ) -> Generator[_R, None, None]:
-    """Map ``items`` in their order, at most ``ahead`` of them under way or ready."""
+    """Map ``items`` in order, with at most ``ahead`` of them in progress or ready."""
     pending: deque[Future[_R]] = deque()
     try:
         for item in items:
@@ -48,7 +48,7 @@ def ordered(
 
 
 def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Generator[_R, None, None]:
-    """Map ``items`` on threads, in their order, at most ``2 * num_threads`` ahead of the consumer."""
+    """Map ``items`` on threads, in order, at most ``2 * num_threads`` ahead of the consumer."""
     if num_threads <= 1:
         yield from map(function, items)
         return

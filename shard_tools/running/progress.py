@@ -1,4 +1,4 @@
-"""Show how far long verbs are: a bar on a terminal, a line a minute elsewhere."""
+"""Show the progress of long verbs: a bar on a terminal, a line a minute elsewhere."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from streaming.arguments import format_bytes
 
 
 class Progress(Protocol):
-    """What a long library function tells about its way. Thread-safe."""
+    """What a long library function reports while it works. Thread-safe."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
-        """Set what there is to do, in bytes and (optionally) in shards or samples."""
+        """Set the total work, in bytes and (optionally) in shards or samples."""
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
         """Count bytes and items done since the last call."""
 
 
 class NoProgress:
-    """Tell nobody."""
+    """Report to nobody."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Do nothing."""
@@ -62,7 +62,7 @@ class _Bar:
 
 
 class _Lines:
-    """A line now and then for logs. Thread-safe."""
+    """A line from time to time, for logs. Thread-safe."""
 
     def __init__(self, title: str, counted: str, every_s: float) -> None:
         self._title, self._counted, self._every_s = title, counted, every_s
@@ -78,14 +78,14 @@ class _Lines:
             self._total_bytes, self._total = total_bytes, total
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Count, and tell if the last line is old enough."""
+        """Count, and log a line if the last one is old enough."""
         with self._lock:
             self._done_bytes += num_bytes
-            self._done += num  # sums are of all calls so far, whichever threads made them
+            self._done += num  # sums include all calls so far, from any thread
             now_s = time.monotonic()
             if now_s - self._told_s < self._every_s:
                 return
-            self._told_s = now_s  # one thread tells for all
+            self._told_s = now_s  # one thread logs for all
             line = self._line(now_s - self._began_s)
         click.echo(line, err=True)
 
@@ -101,13 +101,13 @@ class _Lines:
 
 @contextlib.contextmanager
 def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every_s: float = 60.0) -> Iterator[Progress]:
-    """Show a bar on standard error while the block runs, or a line a minute where that is no terminal.
+    """Show a bar on standard error while the block runs, or a line a minute if that is not a terminal.
 
     Args:
         title: What is being done.
         counted: What ``num`` counts, in the plural.
         enabled: Whether to draw; default: when standard error is a terminal.
-        every_s: How often a line is written elsewhere.
+        every_s: Interval of the lines elsewhere.
     """
     if not (sys.stderr.isatty() if enabled is None else enabled):
         yield _Lines(title, counted, every_s)

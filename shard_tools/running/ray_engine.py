@@ -1,6 +1,6 @@
-"""Run calls as tasks of a Ray cluster (``--engine ray``). The one module of the tools that knows Ray.
+"""Run calls as tasks of a Ray cluster (``--engine ray``). The only module of the tools that knows Ray.
 
-A task whose worker process or node dies is run again by Ray: calls must bear to be repeated, as all of the tools' do.
+Ray repeats a task whose worker process or node dies, so calls must be repeatable, as all calls of the tools are.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_MAX_RETRIES = 3  # as often as Ray does by default
+_MAX_RETRIES = 3  # Ray's default
 
 
 class RayExecutor(Executor):
-    """Run calls on the cluster, one CPU each. For one thread that submits.
+    """Run calls on the cluster, one CPU each. For a single submitting thread.
 
     Connects to the cluster that this process is connected to, or that ``RAY_ADDRESS`` names, or that runs on this
-    machine; where there is none it starts one. ``shutdown`` leaves what it found as it was.
+    machine; if there is none it starts one. ``shutdown`` leaves what it found as it was.
 
     Args:
-        workers: Calls under way at once, at most: ``submit`` waits for room.
+        workers: Maximum number of calls in progress; ``submit`` waits for room.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -47,16 +47,16 @@ class RayExecutor(Executor):
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-        """Start ``function(…)``; exceptions come out of the future as they were raised."""
+        """Start ``function(…)``; its exceptions come out of the future as they were raised."""
         import ray
 
         self._room.acquire()
-        if function is not self._function:  # stored once, with all that it carries, for many calls
+        if function is not self._function:  # stored once, with all that it captures, for many calls
             self._function, self._stored = function, ray.put(function)
         ref = self._call.remote(self._stored, args, kwargs)
         future: Future[_R] = Future()
         with self._lock:
-            self._under_way.add(ref)  # from here until its callback has run, shutdown waits for it
+            self._under_way.add(ref)  # until its callback has run, shutdown waits for it
 
         def done(inner: Future[_R]) -> None:
             with self._lock:
@@ -73,7 +73,7 @@ class RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  as Executor
-        """Wait for the calls that are under way, and leave the cluster if this object had connected to it."""
+        """Wait for the calls in progress, and leave the cluster if this object had connected to it."""
         import ray
 
         with self._lock:

@@ -10,10 +10,10 @@ from streaming.storage import redact_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Tell what a verb did. The fields of a report are what ``--json`` prints."""
+    """The report of a verb. Its fields are what ``--json`` prints."""
 
     def as_dict(self) -> dict[str, object]:
-        """Give the JSON-able form: URLs without secrets, seconds in thousandths; with findings also ``ok``."""
+        """Return the JSON-able form: URLs without secrets, seconds in thousandths; with findings also ``ok``."""
         told = {item.name: _jsonable(getattr(self, item.name)) for item in fields(self)}
         if "findings" not in told:
             return told
@@ -37,7 +37,7 @@ def _jsonable(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Report):
-    """One promise that does not hold; in JSON, what does not apply is null.
+    """One promise that does not hold; in JSON, inapplicable attributes are null.
 
     Attributes:
         kind: A short name of the kind of damage, stable for programs: ``missing``, ``size``, ``checksum``, ``tar``,
@@ -45,9 +45,9 @@ class Finding(Report):
         shard: URL of the shard.
         what: What is wrong.
         cure: What to do about it.
-        byte_start: Where the damage begins in the shard, if it is somewhere.
+        byte_start: Where the damage begins in the shard, if it has a place.
         byte_end: Where it ends, exclusive.
-        key: The sample, if it is about one.
+        key: The sample, if it concerns one.
         expected: What the index promises.
         got: What is there.
     """

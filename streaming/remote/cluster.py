@@ -1,4 +1,4 @@
-"""Talk to Ray, as far as the remote loader needs it. The one module of ``streaming`` that knows Ray."""
+"""Talk to Ray, as far as the remote loader needs it. The only module of ``streaming`` that knows Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 from streaming.remote.group import RemoteGroup
 
 MAX_RETRIES = 3
-"""Readers that may die of one batch, as decode workers may (``streaming.engine.workers.pool``)."""
+"""Readers that may die from one batch, as for decode workers (``streaming.engine.workers.pool``)."""
 _CONTROL = "control"
 
 
@@ -29,10 +29,10 @@ def check_connected() -> None:
 
 
 def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup) -> list[Any]:
-    """Return an actor of class ``reader`` for each of ``arguments``.
+    """Start an actor of class ``reader`` for each of ``arguments``.
 
-    They end with the driver, or with the last reference. Ray starts a dead one again, and asks it again for what was
-    asked and not answered: calls may be repeated.
+    They end with the driver, or with the last reference. Ray restarts a dead one, and repeats the calls that it had not
+    answered: calls must be repeatable.
     """
     import ray
     from ray.util.placement_group import get_placement_group
@@ -64,21 +64,21 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
 
 
 def read(actor: Any, step: Any, num_ranks: int) -> tuple[Any, ...]:
-    """Return the references to the note and the batches of a step. They are this process's: they outlive the actor."""
+    """Return the references to the note and the batches of a step. This process owns them: they outlive the actor."""
     return tuple(actor.read.options(num_returns=1 + num_ranks).remote(step))
 
 
 def ask(actor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Return a reference to what ``method`` returns, beside the reads that are under way."""
+    """Return a reference to the result of ``method``, called concurrently with the reads in progress."""
     return getattr(actor, method).options(concurrency_group=_CONTROL).remote(*args, **kwargs)
 
 
 def get(refs: Any, *, timeout_s: float | None = None) -> Any:
-    """Return the value of a reference, or of each in a list. An exception raised in an actor comes out as it is.
+    """Return the value of a reference, or of each in a list. An exception raised in an actor is raised unchanged.
 
     Raises:
         WorkerDiedError: The actor died again and again.
-        WorkerError: An exception that cannot leave the actor as it is.
+        WorkerError: An exception that cannot be sent from the actor unchanged.
         TimeoutError: It took longer than ``timeout_s``.
     """
     import ray
@@ -100,7 +100,7 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
 
 
 def wait(refs: list[Any], *, timeout_s: float) -> None:
-    """Return when all are there, errors too, or after ``timeout_s``."""
+    """Wait until all are ready, including errors, or for ``timeout_s``."""
     import ray
 
     if refs and ray.is_initialized():
@@ -108,7 +108,7 @@ def wait(refs: list[Any], *, timeout_s: float) -> None:
 
 
 def kill(actor: Any) -> None:
-    """End an actor for good; what it has delivered stays."""
+    """End an actor for good; what it has delivered remains."""
     import ray
 
     if ray.is_initialized():

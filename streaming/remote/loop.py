@@ -1,8 +1,8 @@
 """Run the driver's side of a remote loader: epochs and a position over readers in actors.
 
-Every step asks all readers for one batch of each data rank. Steps are asked for a few ahead of the consumer, and no
-more: that is all the back-pressure there is. What is asked for is a pure function of the step (``reader.Step``), so a
-reader that dies is started again by Ray and asked the same again, and nothing is lost or doubled.
+Every step asks all readers for one batch of each data rank. A few steps are requested ahead of the consumer, and no
+more: that is the only back-pressure. A request is a pure function of the step (``reader.Step``), so a reader that dies
+is restarted by Ray and asked the same again, and nothing is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from streaming.remote.reader import Note, Reader, State, Step
 
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0
-_CLOSE_S = 5.0  # Ray complains in the log where an actor is killed at work
+_CLOSE_S = 5.0  # Ray logs a warning if an actor is killed while it works
 _Refs: TypeAlias = list[tuple[Any, ...]]
-"""Of one step, by reader: to its note, and to the batch of each data rank it serves."""
+"""References of one step, by reader: to its note, and to the batch of each data rank that it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class RemoteConfig:
     """The choices behind a remote loop.
 
     Attributes:
-        shape: Of the batches.
-        mesh: Of the processes that train; the driver need not be one of them.
+        shape: Shape of the batches.
+        mesh: Mesh of the processes that train; the driver need not be one of them.
         group: Where the readers are.
-        prefetch: Steps asked for ahead of the one handed out.
+        prefetch: Steps requested ahead of the one handed out.
     """
 
     shape: Shape
@@ -54,12 +54,12 @@ class RemoteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteState:
-    """A reader's state, passed on as it is: readers check it."""
+    """A reader's state, passed on unchanged: readers check it."""
 
     values: State
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``state_dict`` gives."""
+        """Return the result of ``state_dict``."""
         return dict(self.values)
 
     @classmethod
@@ -67,7 +67,7 @@ class RemoteState:
         """Return the state of ``to_dict``.
 
         Raises:
-            StateError: It is no dict.
+            StateError: It is not a dict.
         """
         if not isinstance(values, Mapping):
             raise StateError(f"state: expected the dict of state_dict(), got {type(values).__name__}")
@@ -75,10 +75,10 @@ class RemoteState:
 
 
 def travelling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
-    """Return what is sent to the actors: the function that makes the data set, and the loader's options.
+    """Pack what is sent to the actors: the function that makes the dataset, and the loader's options.
 
     Raises:
-        ConfigError: It is no function, or drags data along.
+        ConfigError: It is not a function, or carries data along.
     """
     if not callable(create_dataset) or hasattr(create_dataset, "__getitem__") or hasattr(create_dataset, "__iter__"):
         raise ConfigError(
@@ -104,7 +104,7 @@ def open_remote(
     """Return the loop whose readers each make ``loader(dataset, device_mesh=…, **options)``.
 
     Raises:
-        ConfigError: An option that makes no sense in an actor; and see ``RemoteLoop``.
+        ConfigError: An option makes no sense in an actor; see also ``RemoteLoop``.
     """
     if options.pop("pin_memory"):
         raise ConfigError("pin_memory: not with remote_group; pin what BatchHandle.get() returns, where it is used")
@@ -127,7 +127,7 @@ def open_remote(
 
 
 class _Ahead:
-    """The steps of one run that are under way, in order: ``pending``."""
+    """The steps of one run that are in progress, in order: ``pending``."""
 
     def __init__(self, *, ask: Callable[[Step], _Refs], run: int, base: State) -> None:
         self._ask, self._run = ask, run
@@ -135,14 +135,14 @@ class _Ahead:
         self.pending: deque[_Refs] = deque()
 
     def ask_for(self, count: int) -> None:
-        """See to it that ``count`` steps are under way."""
+        """Ensure that ``count`` steps are in progress."""
         while len(self.pending) < count:
             number = self._base_number + len(self.pending)
             step = Step(run=self._run, number=number, base=self.base, base_number=self._base_number)
             self.pending.append(self._ask(step))
 
     def next(self) -> tuple[list[Note], _Refs]:
-        """Return the notes and references of the first step, by reader, once it is there."""
+        """Return the notes and references of the first step, by reader, once it is ready."""
         refs_of = self.pending[0]
         notes: list[Note] = cluster.get([refs[0] for refs in refs_of])
         self.pending.popleft()
@@ -151,21 +151,21 @@ class _Ahead:
 
 
 class RemoteLoop(Loop):
-    """Epochs one after the other, read by actors. Used by one thread.
+    """Consecutive epochs, read by actors. Used by one thread.
 
     The detail of a place is the reader's whole state there; None: the reader has not been asked yet.
 
     Args:
-        create_dataset: Makes the data set, in each actor once.
+        create_dataset: Makes the dataset, once in each actor.
         make_loader: Makes a loader from it, with ``device_mesh=``.
-        config: See there.
+        config: See ``RemoteConfig``.
 
     Raises:
-        ConfigError: Ray is missing or not started, or what is to travel cannot.
+        ConfigError: Ray is missing or not started, or the functions cannot be sent.
     """
 
     state_type = RemoteState
-    is_counted = False  # by the readers alone
+    is_counted = False  # only by the readers
     no_remesh = (
         "the readers of a remote_group are made for one world. Close this loader, make a new DataLoader with the new "
         "device_mesh and call load_state_dict(state)"
@@ -180,13 +180,13 @@ class RemoteLoop(Loop):
         self._actors: list[Any] = []
         self._processes: dict[int, str] = {}
         self._num_runs = 0
-        self._known: State | None = None  # the latest state of a reader: settings that no place changes
+        self._known: State | None = None  # the latest state of a reader: settings that do not depend on the place
         self._step_bytes: int | None = None
         self._num_batches: int | None = None
         self._under_way: deque[_Refs] = deque()
 
     def batches_left(self, samples_seen: int) -> int:  # noqa: ARG002
-        """See ``Loop``; for whole epochs alone."""
+        """See ``Loop``; for whole epochs only."""
         if self._num_batches is None:
             self._num_batches = int(self._asked("length"))
         return self._num_batches
@@ -200,14 +200,14 @@ class RemoteLoop(Loop):
     def set_epoch(self, epoch: int) -> None:
         """See ``Loop``."""
         if epoch != self.epoch:
-            self._latest()  # an order without end has no other epoch
+            self._latest()  # an endless order has no other epoch
         super().set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
         """See ``Loop``.
 
         Raises:
-            ConfigError: The order is one without end.
+            ConfigError: The order is endless.
         """
         if not _has_passes(self._latest()):
             raise ConfigError(NO_OTHER_SEED)
@@ -234,10 +234,10 @@ class RemoteLoop(Loop):
         return RemoteState(values=self._state_at(self.position.place, self.position.next_seed))
 
     def load(self, state: RemoteState) -> None:
-        """Go on from ``state``.
+        """Continue from ``state``.
 
         Raises:
-            StateError: A reader refuses it.
+            StateError: A reader rejects it.
         """
         values: State = self._asked("adjusted", state.values)
         self._note(values)
@@ -248,7 +248,7 @@ class RemoteLoop(Loop):
         self.go_to(place, values["next_seed"])
 
     def report(self) -> dict[str, Any]:
-        """Report own metrics; those of each data rank's loader (since its reader started); bad samples."""
+        """Return own metrics, those of each data rank's loader (since its reader started), and bad samples."""
         asked = [cluster.ask(actor, "reports") for actor in self._actors]
         readers = [report for reports in cluster.get(asked) for report in reports] if asked else []
         return {
@@ -258,7 +258,7 @@ class RemoteLoop(Loop):
         }
 
     def describe(self) -> str:
-        """Return what the first reader that runs waits for, or that Ray has not started it."""
+        """Return what the first running reader waits for, or that Ray has not started it."""
         if self.running is None:
             return "not running"
         for number, actor in enumerate(self._actors):
@@ -275,10 +275,10 @@ class RemoteLoop(Loop):
         return "the consumer has a batch"
 
     def clean_up(self) -> None:
-        """See ``Loop``: nothing here can be caught half-way; what is under way comes to its end by itself."""
+        """See ``Loop``: nothing here can be interrupted half-way; work in progress ends by itself."""
 
     def close(self) -> None:
-        """End the actors; handles that were handed out stay good. The loop may be used again; it starts them anew."""
+        """End the actors; handles that were handed out stay valid. The loop may be used again, which restarts them."""
         super().close()
         actors, self._actors = self._actors, []
         under_way, self._under_way = self._under_way, deque()
@@ -315,17 +315,17 @@ class RemoteLoop(Loop):
         return made | ({"has_begun": True} if place.has_begun else {})
 
     def _latest(self) -> State:
-        """Return the latest state of a reader; ask for one where none is known."""
+        """Return the latest state of a reader; asks for one if none is known."""
         return self._state_at(self.position.place, None) if self._known is None else self._known
 
     def _note(self, state: State) -> State:
-        """Take a reader's state for the latest one, and return it; it says whether there are epochs."""
+        """Record a reader's state as the latest one, and return it; it tells whether there are epochs."""
         self._known = state
         self.position.is_endless = state["epoch_size"] is None and not _has_passes(state)
         return state
 
     def num_ahead(self) -> int:
-        """Return the steps to be under way or ready: as many as fit, none before the size of one is known."""
+        """Return the number of steps to keep in progress or ready: as many as fit; 0 until a size is known."""
         if self._step_bytes is None:
             return 0
         return min(self.config.prefetch, self.config.group.ahead_limit_bytes // max(1, self._step_bytes))
@@ -335,7 +335,7 @@ class RemoteLoop(Loop):
         return [cluster.read(actor, step, len(ranks)) for actor, ranks in zip(actors, self._ranks, strict=True)]
 
     def watch(self, notes: list[Note]) -> None:
-        """Return the sizes, and who died: readers that are other processes than before."""
+        """Record the sizes, and which readers died: those in other processes than before."""
         if not notes[0].ended:
             self._step_bytes = max(self._step_bytes or 0, sum(sum(note.num_bytes) for note in notes))
             self.metrics.peak("largest_step_bytes", self._step_bytes)
@@ -345,7 +345,7 @@ class RemoteLoop(Loop):
                 self.metrics.add("reader_restarts")
 
     def handed_out(self, notes: list[Note], refs_of: _Refs, before: State) -> RemoteBatch:
-        """Return the step that came after the state ``before``."""
+        """Return the step that followed the state ``before``."""
         epoch, number = int(before["epoch"]), -(-int(before["samples_seen"]) // self.shape.global_batch_size)
         handles = [
             BatchHandle(epoch=epoch, number=number, data_rank=data_rank, num_samples=rows, num_bytes=size, ref=ref)
@@ -356,7 +356,7 @@ class RemoteLoop(Loop):
 
 
 def _has_passes(state: State) -> bool:
-    """Tell whether a reader's state is of an order that has passes: of no mixture that is drawn from without end."""
+    """Tell whether a reader's state belongs to an order with passes, unlike that of an endless mixture."""
     ledger = state.get("ledger")
     return not ledger or ledger[-1].get("quotas") is not None
 
@@ -365,7 +365,7 @@ class _RemoteRun:
     """The steps of the rest of one epoch.
 
     Attributes:
-        state: A reader's, behind the step that came last.
+        state: A reader's state after the latest step.
     """
 
     def __init__(self, loop: RemoteLoop, ahead: _Ahead) -> None:
@@ -382,12 +382,12 @@ class _RemoteRun:
         if notes[0].ended:
             raise StopIteration
         self.state = notes[0].state
-        if self.state["epoch"] == before["epoch"]:  # behind the last step there is nothing to be asked for
+        if self.state["epoch"] == before["epoch"]:  # after the last step there is nothing to ask for
             ahead.ask_for(loop.num_ahead())
         return loop.handed_out(notes, refs_of, before)
 
     def close(self) -> None:
-        """Do nothing: what is under way comes to its end by itself."""
+        """Do nothing: work in progress ends by itself."""
 
     def describe(self) -> str:
         """Describe for people."""

@@ -15,20 +15,20 @@ from infra import DeviceMesh
 from streaming.remote.wire import num_bytes, num_rows, pack
 
 State = Mapping[str, Any]
-"""What ``state_dict`` gives."""
+"""The result of ``state_dict``."""
 _END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What a reader tells about one step: all that the driver receives of it.
+    """A reader's report on one step: all that the driver receives of it.
 
     Attributes:
         ended: There is no such step: the epoch is over.
         state: ``state_dict`` after the step.
-        num_samples: By data rank served; None where the batch does not tell.
+        num_samples: By data rank served; None if the batch does not tell.
         num_bytes: By data rank served.
-        process: Which process read it: another one after a restart.
+        process: Identifies the process that read it: another one after a restart.
     """
 
     ended: bool
@@ -40,10 +40,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Which batch is asked for: batch ``number`` of a run, counted from its start.
+    """A request for a batch: batch ``number`` of a run, counted from its start.
 
-    A batch is a pure function of its step, so that asking again, of another process too, gives the same batch: ``base``
-    is the state after ``base_number`` batches of the run, and at most a prefetch depth behind.
+    A batch is a pure function of its step, so that repeating the request, even to another process, gives the same
+    batch: ``base`` is the state after ``base_number`` batches of the run, and at most a prefetch depth behind.
     """
 
     run: int
@@ -53,13 +53,13 @@ class Step:
 
 
 class Reader:
-    """Batches of some data ranks, step by step. ``read`` is for one thread, all else for another one.
+    """Batches of some data ranks, step by step. ``read`` is for one thread, everything else for another one.
 
-    Nothing is opened before the first call, so that errors in opening arrive like all others.
+    Nothing is opened before the first call, so that errors in opening are reported like all others.
 
     Args:
-        recipe: From `travelling`.
-        meshes: The mesh as one rank of each data rank sees it.
+        recipe: The result of `travelling`.
+        meshes: The mesh from the view of one rank of each data rank.
     """
 
     def __init__(self, recipe: bytes, meshes: Sequence[DeviceMesh]) -> None:
@@ -72,7 +72,7 @@ class Reader:
         self._next: tuple[int, int] | None = None
 
     def read(self, step: Step) -> tuple[Any, ...]:
-        """Return a note, and the packed batch of each data rank; after the epoch's last step, the note alone counts."""
+        """Return a note, and the packed batch of each data rank; after the epoch's last step only the note is valid."""
         loaders = self._open()
         if self._next != (step.run, step.number):
             self._seek(step)
@@ -95,27 +95,27 @@ class Reader:
         )
 
     def length(self) -> int:
-        """Return the batches in a whole epoch."""
+        """Return the number of batches in a whole epoch."""
         return len(self._open()[0])
 
     def adjusted(self, state: State | None, *, epoch: int | None = None) -> State:
         """Return a state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
 
-        Checks it as a loader does, and touches none that reads.
+        Checks it as a loader does, without touching a loader that reads.
         """
         self._open()
         loader = self._make(device_mesh=self._meshes[0])
         if state is not None:
             loader.load_state_dict(state if epoch is None else {**state, "samples_seen": 0})
         if epoch is not None:
-            loader.set_epoch(epoch + 1)  # not where it is now: what the state says of that place is dropped
+            loader.set_epoch(epoch + 1)  # not the current one: what the state says of that place is dropped
             loader.set_epoch(epoch)
         adjusted: State = loader.state_dict()
         loader.close()
         return adjusted
 
     def left(self, state: State) -> int:
-        """Return the batches of an epoch that come behind ``state``."""
+        """Return the number of batches of an epoch that follow ``state``."""
         self._open()
         with self._make(device_mesh=self._meshes[0]) as loader:
             loader.load_state_dict(state)
@@ -126,7 +126,7 @@ class Reader:
         return [loader.metrics() for loader in self._open()]
 
     def describe(self) -> str:
-        """Return what the first loader that runs waits for."""
+        """Return what the first running loader waits for."""
         lines = [loader.describe() for loader in self._loaders]
         return next((line for line in lines if line != "not running"), "not running")
 
@@ -135,7 +135,7 @@ class Reader:
             if not self._loaders:
                 create_dataset, make_loader = cloudpickle.loads(self._recipe)
                 dataset = create_dataset()
-                # An iterator is good for one pass: then the loader gets the function.
+                # An iterator can be used for one pass only: then the loader gets the function.
                 source = create_dataset if hasattr(dataset, "__next__") else dataset
                 self._make = partial(make_loader, source)
                 self._loaders = tuple(self._make(device_mesh=mesh) for mesh in self._meshes)

@@ -1,7 +1,7 @@
 """Pack batches for Ray's object store: tensors as NumPy arrays.
 
-Ray writes arrays into shared memory as they are, and maps them into every process of the node that reads them; torch
-tensors it pickles as a stream of bytes (`benchmarks/bench_ray.py` compares the two).
+Ray writes arrays into shared memory unchanged, and maps them into every process of the node that reads them; torch
+tensors are pickled as a stream of bytes (`benchmarks/bench_ray.py` compares the two).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 _AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""What carries the bits of types that NumPy lacks (bfloat16, float8), by bytes of an item."""
+"""Types that carry the bits of types that NumPy lacks (bfloat16, float8), by bytes of an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTensor:
-    """A tensor's content, and its type where NumPy has none like it."""
+    """A tensor's content, and its type if NumPy has no equivalent."""
 
     array: np.ndarray[Any, Any]
     dtype: torch.dtype | None = None
@@ -41,7 +41,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """Return what ``pack`` was given, in memory of its own: tensors may be changed."""
+    """Return the argument of ``pack``, in memory of its own: tensors may be changed."""
     if isinstance(value, PackedTensor):
         tensor = torch.from_numpy(value.array.copy())
         return tensor if value.dtype is None else tensor.view(value.dtype)
@@ -64,11 +64,11 @@ def num_bytes(value: Any) -> int:
 
 
 def num_rows(value: Any) -> int | None:
-    """Count samples of a packed batch: the length of its first column, or of the list; None: it does not tell."""
+    """Count samples of a packed batch: the length of its first column, or of the list; None if it does not tell."""
     if isinstance(value, Mapping):
         return num_rows(next(iter(value.values()), ()))
     offsets = getattr(value, "offsets", None)
-    if isinstance(offsets, PackedTensor):  # of a Jagged, whose values say nothing of rows
+    if isinstance(offsets, PackedTensor):  # of a Jagged, whose values do not tell the number of rows
         return len(offsets.array) - 1
     array = value.array if isinstance(value, PackedTensor) else value
     if isinstance(array, np.ndarray):

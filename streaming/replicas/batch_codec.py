@@ -1,9 +1,9 @@
-"""Turn a batch into JSON and bytes, and back: how it travels from one rank to another. No pickle.
+"""Turn a batch into JSON and bytes, and back, to send it from one rank to another. No pickle.
 
-Tensors, NumPy arrays and byte strings travel as they lie in memory, jagged fields as their parts; dicts with text keys,
-lists, tuples, text, numbers, bools and None as one JSON header. Anything else (objects that a user's ``collate_fn``
-puts into a batch) is refused by name: ``Broadcast(encode=…, decode=…)`` takes functions that turn such a batch into
-these things and back.
+Tensors, NumPy arrays and byte strings are sent as they lie in memory, jagged fields as their parts; dicts with text
+keys, lists, tuples, text, numbers, bools and None as one JSON header. Anything else (objects that a user's
+``collate_fn`` puts into a batch) is rejected by name: ``Broadcast(encode=…, decode=…)`` takes functions that convert
+such a batch to these types and back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streaming.batches.jagged import Jagged, nested_on, nested_parts
 from streaming.errors import ConfigError
 
 ALIGN_BYTES = 64
-"""Where each buffer begins: a multiple of this, so that any dtype can be a view, and copies run at full speed."""
+"""Each buffer begins at a multiple of this, so that any dtype can be a view, and copies run at full speed."""
 
 Buffers: TypeAlias = list[tuple[int, torch.Tensor]]
 
@@ -36,10 +36,10 @@ def encode(batch: Any, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
 
     Args:
         batch: The batch; not changed.
-        allocate: Gives a uint8 tensor of a size, with any content.
+        allocate: Returns a uint8 tensor of a given size, with arbitrary content.
 
     Raises:
-        ConfigError: There is something in it that has no such form; names where.
+        ConfigError: It contains an object that cannot be encoded; says where.
     """
     buffers: Buffers = []
     header = json.dumps(_Encoder(buffers).encode(batch, "batch"), separators=(",", ":")).encode()
@@ -66,7 +66,7 @@ class _Encoder:
         self._end = 0
 
     def encode(self, value: Any, where: str) -> Any:
-        """Return JSON for ``value``: itself, or a list that begins with what it is."""
+        """Return JSON for ``value``: itself, or a list that begins with its kind."""
         kind = type(value)
         if value is None or kind in {bool, int, float, str}:
             return value
@@ -93,7 +93,7 @@ class _Encoder:
         )
 
     def _place(self, flat: torch.Tensor | None) -> int:
-        """Return where a tensor's bytes will stand behind the header."""
+        """Return the place of a tensor's bytes after the header."""
         start = self._end
         if flat is not None and flat.numel():
             buffer = flat.view(torch.uint8)

@@ -1,12 +1,12 @@
-"""Read for others: ``replicate="broadcast"`` in a data share, ``sharding="dispatch"`` for a whole job.
+"""Read for other ranks: ``replicate="broadcast"`` in a data share, ``sharding="dispatch"`` for a whole job.
 
-Each side runs a thread, so that batch k + 1 travels while the training loop works with batch k::
+Each side runs a thread, so that batch k + 1 is sent while the training loop works with batch k::
 
     reading rank   pipeline ─▶ teller ═▶ consumer          START, BATCH, …, END; BEAT while there is nothing to send
-    other ranks    listener ═▶ consumer                    every message is answered, with how many batches wait here
+    other ranks    listener ═▶ consumer                    every message is answered with the number of batches waiting
 
-A batch is handed out on the reading rank only when every other rank has it. So when all ranks leave their loops after
-the same batch, nothing is on the way. Messages go on (BEAT) however long a training step, a store or a decoder takes;
+A batch is handed out on the reading rank only when every other rank has it. So if all ranks leave their loops after the
+same batch, nothing is in transit. Messages continue (BEAT) however long a training step, a store or a decoder takes;
 only a process that is gone, or a host that is silent, ends a run by the time-out.
 """
 
@@ -37,34 +37,34 @@ from streaming.replicas.options import Broadcast, Replicas
 
 START, BATCH, BEAT, END, FAILED = range(5)
 BEAT_S = 0.5
-"""Between signs of life while there is nothing to send: also how long a rank may need to hear that another left."""
+"""Interval of signs of life while there is nothing to send, and so the delay until a rank hears that another left."""
 MOST_WAITING = 4
-"""Batches that may wait on a rank that falls behind the reading one."""
-_NO_MORE = 2**62  # batches read, where none follows
-_GRACE_S = 10.0  # for a thread that has only to answer what is under way
+"""Maximum number of batches that wait on a rank that falls behind the reading one."""
+_NO_MORE = 2**62  # number of batches read: no more will follow
+_GRACE_S = 10.0  # for a thread that only has to answer what is in progress
 
-_left_behind: list[ReplicaGroup | None] = []  # of the parent, in a forked child
+_left_behind: list[ReplicaGroup | None] = []  # the parent's, in a forked child
 
 Allocate = Callable[[int], torch.Tensor]
 Finish = Callable[[Any], Any]
 Part = Callable[[Any, int], Any]
-"""Cuts what one rank gets out of a batch and its number of samples. Hashable: equal ones cut the same."""
+"""Cuts one rank's portion out of a batch with this number of samples. Hashable: equal ones cut the same."""
 
 
 class Sharing:
     """The ranks that share one reader, over many runs. For one thread.
 
     Args:
-        portions: What each rank gets of a batch, by rank; equal ones are made once.
-        broadcast: How batches travel.
-        rank: This one.
+        portions: Each rank's portion of a batch, by rank; equal ones are made once.
+        broadcast: How batches are sent.
+        rank: This rank.
         pin: Page-locks a batch, or None.
-        option: See ``ReplicaGroup``, as for the next.
-        of: See there.
-        reads_inline: On the reading rank the thread that asks for batches reads; else a thread beside it.
+        option: See ``ReplicaGroup``.
+        of: See ``ReplicaGroup``.
+        reads_inline: On the reading rank, the thread that asks for batches reads; else a separate thread.
 
     Attributes:
-        ranks: All of them; the first reads.
+        ranks: All ranks; the first one reads.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Sharing:
         cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
         reads_inline: bool = False,
     ) -> Sharing:  # fmt: skip
-        """Make it for the replicas of the rank that ``mesh`` speaks for."""
+        """Make it for the replicas of the rank that ``mesh`` represents."""
         ranks = mesh.replicas_of(mesh.data_rank)
         portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
         return cls(portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline)
@@ -104,17 +104,17 @@ class Sharing:
         return _ReplicaRun(self, self._group, place, self._broadcast, pin=self._pin is not None)
 
     def drop(self) -> None:
-        """Give the connections up; the next run makes new ones."""
+        """Drop the connections; the next run makes new ones."""
         self._group = None
 
     def leave_behind(self) -> None:
-        """Let go in a forked child: the connections are the parent's, and their threads are not here to end them."""
+        """Drop the connections in a forked child: they are the parent's, and their threads are not here."""
         _left_behind.append(self._group)
         self._group = None
 
 
 class _Consumer(ABC):
-    """What both kinds of run have: batches that wait for the training loop, and how the run ended."""
+    """The common part of both kinds of run: batches that wait for the training loop, and how the run ended."""
 
     def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, name: str) -> None:
         self._sharing = sharing
@@ -146,13 +146,13 @@ class _Consumer(ABC):
         raise StopIteration
 
     def close(self) -> None:
-        """Leave the run; waits until the others know."""
+        """Leave the run; waits until the other ranks know."""
         with self._changed:
             self._left = True
             self._waiting.clear()
             self._changed.notify_all()
         self._thread.join(_GRACE_S)
-        if self._thread.is_alive():  # waits for a rank that never began; its connections end with it
+        if self._thread.is_alive():  # waits for a rank that never began; ends with its connections
             self._abandoned = self._is_broken = True
         if self._is_broken:
             self._sharing.drop()
@@ -160,7 +160,7 @@ class _Consumer(ABC):
     def _work(self) -> None:
         try:
             self._converse()
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+        except BaseException as error:  # noqa: BLE001  thread boundary: the consumer gets it
             self._is_broken = True
             self._end(error)
         else:
@@ -178,7 +178,7 @@ class _Consumer(ABC):
 
 
 class _SourceRun(_Consumer):
-    """The reading rank's run: reads, tells the others, hands out its own portion."""
+    """The reading rank's run: reads, sends to the others, delivers its own portion."""
 
     def __init__(
         self, sharing: Sharing, group: ReplicaGroup, read: Callable[[], Run], place: Place,
@@ -194,7 +194,7 @@ class _SourceRun(_Consumer):
         self._others_wait = 0
         try:
             self._running = read()
-        except Exception as error:  # noqa: BLE001  the other ranks are to get it as well
+        except Exception as error:  # noqa: BLE001  sent to the other ranks, too
             self._built.append((FAILED, error))
         self._reader: threading.Thread | None = None
         self._start_reading()
@@ -210,7 +210,7 @@ class _SourceRun(_Consumer):
             self._reader.join(_GRACE_S)
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe what the run is doing, for people."""
         own = "starting" if self._running is None else self._running.describe()
         return f"{own}; reads for ranks {self._sharing.ranks[1:]}, of which one holds {self._others_wait} batches"
 
@@ -226,7 +226,7 @@ class _SourceRun(_Consumer):
                 item = (BATCH, next(running))
             except StopIteration:
                 item = (END, None)
-            except BaseException as error:  # noqa: BLE001  a thread border: all ranks get it
+            except BaseException as error:  # noqa: BLE001  thread boundary: all ranks get it
                 item = (FAILED, error)
             with self._changed:
                 self._changed.wait_for(lambda: self._left or not self._built)
@@ -244,7 +244,7 @@ class _SourceRun(_Consumer):
             if kind == BATCH:
                 try:
                     value, payloads = self._portioned(value)
-                except Exception as error:  # noqa: BLE001  as if it had come from collate_fn
+                except Exception as error:  # noqa: BLE001  treated as if collate_fn had raised it
                     kind, value = FAILED, error
             if kind == END:
                 self._tell(END, number, b"")
@@ -260,7 +260,7 @@ class _SourceRun(_Consumer):
                 self._changed.notify_all()
 
     def _next_item(self, number: int) -> tuple[int, Any]:
-        """Return what comes next, once there is room for it everywhere."""
+        """Return the next item, once there is room for it on every rank."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._left or self._decided(), BEAT_S):
@@ -280,7 +280,7 @@ class _SourceRun(_Consumer):
         return room or self._built[0][0] != BATCH or self._gone is not None
 
     def _portioned(self, batch: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Return this rank's portion, and those of the others, coded; equal ones once."""
+        """Return this rank's portion, and those of the others, encoded; equal ones once."""
         num_samples = batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0
         coded: dict[Part, torch.Tensor] = {}
         for portion in self._portions[1:]:
@@ -309,9 +309,9 @@ class _SourceRun(_Consumer):
 
 
 class _InlineRun(_SourceRun):
-    """The reading rank's run whose consumer reads by itself, so that what it reads runs in no other thread.
+    """The reading rank's run if the consumer itself reads, so that what it reads runs in no other thread.
 
-    It reads one batch more than it hands out: that one travels while the training works with the other.
+    It reads one batch more than it delivers: that one is sent while the training works with the other.
     """
 
     def __next__(self) -> Any:
@@ -329,14 +329,14 @@ class _InlineRun(_SourceRun):
             self._num_read += 1
         except StopIteration:
             item, self._num_read = (END, None), _NO_MORE
-        except Exception as error:  # noqa: BLE001  all ranks get it, in its place behind the batches before
+        except Exception as error:  # noqa: BLE001  all ranks get it, in its place after the batches before
             item, self._num_read = (FAILED, error), _NO_MORE
         with self._changed:
             self._built.append(item)
             self._changed.notify_all()
 
     def _decided(self) -> bool:
-        # Nobody reads while the training works: a rank that has left is not to wait for that.
+        # Nobody reads during a training step: a rank that has left must not wait for it to end.
         return super()._decided() or (self._gone is not None and not self._built)
 
 
@@ -350,7 +350,7 @@ class _ReplicaRun(_Consumer):
         self._thread.start()
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe what the run is doing, for people."""
         source = self._sharing.ranks[0]
         return f"batch {self._num_taken}: rank {source} reads for this one; {len(self._waiting)} batches are here"
 

@@ -1,13 +1,13 @@
-"""Exchange packs: the data ranks deal those of each global batch anew, by cost (``balance="exchange"``).
+"""Exchange packs: the data ranks redistribute those of each global batch by cost (``balance="exchange"``).
 
-Every rank reads and builds the packs of its own lanes, as without; then packs travel, over a gloo group of our own::
+Every rank reads and builds the packs of its own lanes, as usual; then packs are sent, over a gloo group of our own::
 
     costs of all packs ─▶ who computes which (the same on all ranks) ─▶ packs to where they go ─▶ each rank's batch
 
-The packs of a global batch stay what they are, so position, state and elasticity know nothing of this. It happens in
-the thread that asks for a batch, when it asks: ranks that leave their loops after the same batch leave nothing on the
-way. Replicas (tensor, pipeline, context parallel) exchange with those in the same place of other shares, each its own
-copy, whole; stages and slices of the sequence are cut out of what came. Where one rank reads for them, it exchanges.
+The packs of a global batch do not change, so position, state and elasticity are not affected. The exchange happens in
+the thread that asks for a batch, when it asks: ranks that leave their loops after the same batch leave nothing in
+transit. Replicas (tensor, pipeline, context parallel) exchange with those in the same place of other shares, each its
+own whole copy; stages and slices of the sequence are cut out of the result. If one rank reads for them, it exchanges.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from streaming.replicas.group import gloo_group
 from streaming.types import Batch, Int64Array
 
 TIMEOUT_S = 600.0
-"""How long ranks may differ in asking for a batch: a checkpoint, an evaluation on one rank."""
+"""How far apart ranks may ask for a batch: time for a checkpoint, or an evaluation on one rank."""
 _OPTION = 'balance="exchange"'
 _WIDE = ("input_ids", "labels", "position_ids", "document_ids")
 _MOST = torch.iinfo(torch.int32).max
 
-_left_behind: list[Any] = []  # of the parent, in a forked child
+_left_behind: list[Any] = []  # the parent's, in a forked child
 
 
 class PackExchange:
@@ -47,13 +47,13 @@ class PackExchange:
     Used by one thread.
 
     Args:
-        mesh: Where this process is.
-        shape: What batches look like.
-        cut: Called with each batch and its number of packs: this rank's portion, page-locked, say.
+        mesh: The position of this process.
+        shape: The form of batches.
+        cut: Called with each batch and its number of packs; returns this rank's portion, possibly page-locked.
         metrics: Where bytes and waits are counted.
 
     Attributes:
-        allocate: Where the memory of tensors comes from that are made of packs of several ranks; None: fresh memory.
+        allocate: Allocates tensors made of packs of several ranks; None: fresh memory.
     """
 
     def __init__(self, mesh: DeviceMesh, shape: PackShape, cut: Callable[[Any, int], Any], metrics: Metrics) -> None:
@@ -64,13 +64,13 @@ class PackExchange:
         in_children(self, PackExchange.leave_behind)
 
     def become(self, mesh: DeviceMesh) -> None:
-        """Be a rank of another world; the next run connects with its ranks."""
+        """Make this a rank of another world; the next run connects with the ranks of that world."""
         self._rank, self.place = mesh.rank, mesh.data_rank
         self.ranks = tuple(mesh.replicas_of(share)[mesh.replica_rank] for share in range(mesh.data_world_size))
         self.drop()
 
     def run(self, running: Run, place: Place) -> Run:
-        """Exchange the packs of the batches that ``running`` gives from ``place`` on.
+        """Exchange the packs of the batches that ``running`` yields from ``place`` on.
 
         Raises:
             ConfigError, ReplicaError: See ``gloo_group``.
@@ -83,16 +83,16 @@ class PackExchange:
         return _ExchangedRun(self, running, place)
 
     def drop(self) -> None:
-        """Give the connections up; the next run makes new ones."""
+        """Drop the connections; the next run makes new ones."""
         self._group = None
 
     def leave_behind(self) -> None:
-        """Let go in a forked child: the connections are the parent's, and their threads are not here to end them."""
+        """Drop the connections in a forked child: they are the parent's, and their threads are not here."""
         _left_behind.append(self._group)
         self._group = None
 
     def gather(self, own: Int64Array) -> Int64Array:
-        """Return the rows of all ranks, [ranks, n], of one [n] each."""
+        """Gather one row [n] of each rank, [ranks, n]."""
         if self._group is None:
             return own[None]
         sent = torch.from_numpy(own)
@@ -101,7 +101,7 @@ class PackExchange:
         return torch.stack(got).numpy()
 
     def swap(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send ``messages[r]`` (uint8) to the r-th rank, and get one of each; what is to this one comes back."""
+        """Send ``messages[r]`` (uint8) to the r-th rank; return one from each, including the one to this rank."""
         if self._group is None:
             return list(messages)
         sizes = torch.tensor([len(message) for message in messages])
@@ -143,15 +143,15 @@ class _ExchangedRun(RunOver):
         return self._peers.cut(batch, num_packs)
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe what the run is doing, for people."""
         return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
 
     def _exchanged(self, batch: Batch, num_packs: int) -> Batch:
-        """Return the batch of the packs dealt to this rank, as many as it has; all ranks meet here."""
+        """Return the batch of the packs dealt to this rank, as many as it had; all ranks meet here."""
         peers = self._peers
         costs: Any = batch.pop("costs", None)
         valid: Any = batch.get("__valid__")
-        # A batch with packs that do not count stays as it is: stages without payload count them by the plan.
+        # A batch with packs that do not count is left as it is: stages without payload count them by the plan.
         counts = valid is None or bool(valid.all())
         own = [self._place.epoch, self._place.samples_seen + self._num_batches, num_packs, counts]
         heads = peers.gather(np.array(own, np.int64))
@@ -164,17 +164,17 @@ class _ExchangedRun(RunOver):
         if num_packs:
             bits[:num_packs] = costs.numpy().view(np.int64)
         everyones = peers.gather(bits)[np.arange(len(bits)) < shares[:, None]]
-        if not num_packs:  # at the end of an epoch; others may exchange
+        if not num_packs:  # at the end of an epoch; other ranks may exchange
             peers.swap([_EMPTY] * len(peers.ranks))
             return batch
         return self._dealt(batch, exchange(everyones.view(costs.numpy().dtype), shares.tolist()), shares)
 
     def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
-        """Hand packs out and take others in; pack n of the global batch is that of the rank in whose share n lies."""
+        """Exchange packs with the other ranks; pack n of the global batch is from the rank whose share contains n."""
         peers, rows = self._peers, split_packs(batch)
         place, ends = peers.place, np.cumsum(shares)
         first = int(ends[place] - shares[place])
-        # To each rank those that it is to have, in its order; to this one nothing, they are here.
+        # To each rank its packs, in its order; to this one nothing, they are here.
         mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
         messages = [
             _EMPTY if rank == place or not packs else encode([_narrow(pack) for pack in packs], _allocated)
@@ -188,7 +188,7 @@ class _ExchangedRun(RunOver):
 
 
 def split_packs(batch: Batch) -> list[Batch]:
-    """Split a batch of packs into its rows; ``cu_seqlens`` of a row begin at 0."""
+    """Split a batch of packs into its rows; ``cu_seqlens`` of each row begin at 0."""
     ids: Any = batch["input_ids"]
     num_packs, length = ids.shape
     borders = np.unique(batch["cu_seqlens"].numpy())  # type: ignore[attr-defined]  # what fills a fixed shape up goes
@@ -205,7 +205,7 @@ def split_packs(batch: Batch) -> list[Batch]:
 
 
 def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | None = None) -> Batch:
-    """Join rows of :func:`split_packs` into a batch; of what holds tokens, in memory of ``allocate``."""
+    """Join rows of :func:`split_packs` into a batch; fields of tokens lie in memory from ``allocate``."""
     batch: Batch = {}
     for name, first in rows[0].items():
         values: list[Any] = [row[name] for row in rows]
@@ -234,14 +234,14 @@ def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | Non
 
 
 def _narrow(row: Batch) -> Batch:
-    """Return the row as it travels: what holds tokens as int32, where all of it fits.
+    """Return the row in the form sent: fields of tokens as int32, if all values fit.
 
-    ``join_packs`` makes it int64 again.
+    ``join_packs`` converts them back to int64.
     """
     narrow: Batch = dict(row)
     for name in _WIDE:
         value: Any = row[name]
-        if not value.numel() or int(value.max()) <= _MOST:  # tokens that are negative are those without loss
+        if not value.numel() or int(value.max()) <= _MOST:  # negative tokens are those without loss
             narrow[name] = value.to(torch.int32)
     return narrow
 
@@ -251,7 +251,7 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _allocated(size: int) -> torch.Tensor:
-    """Return memory of at least this size; messages that follow each other all begin where tensors may."""
+    """Allocate at least this many bytes, such that consecutive messages all begin where tensors may."""
     return torch.empty(-(-size // ALIGN_BYTES) * ALIGN_BYTES, dtype=torch.uint8)
 
 

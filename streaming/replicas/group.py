@@ -1,7 +1,7 @@
-"""Talk among the ranks of one data share: messages from the one that reads, replies to it, in a group of our own.
+"""Exchange messages among the ranks of one data share: the reading rank sends, the others reply, in a separate group.
 
-Always gloo, whatever backend the job uses, and apart from the job's groups: its messages cannot mix with the user's
-collectives. Every message is answered, so that after the last answer nothing is on the way.
+Always gloo, whatever backend the job uses, and separate from the job's groups: its messages cannot mix with the user's
+collectives. Every message is answered, so that after the last answer nothing is in transit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _REPLY = 4
 class ReplicaGroup:
     """Connections between rank ``ranks[0]`` and each of the others. Used by one thread at a time.
 
-    Making one waits for all members. It ends with its last reference.
+    Making a group waits for all members. It ends with its last reference.
 
     Args:
-        ranks: Of ``torch.distributed``, in the same order on all members.
-        timeout_s: How long any member may take to join, or to take or give a message.
-        option: What the user asked for, for messages; groups of different options never meet.
+        ranks: Ranks of ``torch.distributed``, in the same order on all members.
+        timeout_s: Time limit for any member to join, or to send or receive a message.
+        option: The user's option, for messages; groups of different options never meet.
         of: What the ranks have in common, for messages.
 
     Raises:
-        ConfigError: torch.distributed is not set up, or this rank is none of ``ranks``.
-        ReplicaError: A member did not come.
+        ConfigError: torch.distributed is not set up, or this rank is not one of ``ranks``.
+        ReplicaError: A member did not join.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ReplicaGroup:
         self._group, self.place = gloo_group(self.ranks, timeout_s, option=option, of=of, cure=cure)
 
     def tell(self, kind: int, number: int, payloads: Sequence[torch.Tensor | None]) -> list[list[int]]:
-        """Send a message to every other member, ``payloads[i]`` (uint8) to member i + 1; their replies.
+        """Send a message to every other member, ``payloads[i]`` (uint8) to member i + 1; return their replies.
 
         Raises:
             ReplicaError: A member is gone, or took longer than the time-out.
@@ -72,7 +72,7 @@ class ReplicaGroup:
         """Return the next message of member 0: its kind, its number, and its payload in memory from ``allocate``.
 
         Raises:
-            ReplicaError: It is gone, or said nothing for longer than the time-out.
+            ReplicaError: Member 0 is gone, or was silent for longer than the time-out.
         """
         head = torch.zeros(_HEAD, dtype=torch.int64)
         self._guard(0, self._group.recv, [head], 0, 0, wait=True)
@@ -109,19 +109,19 @@ class ReplicaGroup:
 def gloo_group(
     ranks: Sequence[int], timeout_s: float, *, option: str, of: str, cure: str, rank: int | None = None
 ) -> tuple[Any, int]:
-    """Make a process group of some ranks over gloo, and say which of them this one is; waits for all.
+    """Make a process group of some ranks over gloo, and return it with this rank's place; waits for all.
 
     Args:
         ranks: In the same order on all members.
-        timeout_s: How long any member may take to join, or to take or give a message.
-        option: What the user asked for.
+        timeout_s: Time limit for any member to join, or to send or receive a message.
+        option: The user's option.
         of: What the ranks have in common, for messages.
-        cure: What to do where one does not come, for messages.
-        rank: Which of them this one must be by torch.distributed; None: any.
+        cure: What to do if a member does not join, for messages.
+        rank: The member that this one must be by torch.distributed; None: any.
 
     Raises:
         ConfigError: torch.distributed is not set up, or counts this process as another rank.
-        ReplicaError: A member did not come.
+        ReplicaError: A member did not join.
     """
     own, store = job_store(option)
     if own not in (ranks if rank is None else (rank,)):

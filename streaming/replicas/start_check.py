@@ -1,4 +1,4 @@
-"""Compare before iterating what ranks know: the facts of a loader over a ``StreamingDataset``."""
+"""Compare what ranks know before iterating: the facts of a loader over a ``StreamingDataset``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class StartCheck:
     """Compares once, before the first iteration, and on request.
 
     Args:
-        dataset: What is read.
-        mesh: Who takes part: its ranks.
-        options: The loader's own choices that must agree, by name.
-        replicas: The choices about replicas.
-        timeout_s: For the first iteration; None: it does not compare.
-        state: Gives the position.
+        dataset: The dataset that is read.
+        mesh: The ranks that take part.
+        options: The loader's own options that must agree, by name.
+        replicas: The options about replicas.
+        timeout_s: Time-out of the first iteration; None: no comparison.
+        state: Returns the position.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class StartCheck:
         self._is_remeshed = False
 
     def first(self) -> None:
-        """Compare before an iteration, if it is the first and the job has other ranks.
+        """Compare before an iteration, if it is the first one and the job has other ranks.
 
-        Ranks are expected for the shards that this loader reads: a loader over other shards, on some ranks only, is not
-        taken for this one.
+        Ranks are matched by the shards that this loader reads: a loader over other shards, on some ranks only, is not
+        mistaken for this one.
 
         Raises:
             AgreementError: They differ.
@@ -58,7 +58,7 @@ class StartCheck:
         if self._is_remeshed and (is_old or job_world_size() != self._mesh.world_size):
             return
         if not 1 < self._mesh.world_size <= job_world_size():
-            return  # a mesh played in one process, or of other processes than torch.distributed's: nobody to ask
+            return  # a mesh simulated in one process, or of processes unknown to torch.distributed: nobody to ask
         subject, (rank, board) = f"start of {self._dataset.urls}", job_store("")
         if rank == self._mesh.rank:
             self._compare(subject, self._timeout_s, required=False)
@@ -66,9 +66,9 @@ class StartCheck:
             stand_aside(board, rank, self._mesh.ranks, subject=subject)
 
     def become(self, mesh: DeviceMesh) -> None:
-        """Be a rank of another world: the next iteration compares, if torch.distributed is set up anew for that world.
+        """Make this a rank of another world: the next iteration compares, if torch.distributed was set up anew for it.
 
-        Of the process group of the older one some ranks may be gone, and nobody waits for them.
+        In the process group of the older world some ranks may be gone, and nobody waits for them.
         """
         self._mesh, self._is_done, self._is_remeshed = mesh, self._timeout_s is None, True
 
@@ -76,7 +76,7 @@ class StartCheck:
         """Compare with all ranks of the mesh.
 
         Raises:
-            AgreementError: They differ, or do not come.
+            AgreementError: They differ, or do not answer.
             ConfigError: torch.distributed is not set up.
         """
         self._compare("on request", timeout_s, required=True)
