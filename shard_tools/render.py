@@ -1,4 +1,4 @@
-"""Print results for people: plain lines, and tables where there are columns."""
+"""Print results for people: plain lines, and tables for columns."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plain(text: str) -> str:
-    """Put ``text`` of the data on one line of a terminal: control characters, which could steer it, are shown."""
+    """Put ``text`` of the data on one line of a terminal, making visible the control characters that could steer it."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def as_json(value: object, *, indent: int | None = None) -> str:
-    """Return ``value`` as JSON that any terminal and any encoding takes."""
+    """Return ``value`` as JSON that is safe for any terminal and encoding."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _NOT_PLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -113,7 +113,7 @@ def show_index(report: IndexReport) -> None:
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
-    """Print the first of each kind, and how many more there are."""
+    """Print the first findings of each kind, and the number of the others."""
     shown: Counter[str] = Counter()
     for finding in findings:
         shown[finding.kind] += 1
@@ -125,7 +125,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
 
 
 def show_verify(report: VerifyReport) -> None:
-    """Print every finding, and the sum."""
+    """Print every finding, and the total."""
     _show_findings(report.findings)
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
@@ -137,7 +137,7 @@ def show_verify(report: VerifyReport) -> None:
 
 
 def show_recheck(report: RecheckReport) -> None:
-    """Print every sample that is still bad, and the sum."""
+    """Print every sample that is still bad, and the total."""
     for finding in report.findings:
         click.echo(str(finding))
     if report.num_unreadable:
@@ -175,7 +175,7 @@ def show_reshard(report: ReshardReport) -> None:
 
 
 def show_repair(report: RepairReport) -> None:
-    """Print what became of every shard that was not whole, and the sum."""
+    """Print what became of every damaged shard, and the total."""
     for shard in report.shards:
         links = [f"{shard.num_links:,} hard links written as files"] if shard.num_links else []
         for text in (*shard.mended, *links):
@@ -236,7 +236,7 @@ def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
 
 
 def show_sample(sample: SampleView) -> None:
-    """Print one sample: text as text, all else by its size."""
+    """Print one sample: text as text, everything else by its size."""
     shard = redact(sample.entry.shard)
     click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
     for field, payload in sample.payloads.items():
@@ -250,7 +250,7 @@ def show_sample(sample: SampleView) -> None:
 
 
 def is_binary(payload: bytes) -> bool:
-    """Tell whether ``payload`` is not text that a terminal can take."""
+    """Tell whether ``payload`` is not text that a terminal can show."""
     try:
         text = payload.decode()
     except UnicodeDecodeError:

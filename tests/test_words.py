@@ -15,20 +15,20 @@ from test_architecture import modules, tree
 VERBS = frozenset(re.findall(r"\w+", """
     accept account acquire adapt add admit adopt advance advise allocate announce answer append apply ask assign
     attach balance be begin block bound bring build cache call cancel carry change check checksum choose claim
-    clear close collate collect combine compare compute concatenate conclude configure connect continue convert
-    copy count create cut deal decide declare decode define delete deliver describe detect discard distribute
-    divide do drain draw drop encode end ensure enter estimate evaluate evict exchange execute exit expand
-    explain expose express extend extract feed fetch fill filter find finish fit follow forecast forget fork
-    format forward free gather get give go group grow guard hand handle hash have hold implement import index
-    iterate join keep kill lay leave lend let lift limit list load locate lock log look loop make manage map
-    mark measure merge mix model move name note notice notify number open order pack page parse pass perform
-    permute pickle plan plot poll prepare present print provide publish put queue raise reach read rebuild
-    receive recommend recompute record reduce refuse register reject release remember remove rename repair
-    repeat replace report represent request reserve reset resize resolve restore restrict resume retain retry
-    return rewrite round run sample save say scan search see seed select send separate serialise serve set shard
-    share show shuffle sleep slice sort split spread stamp start stop store stream submit sum summarise take
-    talk teach tell test track translate treat truncate turn undo unmap unpack update upload use validate verify
-    view wait wake walk warn watch weigh withdraw work wrap write yield
+    clear close collate collect combine compare compile compute concatenate conclude configure connect continue
+    convert copy count create cut deal decide declare decode define delete deliver describe detect determine
+    discard distribute divide do drain draw drop encode end ensure enter estimate evaluate evict exchange
+    execute exit expand explain expose express extend extract feed fetch fill filter find finish fit follow
+    forecast forget fork format forward free gather get give go group grow guard hand handle hash have hold
+    ignore implement import index inspect iterate join keep kill lay leave lend let lift limit list load locate
+    lock log look loop make manage map mark measure merge mix model move name note notice notify number open
+    order pack page parse pass perform permute pickle plan plot poll prepare present print provide publish put
+    queue raise reach read rebuild receive recommend recompute record reduce refuse register reject release
+    remember remove rename repair repeat replace report represent request reserve reset resize resolve restore
+    restrict resume retain retry return rewrite round run sample save say scan search see seed select send
+    separate serialise serve set shard share show shuffle sleep slice sort split spread stamp start stop store
+    stream submit sum summarise take talk teach tell test track translate treat truncate turn undo unmap unpack
+    update upload use validate verify view wait wake walk warn watch weigh withdraw work wrap write yield
 """))  # fmt: skip
 NOUNS_ARE_FINE = {"property", "cached_property"}  # they are read as attributes are
 

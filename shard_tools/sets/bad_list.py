@@ -1,4 +1,4 @@
-"""Read lists of bad samples, find these in a shard, and make a list of what ``verify`` found."""
+"""Read lists of bad samples, find these in a shard, and make a list from the findings of ``verify``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact, scheme_of
 
-# Findings that say which samples cannot be delivered; the others are about the index, or bytes behind the samples.
+# Findings that mean samples cannot be delivered; the others concern the index, or bytes after the samples.
 _SAMPLE_KINDS = frozenset({"missing", "size", "checksum", "tar", "samples", "decode", "duplicate", "read"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadList:
-    """What files of bad samples say.
+    """The content of files of bad samples.
 
     Attributes:
         by_shard: The records of each shard, by :func:`~streaming.batches.bad_file.shown_url`; each sample once.
-        num_unreadable: Lines that are no records.
+        num_unreadable: Lines that are not records.
     """
 
     by_shard: Mapping[str, tuple[BadRecord, ...]]
@@ -40,7 +40,7 @@ def load_bad_list(specs: Sequence[str], storage: Storage) -> BadList:
     """Return the records in these files; local paths may be patterns with ``*``.
 
     Raises:
-        NotFoundError: There is no such file, or none fits a pattern.
+        NotFoundError: There is no such file, or none matches a pattern.
         DataError: A file holds lines, but not one record.
     """
     found: dict[str, dict[object, BadRecord]] = {}
@@ -72,10 +72,10 @@ def _files(spec: str) -> list[str]:
 
 
 def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
-    """Return the URL of each shard by the name that records know it under.
+    """Return the URL of each shard by the name that records use for it.
 
     Raises:
-        ConfigError: Two URLs differ in their secrets alone: a record could mean either.
+        ConfigError: Two URLs differ only in their secrets: a record could mean either.
     """
     found: dict[str, str] = {}
     for url in urls:
@@ -88,15 +88,15 @@ def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
 
 
 def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> list[int]:
-    """Find the samples that ``record`` means: their numbers in the shard of ``table``; none where it lacks them.
+    """Find the samples that ``record`` means: their numbers in the shard of ``table``; empty if it has none of them.
 
-    Its key counts, of several samples with this key the one with its number; without a key its number in the shard;
-    without that every sample that its byte range touches (to the end of the shard where only the beginning is known).
+    The key decides; among several samples with this key, the number. Without a key, the number in the shard; without
+    that, every sample that the byte range overlaps (to the end of the shard if only the beginning is known).
 
     Args:
-        record: Of this shard.
+        record: A record of this shard.
         table: The shard's samples.
-        keys: Number of the sample with each key, as ``table.keys`` has them.
+        keys: Number of the sample with each key in ``table.keys``.
     """
     number = record.sample_in_shard
     if record.key:
@@ -115,7 +115,7 @@ def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> l
 
 
 def records_of(findings: Iterable[Finding]) -> list[BadRecord]:
-    """Return the findings that are about samples, as records; each sample or range once."""
+    """Return the findings that concern samples, as records; each sample or range once."""
     records: dict[object, BadRecord] = {}
     for finding in findings:
         if finding.kind not in _SAMPLE_KINDS:

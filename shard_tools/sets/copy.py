@@ -25,22 +25,22 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 
-_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk: the end-of-archive mark, usually one or a few KiB
+_TAIL_BYTES = 1 << 20  # read at a time after the last chunk: the end-of-archive mark, usually one or a few KiB
 _TABLE_THREADS = 16  # sample tables are small files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport(Report):
-    """What copying did.
+    """The result of copying.
 
     Attributes:
-        target: Where the shards are now.
+        target: Location of the shards now.
         num_shards: Shards of the source.
         num_samples: Their samples.
         num_bytes: Their bytes.
-        num_copied: Shards that this run wrote; the others were there already, and were read and found right.
+        num_copied: Shards that this run wrote; the others existed already, and were read and found right.
         num_copied_bytes: Bytes of those.
-        num_without_samples: Shards that have no sample table, in the source either.
+        num_without_samples: Shards without a sample table, which the source lacks, too.
         seconds: Wall time.
     """
 
@@ -56,7 +56,7 @@ class CopyReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """One shard: where it lies, where it goes, and its rows of the chunk table (a table of this shard)."""
+    """One shard: its source, its target, and its rows of the chunk table (a table of this shard)."""
 
     source: str
     target: str
@@ -68,7 +68,7 @@ class _Shard:
 
     @property
     def end(self) -> int:
-        """Where the last chunk ends."""
+        """End of the last chunk."""
         return int(self.chunks.byte_end[-1]) if self.chunks.num_chunks else 0
 
 
@@ -83,30 +83,30 @@ def copy(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copy the shards of ``source`` and their index to ``target``, byte for byte; folders are kept.
+    """Copy the shards of ``source`` and their index to ``target``, byte for byte; directories are kept.
 
     Every chunk is compared with the checksum in the index before it is written. A shard appears at the target only
-    when it is whole; sample tables follow when all shards are there, and the chunk table comes last, joined with
-    that of other shards which the target holds. A run that was stopped is gone on with by running it again: a shard
-    that is at the target is read there and skipped if it is right.
+    when it is whole; sample tables follow when all shards are there, and the chunk table comes last, merged with
+    that of other shards at the target. An interrupted run is continued by running it again: a shard that exists at
+    the target is read there and skipped if it is right.
 
-    Memory: per worker one chunk, and what the target's writer holds (up to four parts of 16 MiB).
+    Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
 
     Args:
         source: Indexed shards, as in ``StreamingDataset``.
-        target: Folder or prefix.
-        index_url: Where the source's index lies, if not beside its shards.
+        target: Directory or prefix.
+        index_url: Location of the source's index, if not beside its shards.
         storage_options: How to reach the source.
         target_options: How to reach the target; None: as the source.
         workers: Shards at a time.
-        overwrite: Replace shards of the same name that are others.
-        progress: Told of bytes and shards.
+        overwrite: Replace different shards of the same name.
+        progress: Called with bytes and shards.
 
     Raises:
         IndexMissingError: The source has no index to check against.
-        ChecksumError, IndexMismatchError: A shard of the source is damaged, or another one than was indexed.
-        TargetNotEmptyError: The target holds another shard of the same name.
-        ConfigError: Source and target are one place, or two shards would get one name.
+        ChecksumError, IndexMismatchError: A shard of the source is damaged, or is not the one that was indexed.
+        TargetNotEmptyError: The target holds a different shard of the same name.
+        ConfigError: Source and target are the same place, or two shards would have the same name.
         StorageError: A store fails.
     """
     started = time.monotonic()
@@ -168,7 +168,7 @@ def _is_there(shard: _Shard, here: Storage, *, overwrite: bool) -> bool:
     """Tell whether the target holds this very shard.
 
     Raises:
-        TargetNotEmptyError: It holds another one, which is not to be overwritten.
+        TargetNotEmptyError: It holds a different one, which must not be overwritten.
     """
     try:
         size_bytes = here.info(shard.target).size_bytes
@@ -192,12 +192,12 @@ def _is_right(shard: _Shard, here: Storage) -> bool:
 
 
 def _ranges(chunks: ChunkTable) -> list[tuple[int, int, int]]:
-    """Start, end and checksum of every chunk."""
+    """Return start, end and checksum of every chunk."""
     return list(zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), chunks.crc32c.tolist(), strict=True))
 
 
 def _tails(shard: _Shard, url: str, storage: Storage) -> list[memoryview]:
-    """Return what lies behind the last chunk."""
+    """Return the bytes after the last chunk."""
     starts = range(shard.end, shard.size_bytes, _TAIL_BYTES)
     return [storage.read(url, start, min(shard.size_bytes, start + _TAIL_BYTES)) for start in starts]
 
@@ -241,7 +241,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
 
 
 def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str | None) -> bool:
-    """Tell whether the shard has a sample table, which is at the target now."""
+    """Copy the sample table of a shard; tell whether there is one."""
     url = samples_url(shard.source, index_url)
     try:
         body = bytes(there.read(url))
@@ -249,7 +249,7 @@ def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str |
         return False
     table = SampleTable.from_parquet(body, redact(url))
     info = shard.chunks.shards[0]
-    if table.shard != info:  # it lay elsewhere, under another name
+    if table.shard != info:  # it had another name at the source
         table = replace(table, chunks=replace(table.chunks, shards=(info,)))
         body = table.to_parquet()
     if table.chunks != shard.chunks:
@@ -262,7 +262,7 @@ def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str |
 
 
 def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
-    """Write the chunk table of each folder of the target: the copied shards, and those listed there before."""
+    """Write the chunk table of each directory of the target: the copied shards, and those listed there before."""
     homes: dict[str, dict[str, ChunkTable]] = {}
     for shard in shards:
         homes.setdefault(split_url(shard.target)[0], {})[shard.chunks.shards[0].name] = shard.chunks

@@ -1,4 +1,4 @@
-"""Look into a data set: totals, the list of samples, one sample."""
+"""Inspect a dataset: totals, the list of samples, one sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FieldInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSetInfo:
-    """Totals of a data set.
+    """Totals of a dataset.
 
     Attributes:
         num_shards: Shards.
@@ -43,10 +43,10 @@ class DataSetInfo:
         num_chunks: Chunks.
         fields: Every field, by name.
         columns: Columns of the sample tables.
-        index: Where the index lies, or that there is none.
+        index: Location of the index, or that there is none.
         has_index: Whether there is a stored index.
         fingerprint: The index's fingerprint.
-        findings: Shards that are gone, or of another size than the index says.
+        findings: Shards that are missing, or differ in size from the index.
     """
 
     num_shards: int
@@ -72,7 +72,7 @@ class DataSetInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEntry(Report):
-    """One line of a listing: the sample's number in the data set, its shard, its key, the size of each field."""
+    """One line of a listing: the sample's number in the dataset, its shard, its key, the size of each field."""
 
     number: int
     shard: str
@@ -98,7 +98,7 @@ def _content(field: str, payload: bytes) -> object:
         if field.rpartition(".")[2] not in {"json", "jsn"}:
             return text
         content: object = json.loads(text)
-        json.dumps(content, indent=2)  # what is nested deeper than the stack parses sooner than it prints
+        json.dumps(content, indent=2)  # what is nested too deeply for the stack may parse, but not print
     except (ValueError, RecursionError):
         return None
     return content
@@ -107,11 +107,11 @@ def _content(field: str, payload: bytes) -> object:
 def info(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, progress: Progress | None = None
 ) -> DataSetInfo:
-    """Return the totals of a data set, from its index; a small set without one is read (and its index not stored).
+    """Return the totals of a dataset, from its index; a small one without index is read (and its index not stored).
 
     Raises:
-        IndexMissingError: If there is no index and the set is too large to read for this.
-        NotFoundError: If nothing matches ``urls``.
+        IndexMissingError: There is no index and the dataset is too large to read for this.
+        NotFoundError: Nothing matches ``urls``.
     """
     progress = progress or NoProgress()
     shards = open_set(urls, storage, index_url)
@@ -141,7 +141,7 @@ def info(
 
 
 def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
-    """Yield the shards that are not there as the index has them; one request each."""
+    """Yield the shards that are not as the index describes them; one request each."""
 
     def size_of(url: str) -> int | None:
         try:
@@ -150,7 +150,7 @@ def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator
             return None
 
     promised = {url: shard.size_bytes for url, shard in zip(shards.urls, shards.chunks.shards, strict=True)}
-    if not names_shards(urls):  # folders stand for all that is listed
+    if not names_shards(urls):  # directories stand for everything listed in them
         folders = {home_of(url, shards.index_url): split_url(url)[0] for url in reversed(shards.urls)}
         for home, folder in folders.items():
             with contextlib.suppress(NotFoundError):
@@ -191,11 +191,11 @@ def _where(shards: OpenSet, urls: Sequence[str]) -> str:
 def list_samples(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None
 ) -> Iterator[SampleEntry]:
-    """Yield the samples in the order of the data set, at most ``limit``; sample tables are loaded as they are needed.
+    """Yield the samples in the order of the dataset, at most ``limit``; sample tables are loaded when they are needed.
 
     Raises:
         IndexMissingError: As :func:`info`.
-        NotFoundError: If nothing matches ``urls``.
+        NotFoundError: Nothing matches ``urls``.
     """
     if limit == 0:
         return
@@ -215,7 +215,7 @@ def describe_sample(url: str, sample: str, *, storage: Storage, index_url: str |
     """Return one sample, by its key or its number, with the bytes of all its fields.
 
     Raises:
-        NotFoundError: If there is no such sample.
+        NotFoundError: There is no such sample.
     """
     entry, place = _find(url, sample, storage, index_url)
     payloads = {name: bytes(storage.read(entry.shard, *span)) for name, span in place.fields.items()}
@@ -226,7 +226,7 @@ def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url:
     """Return the bytes of one field of one sample; only these are read.
 
     Raises:
-        NotFoundError: If there is no such sample, or it has no such field.
+        NotFoundError: There is no such sample, or it has no such field.
     """
     entry, place = _find(url, sample, storage, index_url)
     if field not in place.fields:
@@ -237,7 +237,7 @@ def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url:
 
 
 def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tuple[SampleEntry, SampleLocation]:
-    """Find a sample: by its key first; text that is a number and no key counts samples from 0."""
+    """Find a sample: by its key first; else, if the text is a number, by its number from 0 on."""
     shards = open_set([url], storage, index_url)
     with contextlib.closing(tables_of(shards, storage, READ_THREADS)) as tables:
         for first, shard, table in tables:

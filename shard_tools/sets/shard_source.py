@@ -19,7 +19,7 @@ from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
 
-_RUN_BYTES = 8 << 20  # largest request; more in one costs parallelism, less costs requests
+_RUN_BYTES = 8 << 20  # largest request; larger ones reduce parallelism, smaller ones cost requests
 _CURE = (
     "To leave out what is damaged: `shard_tools verify SOURCE --write-bad bad.jsonl`, then the same command with "
     "--drop bad.jsonl"
@@ -29,7 +29,7 @@ _Found: TypeAlias = "list[tuple[int, Record]]"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Neighbouring pieces of one shard that are read at once.
+    """Adjacent pieces of one shard that are read at once.
 
     ``positions`` are those of the wanted samples in their window, ``kept`` their numbers within the part, in order.
     """
@@ -44,20 +44,20 @@ class _Run:
 class ShardSource:
     """Samples of indexed shards, in a given order, every byte checked against the index. Used by one thread.
 
-    The order is cut into windows of ``window_bytes``. The pieces that hold a window's samples are read, each once a
-    window, neighbours together, by several threads, while the window before is handed out.
+    The order is cut into windows of ``window_bytes``. The pieces that hold a window's samples are read, each once per
+    window, adjacent ones together, by several threads, while the previous window is handed out.
 
-    Memory: two windows, two requests of 8 MiB per thread, and 16 bytes per sample beside the selection's.
+    Memory: two windows, two requests of 8 MiB per thread, and 16 bytes per sample in addition to the selection's.
 
     Args:
         selection: The samples.
         order: Their numbers in the selection, in the order wanted, each once; None: as they are.
-        storage: Where the shards lie.
-        fingerprint: Of the source's chunk table.
+        storage: Store of the shards.
+        fingerprint: Fingerprint of the source's chunk table.
         fields: Fields to keep; None: all.
         window_bytes: See above.
         num_threads: Requests at a time.
-        firsts: Which places of ``order`` begin a record; the samples after one are joined to it. None: all.
+        firsts: Places of ``order`` that begin a record; the samples after one are joined to it. None: all.
         key_prefix: As in :class:`~shard_tools.sets.reshard.ReshardOptions`.
     """
 
@@ -91,12 +91,12 @@ class ShardSource:
 
     @property
     def num_records(self) -> int:
-        """Samples to be written."""
+        """Number of samples to be written."""
         return int(self._firsts.sum())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of their records."""
+        """Total size of their records."""
         return int(self._ends[-1]) if self._ends.size else 0
 
     def identity(self) -> dict[str, object]:
@@ -104,11 +104,11 @@ class ShardSource:
         return dict(self._facts)
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Yield the records from number ``start`` on; what lies before is not read.
+        """Yield the records from number ``start`` on; earlier ones are not read.
 
         Raises:
             ChecksumError, TarError, IndexMismatchError: A sample is damaged; notes name it.
-            StorageError: The store did not deliver.
+            StorageError: The store failed.
         """
         begins = np.flatnonzero(self._firsts)
         if start >= begins.size:
@@ -126,7 +126,7 @@ class ShardSource:
             yield current
 
     def _samples(self, start: int) -> Generator[Record, None, None]:
-        """Yield the samples at ``start`` of the order and after, each as a record."""
+        """Yield the samples from place ``start`` of the order on, each as a record."""
         pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard_tools-read")
         try:
             before: tuple[int, list[Future[_Found]]] | None = None

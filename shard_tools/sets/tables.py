@@ -1,4 +1,4 @@
-"""Find the files of a data set one by one: a shard's index, its size, the tables in it."""
+"""Find the files of a dataset one by one: a shard's index, its size, its tables."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _REQUESTS = 32  # at once; they wait for the store, not for the CPU
 
 
 def place_of(name: str, folder: str, index_url: str | None) -> str:
-    """Return the URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
+    """Return the URL of the shard that an index calls ``name``; its neighbors lie in ``folder``."""
     return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)
 
 
 def names_shards(urls: Sequence[str]) -> bool:
-    """Tell whether ``urls`` name shards; folders and prefixes stand for all that lies below them."""
+    """Tell whether ``urls`` name shards; directories and prefixes stand for everything below them."""
     return any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls)
 
 
 def relative_names(urls: Sequence[str]) -> list[str]:
-    """Return the paths below the innermost folder that holds all shards; plain names where there is no such folder.
+    """Return the paths below the innermost directory that holds all shards; plain names if there is none.
 
     Raises:
-        ConfigError: Two shards have one name.
+        ConfigError: Two shards have the same name.
     """
     parts = [split_query(url)[0].split("/") for url in urls]
     depth = 0
@@ -49,7 +49,7 @@ def sizes_of(storage: Storage, urls: Sequence[str]) -> list[int]:
     """Return the size of each shard in bytes.
 
     Raises:
-        NotFoundError: One is not there.
+        NotFoundError: A shard is missing.
     """
     return list(map_ordered(lambda url: storage.info(url).size_bytes, urls, min(_REQUESTS, len(urls))))
 
@@ -58,7 +58,7 @@ def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTab
     """Return the sample table of the shard at ``url``, or None if there is none.
 
     Raises:
-        IndexFormatError: If it is damaged.
+        IndexFormatError: It is damaged.
     """
     source = samples_url(url, index_url)
     try:
@@ -68,7 +68,7 @@ def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTab
 
 
 def needed_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable:
-    """Return the sample table of the shard at ``url``, without which nothing can be done.
+    """Return the sample table of the shard at ``url``, which the caller cannot do without.
 
     Raises:
         IndexMissingError: There is none.

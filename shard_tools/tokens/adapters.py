@@ -1,4 +1,4 @@
-"""Encode texts by the tokenizers of others, and by bytes: one class per kind, all alike (:class:`Tokenizer`)."""
+"""Encode texts with tokenizers of other libraries, or as bytes: one class per kind, with one interface, `Tokenizer`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
     "cl100k_base": (_CL100K, {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}),
     "o200k_base": (_O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
 }
-"""What a file of tiktoken ranks does not say: how text is cut before merging, and special tokens (tiktoken 0.14's)."""
+"""What a file of tiktoken ranks omits: how text is split before merging, and special tokens (of tiktoken 0.14)."""
 
 
 class Tokenizer(Protocol):
-    """Turn texts into ids, the same text into the same ids; add no beginning and no end. For one thread at a time."""
+    """Turn texts into ids, deterministically; add neither beginning nor end tokens. For one thread at a time."""
 
     @property
     def vocab_size(self) -> int:
-        """The largest id, and one."""
+        """The largest id plus one."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its name, None where there is none."""
+        """Return the id of a token by its name, None if there is none."""
 
     def ends(self) -> tuple[str | None, str | None]:
-        """Return the names of the beginning and end tokens, as far as the file says."""
+        """Return the names of the beginning and end tokens, as far as the file specifies them."""
 
 
 class BytesTokenizer:
@@ -80,7 +80,7 @@ class BytesTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the library ``tokenizers``; padding and truncation that it asks for are switched off."""
+    """A ``tokenizer.json`` of the library ``tokenizers``; any padding and truncation it specifies is disabled."""
 
     _BOS = ("<|begin_of_text|>", "<bos>", "<s>", "[BOS]")
     _EOS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]")
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
             raise _missing("tokenizers") from error
         try:
             self._library = Library.from_buffer(content)
-        except Exception as error:  # the package's own, which is Exception itself
+        except Exception as error:  # the package raises Exception itself
             raise ConfigError(f"--tokenizer: not a tokenizer.json of the library tokenizers: {error}") from error
         self._library.no_padding()
         self._library.no_truncation()
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, on as many threads as the library takes."""
+        """Return the ids of each text, using as many threads as the library does."""
         encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [_of_list(one.ids) for one in encoded]
 
@@ -110,7 +110,7 @@ class HuggingFaceTokenizer:
         return self._vocabulary.get(token)
 
     def ends(self) -> tuple[str | None, str | None]:
-        """Return the names that are usual, where the file has such special tokens."""
+        """Return the usual names, if the file has such special tokens."""
         there = {token.content for token in self._library.get_added_tokens_decoder().values() if token.special}
         return next(filter(there.__contains__, self._BOS), None), next(filter(there.__contains__, self._EOS), None)
 
@@ -158,9 +158,9 @@ class RanksTokenizer:
 
     Args:
         content: The file.
-        special: Names of special tokens in texts are these tokens.
-        name: Of the file without its ending, which may be one of ``ENCODINGS``.
-        pattern: One of ``ENCODINGS``, or the regular expression that cuts text before merging; default: by ``name``.
+        special: Whether names of special tokens in texts are these tokens.
+        name: Name of the file without its extension, which may be one of ``ENCODINGS``.
+        pattern: One of ``ENCODINGS``, or the regular expression that splits text before merging; default: by ``name``.
     """
 
     def __init__(self, content: bytes, *, special: bool, name: str, pattern: str | None) -> None:
@@ -202,12 +202,12 @@ class RanksTokenizer:
         return self._tokens.get(token)
 
     def ends(self) -> tuple[str | None, str | None]:
-        """Return ``<|endoftext|>`` as the end, where the encoding has it."""
+        """Return ``<|endoftext|>`` as the end, if the encoding has it."""
         return None, "<|endoftext|>" if "<|endoftext|>" in self._tokens else None
 
 
 def _of_list(ids: list[int]) -> Ids:
-    """Return ids as an array, in a third of the time that NumPy takes for a list."""
+    """Convert ids to an array, in a third of the time that NumPy takes for a list."""
     return np.frombuffer(array("I", ids), np.uint32)
 
 

@@ -1,13 +1,13 @@
 """Turn conversations into text by a chat template, and tell what the assistant says in them.
 
-Two ways lead to the loss mask, by what the template offers. ``{% generation %}`` … ``{% endgeneration %}`` around what
-the assistant says marks it. A template without them is rendered again for every answer: the text of all messages
-before it, with the generation prompt, is what stands in front of the answer, and the text with the answer is where it
-ends. That holds only where each text begins with the one before (a prefix); a template that rewrites what came
-earlier, say by leaving out old reasoning, is refused for this conversation, by name.
+The loss mask is found in one of two ways, depending on the template. ``{% generation %}`` … ``{% endgeneration %}``
+marks what the assistant says. A template without these is rendered again for every answer: the text of all messages
+before it, with the generation prompt, is what precedes the answer, and the text with the answer shows where it ends.
+That holds only if each text begins with the previous one (a prefix); if a template rewrites earlier text, say by
+leaving out old reasoning, the conversation is rejected, by name.
 
-Text is cut where the mask changes and each piece is encoded by itself: no token belongs to both sides. At these
-borders ids may differ from those of the whole text, unless a special token stands there (as in usual templates).
+Text is split where the mask changes and each piece is encoded by itself: no token belongs to both sides. At these
+borders ids may differ from those of the whole text, unless a special token is there (as in usual templates).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Pieces: TypeAlias = list[tuple[str, bool]]
-"""The text of a conversation in pieces: each with whether the assistant says it."""
+"""The text of a conversation in pieces, each with whether the assistant says it."""
 
-_START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which no text holds
+_START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which no text contains
 _OPEN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _CLOSE = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 
 class RejectedError(DataError):
-    """A record that gives no tokens, or no exact mask; ``reason`` is one for counting."""
+    """A record that gives no tokens, or no exact mask; ``reason`` is the category that is counted."""
 
     def __init__(self, reason: str, what: str) -> None:
         super().__init__(what)
@@ -42,7 +42,7 @@ class RejectedError(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What one document of instruction data says.
+    """The content of one document of instruction data.
 
     Attributes:
         messages: Objects with ``role`` and ``content``.
@@ -55,10 +55,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A chat template as Hugging Face's tokenizers have it: Jinja, run in a sandbox that can change nothing.
+    """A chat template in the form of Hugging Face's tokenizers: Jinja, run in a sandbox that can change nothing.
 
-    It is the user's file, like code. It gets ``messages``, ``tools``, ``add_generation_prompt``, ``bos_token`` and
-    ``eos_token``, ``raise_exception``; no clock: the same conversation gives the same text.
+    It is the user's file, like code. It receives ``messages``, ``tools``, ``add_generation_prompt``, ``bos_token``,
+    ``eos_token`` and ``raise_exception``, but no clock: the same conversation gives the same text.
 
     Attributes:
         source: The template.
@@ -71,18 +71,18 @@ class ChatTemplate:
     eos_token: str
 
     def check(self) -> None:
-        """Make the template ready, to find what is wrong with it.
+        """Compile the template, to find errors in it.
 
         Raises:
-            ConfigError: It is none, or Jinja is not installed.
+            ConfigError: It is not a template, or Jinja is not installed.
         """
         _compiled(self.source)
 
     def pieces(self, conversation: Conversation) -> Pieces:
-        """Return the text of a conversation, cut where the assistant begins and ends.
+        """Return the text of a conversation, split where the assistant begins and ends.
 
         Raises:
-            RejectedError: The template refuses it, or no exact mask is possible.
+            RejectedError: The template rejects it, or no exact mask is possible.
         """
         roles = [message.get("role") for message in conversation.messages]
         if "assistant" not in roles:
@@ -118,12 +118,12 @@ class ChatTemplate:
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
             )
-        except Exception as error:  # whatever a user's template raises for these messages
+        except Exception as error:  # a user's template may raise anything
             raise RejectedError("template", f"{type(error).__name__}: {error}") from error
 
 
 def _marked(text: str) -> Pieces:
-    """Cut a text at the marks that stand for ``{% generation %}``."""
+    """Split a text at the marks that stand for ``{% generation %}``."""
     first, *rest = text.split(_START)
     pieces: Pieces = [(first, False)]
     for part in rest:
@@ -150,7 +150,7 @@ def _compiled(source: str) -> Template:
     )
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = _to_json
-    # Two blocks in place of each tag, so that what Jinja trims before and after the tag is trimmed all the same.
+    # Two blocks replace each tag, so that Jinja trims the same text before and after it.
     marked = _OPEN.sub(rf"{{%\1 if true %}}{{{{ '{_START}' }}}}{{% if true \2%}}", source)
     marked = _CLOSE.sub(rf"{{%\1 endif %}}{{{{ '{_STOP}' }}}}{{% endif \2%}}", marked)
     try:

@@ -1,4 +1,4 @@
-"""Take the document out of a record, say why there is none, and tell which set it belongs to."""
+"""Extract the document from a record, report why there is none, and tell which set it belongs to."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Share:
     """The documents of one set: those whose hash lies in ``[start, stop)`` of 2**64.
 
     Attributes:
-        name: Of the set; ``""``: the only one.
+        name: Name of the set; ``""``: the only one.
         start: The first hash.
-        stop: The end of the hashes.
+        stop: One past the last hash.
     """
 
     name: str = ""
@@ -34,18 +34,18 @@ class Share:
 
     @property
     def takes_rest(self) -> bool:
-        """Whether this is the set that all else is of."""
+        """Whether everything that belongs to no other set belongs to this one."""
         return self.stop == _HASHES
 
 
 def parse_shares(specs: Sequence[str]) -> tuple[Share, ...]:
-    """Return the sets that ``name=share`` ask for (``val=0.5%`` or ``val=1/200``), and ``train``, which gets the rest.
+    """Return the sets requested by ``name=share`` (``val=0.5%`` or ``val=1/200``), and ``train``, which gets the rest.
 
-    Hashes are shared out from 0 in the order given, so that a share which grows keeps the documents it had, if it is
-    the first or only one.
+    Hashes are allocated from 0 in the order given, so that a share that grows keeps its documents, if it is the first
+    or only one.
 
     Raises:
-        ConfigError: A share is none, a name comes twice, or nothing is left for ``train``.
+        ConfigError: A share is invalid, a name repeats, or nothing is left for ``train``.
     """
     shares: list[Share] = []
     stop = 0
@@ -75,10 +75,10 @@ class Document:
     """One document, not yet tokens.
 
     Attributes:
-        number: Of its record in the source.
+        number: Number of its record in the source.
         record: Its record.
         content: Its text, or its messages.
-        num_bytes: Of its text in UTF-8.
+        num_bytes: Size of its text in UTF-8.
     """
 
     number: int
@@ -89,13 +89,13 @@ class Document:
 
 @dataclass(slots=True)
 class SetTally:
-    """What one run found in one set; changed by the thread that reads alone.
+    """What one run found in one set; changed only by the thread that reads.
 
     Attributes:
         num_documents: Documents written.
         num_tokens: Their tokens.
-        longest: Tokens of the longest.
-        rejected: How many records gave no tokens, by reason.
+        longest: Tokens of the longest one.
+        rejected: Number of records without tokens, by reason.
     """
 
     num_documents: int = 0
@@ -109,9 +109,9 @@ class Reading:
     """How a document is found in a record.
 
     Attributes:
-        text_field: Where its text is: a column, a field of a tar, or a path into one, such as ``json.text``.
-        messages_field: Where its messages are instead.
-        group_field: What the hash is of; None: the document itself.
+        text_field: Location of its text: a column, a field of a tar, or a path into one, such as ``json.text``.
+        messages_field: Location of its messages instead.
+        group_field: Field that is hashed; None: the document itself.
         share: Documents with other hashes belong to another set.
     """
 
@@ -121,10 +121,10 @@ class Reading:
     share: Share = Share()
 
     def document(self, number: int, record: Record) -> Document | None:
-        """Return the document of a record, or None where another set has it.
+        """Return the document of a record, or None if it belongs to another set.
 
         Raises:
-            RejectedError: The record holds none.
+            RejectedError: The record contains none.
         """
         if record.problem is not None:
             utf8 = isinstance(record.problem.__cause__, UnicodeError)
@@ -159,7 +159,7 @@ class Reading:
 
 
 def dump(value: object) -> bytes:
-    """Write compact JSON, keys sorted: equal values, whatever the order of their keys, are equal bytes."""
+    """Write compact JSON with sorted keys: equal values, whatever the order of their keys, give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
@@ -178,8 +178,8 @@ def _text(value: object, name: str) -> tuple[str, bytes]:
 
 
 def _conversation(value: object, record: Record, name: str) -> tuple[Conversation, bytes]:
-    """Return messages, and bytes that stand for them."""
-    if isinstance(value, (str, bytes)):  # a column of Parquet or CSV, or a field of a tar, that holds JSON
+    """Return messages, and bytes that represent them."""
+    if isinstance(value, (str, bytes)):  # JSON in a column of Parquet or CSV, or in a field of a tar
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

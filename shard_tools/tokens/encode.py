@@ -21,13 +21,13 @@ from shard_tools.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
 
 
 class Encoded(NamedTuple):
-    """A document as tokens, or why it has none. A tuple: it travels between processes for every document.
+    """A document as tokens, or why it has none. A tuple, since one is sent between processes for every document.
 
     Attributes:
         tokens: The ids, little-endian.
         mask: For conversations, a byte for each token: 1 where the assistant speaks.
-        reason: Why there are no tokens; ``""`` where there are.
-        what: More about that.
+        reason: Why there are no tokens; ``""`` if there are.
+        what: Details of the reason.
     """
 
     tokens: bytes = b""
@@ -38,11 +38,11 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Turn documents into tokens: the function that executors run. Pure: may be repeated anywhere.
+    """Turn documents into tokens: the function that executors run. Pure, so it may be repeated anywhere.
 
     Attributes:
         file: The tokenizer.
-        ends: What stands before and after every document, and how wide tokens are.
+        ends: The tokens before and after every document, and the width of tokens.
         template: For conversations.
     """
 
@@ -78,7 +78,7 @@ class Encoder:
         tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
         if mask is None:
             return Encoded(tokens=tokens)
-        # Tokens that nobody said bear no loss.
+        # Tokens that nobody said do not count towards the loss.
         said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
         return Encoded(tokens=tokens, mask=said)
 
@@ -91,10 +91,10 @@ def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Enco
 
 
 def open_processes(num_processes: int) -> ProcessPoolExecutor:
-    """Open processes of this machine that encode, each started when it is first needed.
+    """Start encoding processes on this machine, each when it is first needed.
 
-    They are started afresh, not forked: this process has threads. They leave Ctrl-C to this process, and end when it
-    does, however it does.
+    They are spawned rather than forked, since this process has threads. They leave Ctrl-C to this process, and end when
+    it ends, however it does.
     """
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin_worker)
@@ -102,12 +102,12 @@ def open_processes(num_processes: int) -> ProcessPoolExecutor:
 
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each processor, a thread for each process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per processor, one thread per process
     threading.Thread(target=_end_with_parent, daemon=True, name="shard_tools-parent").start()
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of the process that started this one: its queue would stay open, with nobody to fill it."""
+    """Wait for the end of the parent process: its queue would stay open, with nobody to fill it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

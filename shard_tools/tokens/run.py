@@ -41,27 +41,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeOptions(RecordOptions):
-    """How documents become tokens, and tokens shards; besides what ``RecordOptions`` says.
+    """How documents become tokens, and tokens shards, in addition to ``RecordOptions``.
 
-    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep theirs. ``columns`` come
-    besides ``tokens`` and ``document``.
+    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep theirs. ``columns`` are
+    added to ``tokens`` and ``document``.
 
     Attributes:
-        tokenizer: A ``tokenizer.json``, a folder with one, a model of sentencepiece, a file of tiktoken ranks, or
+        tokenizer: A ``tokenizer.json``, a directory with one, a sentencepiece model, a file of tiktoken ranks, or
             ``"bytes"``.
-        pattern: How text is cut before tiktoken merges: the name of an encoding, or a regular expression.
-        text_field: Where the text is; None: ``text``, or ``txt`` of tars.
-        messages_field: Where messages are instead: a chat template makes text of them, and a mask.
+        pattern: How text is split before tiktoken merges: the name of an encoding, or a regular expression.
+        text_field: Location of the text; None: ``text``, or ``txt`` in tars.
+        messages_field: Location of messages instead, which a chat template turns into text and a mask.
         chat_template: File of the template; None: that of ``tokenizer_config.json`` beside the tokenizer.
         bos: Token before each document: a name, an id, ``"none"``; None: the tokenizer's own, unless it is also the
-            end's. With messages none: the template says it.
+            end token. With messages none: the template provides it.
         eos: Token after each document, likewise.
-        keep: Columns to be kept in the field ``json``; of tars: fields to be kept.
-        split: Sets with their shares, such as ``("val=0.5%",)``: each goes into a folder of its name, the rest to
+        keep: Columns to keep in the field ``json``; for tars: fields to keep.
+        split: Sets with their shares, such as ``("val=0.5%",)``: each goes into a directory of its name, the rest into
             ``train``.
         group_field: Split by the hash of this column; None: by that of the document.
-        documents: What is a document of a text: ``"line"``, ``"blank-line"`` or ``"file"``.
-        on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: counted.
+        documents: The unit of text that is a document: ``"line"``, ``"blank-line"`` or ``"file"``.
+        on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: it is counted.
     """
 
     tokenizer: str
@@ -78,10 +78,10 @@ class TokenizeOptions(RecordOptions):
     on_error: str = "raise"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work together.
+        """Reject options that contradict each other.
 
         Raises:
-            ConfigError: If so.
+            ConfigError: They do.
         """
         if self.text_field is not None and self.messages_field is not None:
             raise ConfigError(
@@ -99,15 +99,15 @@ class TokenizeOptions(RecordOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSet(Report):
-    """One set that a tokenization wrote.
+    """One set written by a tokenization.
 
     Attributes:
-        name: ``train``, ``val``, …; ``""`` where there is only one.
-        target: Where its shards are.
+        name: ``train``, ``val``, …; ``""`` if there is only one.
+        target: Location of its shards.
         num_shards: Shards there now.
         num_documents: Documents there now.
         num_tokens: Their tokens.
-        longest: Tokens of the longest.
+        longest: Tokens of the longest one.
         num_bytes: Bytes of all shards.
         num_resumed_documents: Documents that an earlier run had written.
         rejected: Records that this run left out, by reason.
@@ -126,21 +126,21 @@ class TokenSet(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeReport(Report):
-    """What a tokenization did.
+    """The result of a tokenization.
 
     Attributes:
         kind: The source's layout.
-        target: Where the sets are.
+        target: Location of the sets.
         tokenizer: Kind of the tokenizer.
-        sha256: Of its file.
-        vocab_size: The largest id, and one.
+        sha256: Digest of its file.
+        vocab_size: The largest id plus one.
         dtype: Type of the tokens, little-endian.
         bos: Id before each document.
         eos: Id after each document.
         masked: Whether there is a field ``mask``.
         sets: The sets.
-        documents_per_s: Of this run.
-        tokens_per_s: Of this run.
+        documents_per_s: Rate of this run.
+        tokens_per_s: Rate of this run.
         seconds: Wall time of this run.
     """
 
@@ -170,26 +170,26 @@ def tokenize(
 ) -> TokenizeReport:
     """Write the documents of ``source`` as token ids into shards in ``target``, with their index.
 
-    A sample has the field ``tok`` (ids, little-endian uint16, or uint32 where the vocabulary needs it), with messages
-    also ``mask`` (uint8: 1 where the assistant speaks), and what ``keep`` names. The sample table has ``tokens``
-    (their number) and ``document`` (the number of the record in the source). Deterministic: the same source,
-    tokenizer and options give the same bytes, whether or not the work was stopped and gone on with in between. With
-    ``split`` the source is read once for each set; a document is encoded once.
+    A sample has the field ``tok`` (ids, little-endian uint16, or uint32 if the vocabulary needs it), with messages also
+    ``mask`` (uint8: 1 where the assistant speaks), and the fields in ``keep``. The sample table has ``tokens`` (their
+    number) and ``document`` (the number of the record in the source). Deterministic: the same source, tokenizer and
+    options give the same bytes, whether or not the work was interrupted and resumed. With ``split`` the source is read
+    once for each set; a document is encoded once.
 
     Args:
-        source: File, folder, pattern or URL of the data.
-        target: Folder or prefix for the shards; with ``split``, for a folder a set.
+        source: File, directory, pattern or URL of the data.
+        target: Directory or prefix for the shards; with ``split``, for a directory per set.
         options: What to do.
         storage_options: How to reach the stores of source, target and tokenizer.
-        executor: Encode there: processes of this machine (:func:`shard_tools.tokens.encode.open_processes`), or a
+        executor: Where to encode: processes of this machine (:func:`shard_tools.tokens.encode.open_processes`), or a
             cluster. None: in a thread of this process. Reading and writing stay here.
-        progress: Told about documents and bytes of text.
+        progress: Called with documents and bytes of text.
 
     Raises:
-        TargetNotEmptyError: If the target holds shards of other work.
-        ConfigError: For options that do not fit the source or the tokenizer.
-        DataError: For a record that gives no tokens, with ``on_error="raise"``; it names file and line.
-        StorageError: If a store fails.
+        TargetNotEmptyError: The target holds shards of other work.
+        ConfigError: Options do not fit the source or the tokenizer.
+        DataError: A record gives no tokens, with ``on_error="raise"``; names file and line.
+        StorageError: A store fails.
     """
     started = time.monotonic()
     storage = Storage(storage_options)
@@ -239,7 +239,7 @@ def tokenize(
 
 
 def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | None) -> Encoder:
-    """Open the tokenizer here, which finds what is wrong with it before a document is read."""
+    """Open the tokenizer here, to find errors in it before a document is read."""
     chat = options.messages_field is not None
     file = find_tokenizer(options.tokenizer, storage, special=chat, pattern=options.pattern)
     config = load_config(file, storage)
@@ -307,7 +307,7 @@ def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
 def _write(
     documents: TokenSource, place: Destination, options: TokenizeOptions, storage_options: Mapping[str, object] | None
 ) -> TokenSet:
-    """Write one set, and the note beside its index that says what its tokens are."""
+    """Write one set, and the note beside its index that describes its tokens."""
     storage = Storage(storage_options)
     tokens = describe(documents.encoder)
     share = documents.reading.share
@@ -363,7 +363,7 @@ def _earlier_counts(place: Destination, packed: PackedTarget, storage: Storage) 
 
 
 class _OwnCounts:
-    """Pass on what there is to do, but not the bytes that the writer counts: text is counted where it is read."""
+    """Pass on the totals, but not the bytes that the writer counts: text is counted where it is read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

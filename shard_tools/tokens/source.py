@@ -1,4 +1,4 @@
-"""Give the documents of another source as samples of tokens."""
+"""Provide the documents of another source as samples of tokens."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSource:
-    """Documents of one set, as tokens, in the order of the source below.
+    """Documents of one set, as tokens, in the order of the underlying source.
 
     Attributes:
-        below: The records.
-        reading: How a document is found in a record, and which are of this set.
-        encoder: What makes tokens of them.
-        executor: Where.
-        ahead: Batches under way at once.
-        keep: Columns that go into the field ``json``; of tars: fields that stay as they are.
-        fields: Fields of the records that stay as they are.
-        columns: What the sample table shall hold besides.
-        on_error: ``"raise"``: a record that gives no tokens is an error, unless it is empty; ``"skip"``: it is counted.
-        progress: Told about bytes of text.
+        below: The underlying source of records.
+        reading: How a document is found in a record, and which belong to this set.
+        encoder: Turns them into tokens.
+        executor: Where to encode.
+        ahead: Batches in progress at once.
+        keep: Columns that go into the field ``json``; for tars: fields that are kept as they are.
+        fields: Fields of the records that are kept as they are.
+        columns: Additional columns of the sample table.
+        on_error: ``"raise"``: a record without tokens is an error, unless it is empty; ``"skip"``: it is counted.
+        progress: Called with bytes of text.
         tally: Counts what this run finds.
     """
 
@@ -58,30 +58,30 @@ class TokenSource:
 
     @property
     def kind(self) -> str:
-        """The kind of the source below."""
+        """The kind of the underlying source."""
         return self.below.kind
 
     @property
     def num_records(self) -> int | None:
-        """Unknown before reading: records may be rejected, or be of another set."""
+        """Unknown before reading: records may be rejected, or belong to another set."""
         return None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the source below."""
+        """Bytes of the underlying source."""
         return self.below.num_bytes
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What the source below left out."""
+        """What the underlying source left out."""
         return self.below.skipped
 
     def identity(self) -> dict[str, object]:
-        """Return the identity of the source below."""
+        """Return the identity of the underlying source."""
         return self.below.identity()
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Yield the documents of this set, from record ``start`` of the source below on.
+        """Yield the documents of this set, from record ``start`` of the underlying source on.
 
         Raises:
             DataError: A record gives no tokens, and that is an error; or no record at all gives any.
@@ -131,7 +131,7 @@ class TokenSource:
             for found in results:
                 batch = waiting.popleft()
                 yield from zip(batch, found, strict=True)
-                self.progress.advance(  # once a batch: a bar takes longer to draw than a document to be written
+                self.progress.advance(  # once per batch: drawing a bar takes longer than writing a document
                     num_bytes=sum(document.num_bytes for document in batch),
                     num=sum(not encoded.reason for encoded in found),
                 )
@@ -159,10 +159,10 @@ class TokenSource:
 
 
 def check_kept(names: tuple[str, ...]) -> None:
-    """Refuse to keep a field under a name that the tokens take.
+    """Reject keeping a field under a name that the tokens use.
 
     Raises:
-        ConfigError: So it is.
+        ConfigError: There is one.
     """
     taken = {TOKENS_FIELD, MASK_FIELD} & {*names}
     if taken:
@@ -183,7 +183,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def describe(encoder: Encoder) -> dict[str, object]:
-    """Return what the tokens are, JSON-able: what their bytes depend on, without counts and times."""
+    """Return a JSON-able description of the tokens: everything their bytes depend on, without counts and times."""
     template = encoder.template
     return {
         "field": TOKENS_FIELD,

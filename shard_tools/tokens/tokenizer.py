@@ -1,4 +1,4 @@
-"""Open a tokenizer from what the user names: its file, its kind, and which tokens begin and end a document."""
+"""Open the tokenizer that the user names: its file, its kind, and which tokens begin and end a document."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _NO_END = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFile:
-    """A tokenizer as it goes to other processes and machines.
+    """A tokenizer in the form sent to other processes and machines.
 
     Attributes:
-        url: Where the file lies; ``"bytes"`` for that of bytes.
+        url: Location of the file; ``"bytes"`` for the tokenizer of bytes.
         kind: ``"huggingface"``, ``"sentencepiece"``, ``"tiktoken"`` or ``"bytes"``.
-        sha256: Of the file.
-        special: Names of special tokens in texts are these tokens: for chat templates. Else they are plain text, so
-            that no document can end itself.
-        pattern: How text is cut before tiktoken merges, where the user says so.
+        sha256: Digest of the file.
+        special: Whether names of special tokens in texts are these tokens, as chat templates need. Else they are plain
+            text, so that no document can end itself.
+        pattern: How text is split before tiktoken merges, if the user specifies it.
         content: The file; None: read it from ``url``, a path of this machine.
     """
 
@@ -49,10 +49,10 @@ class TokenizerFile:
 
 
 def find_tokenizer(spec: str, storage: Storage, *, special: bool, pattern: str | None = None) -> TokenizerFile:
-    """Read the tokenizer that ``spec`` names: a file, a folder with ``tokenizer.json``, or ``"bytes"``.
+    """Read the tokenizer that ``spec`` names: a file, a directory with ``tokenizer.json``, or ``"bytes"``.
 
     Raises:
-        ConfigError: There is no such file, or ``pattern`` is given where only ranks of tiktoken have one.
+        ConfigError: There is no such file, or ``pattern`` is given for something other than tiktoken ranks.
     """
     if spec == BYTES:
         url, content, kind = BYTES, b"", BYTES
@@ -86,12 +86,12 @@ def _kind_of(content: bytes) -> str:
     return "tiktoken" if _RANK.match(content) else "sentencepiece"
 
 
-@functools.lru_cache(maxsize=2)  # a worker is asked for the same one again and again
+@functools.lru_cache(maxsize=2)  # a worker is asked for the same one repeatedly
 def open_tokenizer(file: TokenizerFile) -> Tokenizer:
     """Make the tokenizer, ready to encode.
 
     Raises:
-        ConfigError: Its package is missing, the file is none, or it changed since the conversion began.
+        ConfigError: Its package is missing, the file is invalid, or it changed since the conversion began.
     """
     if file.kind == BYTES:
         return BytesTokenizer(special=file.special)
@@ -114,7 +114,7 @@ def load_config(file: TokenizerFile, storage: Storage) -> dict[str, object]:
     """Return ``tokenizer_config.json`` beside a ``tokenizer.json``, with the template beside it; else nothing.
 
     Raises:
-        ConfigError: It is there, and no JSON.
+        ConfigError: It exists, but is not JSON.
     """
     if file.kind != "huggingface":
         return {}
@@ -142,7 +142,7 @@ class Ends:
 
     @property
     def width(self) -> int:
-        """Bytes of a token: 2, or 4 where an id needs them."""
+        """Bytes of a token: 2, or 4 if an id needs them."""
         return 2 if self.vocab_size <= 2**16 else 4
 
     @property
@@ -154,11 +154,11 @@ class Ends:
 def find_ends(
     file: TokenizerFile, config: dict[str, object], *, bos: str | None, eos: str | None, by_default: bool
 ) -> Ends:
-    """Work out which tokens begin and end a document.
+    """Determine which tokens begin and end a document.
 
     Args:
         file: The tokenizer.
-        config: What ``tokenizer_config.json`` says.
+        config: The content of ``tokenizer_config.json``.
         bos: A name, an id, ``"none"``, or None: the default.
         eos: The same.
         by_default: Whether there is a default: the tokenizer's own. A beginning that is also the end is left out.

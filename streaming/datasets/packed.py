@@ -315,7 +315,7 @@ class Packed(PackedSource):
         return sample | ({"__source__": source} if source else {})
 
     def map(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other data sets have it
-        """Refuse: see ``transform``.
+        """Raise an error: see ``transform``.
 
         Raises:
             ConfigError: Always.
@@ -341,7 +341,7 @@ class Packed(PackedSource):
         return (Part(decoders=self.decoders, on_error=self.on_error, fields=self.fields, packs=self.shape),)
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``: of whole samples, that which is so many behind the group's first, and may stand in."""
+        """See ``Source``: of whole samples, those at offsets counted from the group's first one, which may stand in."""
         if not self.is_whole:
             return offsets
         found = np.empty_like(offsets)
@@ -350,12 +350,12 @@ class Packed(PackedSource):
         return found
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """See ``Source``: half of it is for packs, half for lengths."""
+        """See ``Source``: half is for packs, half for lengths."""
         super().keep_at_most(num_bytes // 2)
         self._lengths.keep_at_most(num_bytes // 2)
 
     def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
-        """Return the type of tokens, as it is given or as the first documents have it; with peers, rank 0 looks."""
+        """Return the type of tokens, as given or as found in the first documents; with peers, rank 0 looks."""
         if dtype is not None:
             return _DTYPES[dtype]
 
@@ -382,16 +382,16 @@ class Packed(PackedSource):
         )
 
     def _take_over(self) -> None:
-        """Take over the options of the documents, as those of a data set of packs."""
+        """Take over the options of the documents, as those of a dataset of packs."""
         documents = self.documents
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
         self.transform = documents.transform
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
-        # A share is one of documents, of which there are as many in each epoch.
+        # The share is one of documents, whose number is the same in each epoch.
         self.max_bad_samples = most_bad(documents.max_bad_samples, self.counts.documents)
 
     def _tell(self) -> None:
-        """Say in the log what became of the documents, and where groups are too small to be filled well."""
+        """Log what became of the documents, and whether groups are too small to be filled well."""
         counts, length = self.counts, self.rules.length
         said = {"split": counts.split, "truncated": counts.truncated, "dropped": counts.dropped}
         over = [
@@ -420,7 +420,7 @@ class Packed(PackedSource):
             )  # fmt: skip
 
     def _tell_kinds(self) -> None:
-        """Say how full batches of like samples are, which depends on how many of a kind lie in a group."""
+        """Log how full batches of like samples are, which depends on the number of samples of a kind in a group."""
         counts, rules = self.counts, self.rules
         room = counts.places / (len(self) * rules.length)
         if rules.max_docs is not None:
@@ -439,11 +439,11 @@ class Packed(PackedSource):
 
 
 def _ignored(bad: BadSample) -> None:
-    """Show a document of another length as it is."""
+    """Ignore a bad sample: a document of another length is shown as it is."""
 
 
 class _Work:
-    """Cuts shards into groups and counts their packs; what a rank finds of its shards travels as bytes."""
+    """Cut shards into groups and count their packs; ranks exchange the results of their shards as bytes."""
 
     def __init__(
         self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str, ...], fits: Fits
@@ -452,7 +452,7 @@ class _Work:
         self._fits = fits
 
     def of_all(self, peers: Peers | None) -> tuple[PackGroups, PackCounts]:
-        """Return all groups, and what became of the documents; with peers, each rank looks at a run of the shards.
+        """Return all groups, and what became of the documents; with peers, each rank handles a range of the shards.
 
         Raises:
             ConfigError: There is nothing to pack.
@@ -513,7 +513,7 @@ class _Work:
         return rows, counts, digest.hexdigest()
 
     def _no_length(self, shard: int, samples: Int64Array, lengths: Int64Array) -> ConfigError:
-        """Name the sample and the column with the least length, which is none."""
+        """Make an error that names the sample and the column with the smallest length, which is missing or invalid."""
         row, place = divmod(int(lengths.argmin()), len(self._columns))
         least, column, number = int(lengths.min()), self._columns[place], int(samples[row])
         has = "no value" if least == UNKNOWN else f"{least} tokens"
@@ -525,15 +525,15 @@ class _Work:
 
 
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
-    """Count the places of the packs of documents of these lengths, padding counted."""
+    """Count the places in the packs of documents of these lengths, including padding."""
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
 
 
 def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Overlong | None) -> bool:
-    """Refuse what whole samples cannot have; True.
+    """Reject options that do not apply to whole samples; return True.
 
     Raises:
-        ConfigError: They are not padded, are to be cut, or have an option of tokens.
+        ConfigError: The samples are not padded, are to be cut, or have an option for tokens.
     """
     if not padded:
         raise ConfigError(
@@ -551,10 +551,10 @@ def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Over
 
 
 def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
-    """Return what packs hold at most, by column.
+    """Return the limits of a pack, by column.
 
     Raises:
-        ConfigError: It is no such mapping, or names the column of tokens.
+        ConfigError: It is not such a mapping, or names the column of tokens.
     """
     if budgets is None:
         return {}
@@ -566,10 +566,10 @@ def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
 
 
 def _checked_alike(alike: Any) -> tuple[str, ...]:
-    """Return columns in which all documents of a batch are equal.
+    """Return the columns in which all documents of a batch are equal.
 
     Raises:
-        ConfigError: They are no list of names.
+        ConfigError: It is not a list of names.
     """
     if not is_list(alike) or not all(isinstance(name, str) and name for name in alike):
         raise ConfigError(f'alike: expected names of columns, such as ("height", "width"), got {alike!r}')
@@ -577,7 +577,7 @@ def _checked_alike(alike: Any) -> tuple[str, ...]:
 
 
 def _check_labels(rules: PackRules, *, labels_across: bool, overlap_labels: bool) -> None:
-    """Refuse labels that there cannot be.
+    """Reject options for labels that cannot apply.
 
     Raises:
         ConfigError: Rows hold one document, or windows do not overlap.
