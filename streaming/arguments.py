@@ -26,7 +26,7 @@ _FACTORS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 MAX_COUNT = 2**62
-"""Of samples, rows and epochs: sums of two stay within 64 bits."""
+"""Limit on samples, rows and epochs: sums of two stay within 64 bits."""
 MAX_SEED = 2**64 - 1
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from streaming.datasets.mixture import Mixture
 
 MAX_SWEPT_RANKS = 4096
-"""Data ranks worked out one by one; of more, so many are taken at equal distances. Some milliseconds each."""
+"""Maximum number of data ranks that are computed; of more, this many equally spaced ones. Some milliseconds each."""
 _MAX_SWEPT_ROWS = 1 << 27
-"""Bound on (rank, chunk) pairs worked out: some ten seconds. Where every rank reads every chunk, few ranks tell all."""
+"""Limit on (rank, chunk) pairs: about ten seconds. If every rank reads every chunk, a few ranks are representative."""
 _LEAST_SWEPT = 8
 _MUCH_AMPLIFICATION = 1.2
 

@@ -16,11 +16,11 @@ from streaming.batches.jagged import nested_on, nested_parts
 from streaming.engine.workers.ring import Memory, PageLocker
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_GROWTH = 50e-6, 500e-6, 1.25
-"""Between looks at an event that is waited for: short beside a copy of some MB at first, and at most one look in 0.5 ms
-beside a long step."""
+"""Pauses between polls of an event: at first short compared with a copy of some MB, and at most one poll per 0.5 ms
+during a long step."""
 
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
-"""Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
+"""Types that cannot hold a tensor: lists of nothing else are passed through without looking at each element."""
 
 
 class Event(Protocol):

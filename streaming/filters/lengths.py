@@ -18,9 +18,9 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
 UNKNOWN = -1
-"""Tokens of a sample that has no value in the column."""
+"""Number of tokens of a sample without a value in the column."""
 _KEPT_BYTES = 256 << 20
-"""Columns kept of shards that were asked for last: 32 million samples. Those of others are read again."""
+"""Columns kept of the most recently used shards: 32 million samples. Those of others are read again."""
 _TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 

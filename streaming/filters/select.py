@@ -62,13 +62,14 @@ from streaming.storage import Storage, join_url, redact, scheme_of
 Condition: TypeAlias = conditions.Condition
 Subset: TypeAlias = tuple[float, float]
 _Found: TypeAlias = tuple[Bits, list[str], list[str]]
-"""Bits of a shard, which columns it has of those asked for, and which there are."""
+"""Bits of a shard, the requested columns that it has, and all columns that it has."""
 _log = logging.getLogger(__name__)
 _REQUESTS = 16
 _FEW_SHARDS = 16
-"""Sample tables of so many shards are asked for one by one, those of more are listed: a folder may hold many others."""
+"""Up to this many shards, sample tables are looked up one by one; for more, directories, which may hold others, are
+listed."""
 _KEPT_BYTES = 64 << 20
-"""Bits of filters that were worked out last: of half a billion samples."""
+"""Bits kept of the most recently evaluated filters: of half a billion samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

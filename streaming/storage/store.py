@@ -23,13 +23,13 @@ from streaming.storage.requests.transfer import Transfer
 
 _T = TypeVar("_T")
 _MOST_PINS = 1 << 17
-"""Objects remembered; some 20 MB."""
+"""Objects remembered; about 20 MB."""
 
 ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
     "file": lambda _: LocalAdapter(),
     **dict.fromkeys(OBJECT_SCHEMES, ObjectAdapter),
 }
-"""What talks to a store, by the scheme of its URLs; fsspec knows all others."""
+"""Adapter by the scheme of URLs; fsspec handles all others."""
 
 
 def never() -> bool:

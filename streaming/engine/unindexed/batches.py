@@ -33,7 +33,7 @@ from streaming.storage import Storage, redact
 _SHOWN_ROWS = 16
 """Samples read for a batch without rows: one of them must be readable and kept by transform."""
 _ALONE = -1
-"""Start of a batch that does not fit into the arena: it lies in memory of its own, while nothing is in the arena."""
+"""Start of a batch that does not fit into the arena: it gets memory of its own, while nothing is in the arena."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

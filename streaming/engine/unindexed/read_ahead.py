@@ -16,7 +16,7 @@ from streaming.storage import Storage
 PIECE_BYTES = 8 << 20
 PIECES_AHEAD = 4
 _STOP_S = 1.0
-"""How long closing waits for requests under way; those that take longer end by themselves."""
+"""How long closing waits for requests in progress; those that take longer end by themselves."""
 
 _T = TypeVar("_T")
 

@@ -19,14 +19,14 @@ from streaming.storage import redact
 from streaming.tar.samples import MAX_GZIP_RATIO, MAX_SAMPLE_BYTES, iter_samples
 
 LEAST_SAMPLE_BYTES = 64 << 20
-"""A sample may have so many bytes, however small the window is."""
+"""Maximum size of a sample, however small the window is."""
 
 _PASSES_PER_EPOCH = 1 << 20
-"""Room for the pass number below the epoch number: an epoch may go through the shards a million times."""
+"""Room for the pass number below the epoch number: an epoch may read the shards a million times."""
 _SAMPLE_BYTES = 400
 _FIELD_BYTES = 64
-"""What Python keeps beside the bytes of a sample, and of each of its fields: by resident memory of 100,000 samples
-446 bytes for one field, 510 for three, 850 for eight (CPython 3.11, keys of 8 characters, 2026-11)."""
+"""Overhead in Python of a sample, and of each of its fields: resident memory of 100,000 samples was 446 bytes each for
+one field, 510 for three, 850 for eight (CPython 3.11, keys of 8 characters, 2026-11)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ _ROW = struct.Struct("q")
 _DUMP_AT = 64
 _CELL_BYTES = mmap.PAGESIZE * 2
 _ANSWER_S = 0.3
-"""For a worker to write its stack: it takes a millisecond, unless the process is stopped."""
+"""Time for a worker to write its stack: it takes a millisecond, unless the process is stopped."""
 STACK_SIGNAL = signal.SIGURG
-"""Asks a worker for its stack. A process that does not expect it ignores it, whoever it may be by then."""
+"""Asks a worker for its stack. A process that does not expect it ignores it, in case the pid was reused."""
 
 
 @dataclass(slots=True, eq=False)

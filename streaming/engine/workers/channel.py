@@ -13,7 +13,7 @@ from streaming.errors import ShardstreamError
 
 _HEADER = struct.Struct("<Q")
 _MAX_FDS = 253
-"""As many as Linux lets go with one message."""
+"""Linux's limit for one message."""
 
 
 class ChannelClosedError(ShardstreamError, EOFError):

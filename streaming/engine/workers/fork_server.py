@@ -34,14 +34,14 @@ from streaming.forks import in_children, renew_lock
 _REQUEST = struct.Struct("<cQ")  # kind of request, number of the worker
 _SPAWN, _SPAWN_PROCESS, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"*", b"?", b"!", b"-"
 NUMBERS = count()
-"""Of workers; unique in this process, since many users share a server."""
+"""Numbers of workers; unique in this process, since many users share a server."""
 _MAX_REQUEST_BYTES = 256
 _REPLY = struct.Struct("<?i")  # known, its wait status
 _READY = b"ready"
 _GRACE_S = 0.5
-"""For workers to end by themselves once their socket has: idle ones take milliseconds, busy ones are killed."""
+"""Time for workers to end by themselves after their socket: idle ones take milliseconds, busy ones are killed."""
 _EXIT_WAIT_S = 2.0
-"""For a worker whose socket has ended to end itself, with its own exit status."""
+"""Time for a worker whose socket has ended to end by itself, with its own exit status."""
 _START = (
     "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # collecting garbage takes a sixth of the import time
     "from streaming.engine.workers.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"

@@ -55,11 +55,11 @@ FAILED: Kind = "failed"
 ABORTED: Kind = "aborted"
 
 _inherited: list[int] = []
-"""Descriptors that came with the process that this one is."""
+"""Descriptors that were sent with this process."""
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = "500"
-"""Counts like half of the machine's memory: more than a training process usually is ahead of a worker."""
+"""Counts like half of the machine's memory: more than a training process usually exceeds a worker by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from streaming.metrics import Metrics
 from streaming.storage import redact
 
 MAX_DEATHS = 3
-"""Workers that may die of one batch: a stray kill and an unlucky moment of memory, but not a habit."""
+"""Workers that may die from one batch: allows for a stray kill and a moment of low memory, but not for a habit."""
 
 _LISTED = 16
 

@@ -24,9 +24,9 @@ from streaming.errors import WorkerError
 from streaming.types import Int64Array
 
 _IN_SLOT_BYTES = 32 << 10
-"""Pickles and lists of bytes of this size go through the slot: cheaper than twice through a socket."""
+"""Pickles and lists of bytes from this size on go through the slot: cheaper than twice through a socket."""
 _SMALL_ITEM_BYTES = 4 << 10
-"""Items below this are joined and cut as bytes objects; above, each is copied once more cheaply than twice."""
+"""Smaller items are joined and split as bytes objects; for larger ones a single copy into the slot is cheaper."""
 
 WireRows: TypeAlias = tuple[
     bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any, Any

@@ -18,7 +18,7 @@ from streaming.errors import AccessDeniedError, ConfigError
 from streaming.storage.base.options import StorageOptions
 
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
-"""Variables that a client of obstore may look at when it is made."""
+"""Variables that an obstore client may read when it is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

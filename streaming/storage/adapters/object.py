@@ -41,7 +41,7 @@ OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "ab
 _PIECE_BYTES = 256 << 10
 _MAX_STORES = 256  # each presigned URL has a store of its own
 _clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""Clients of buckets, by a digest of all that they are made of: hundreds of sets in a bucket share one."""
+"""Clients of buckets, by a digest of everything they are made of: hundreds of datasets in a bucket share one."""
 
 
 class _ObjectRange:

@@ -173,7 +173,7 @@ _REASONS = (
     ("TimedOut", "no byte came for read_timeout_s"),
 )
 _NO_RANGE = ("NotPartial", "UnexpectedRange", "NoContentRange", "ParseContentRange")
-"""The answer to a range is not one, or does not say which part of how much it is."""
+"""The answer to a range request is not a range, or does not state its position and the total size."""
 _BAD_KEY = (
     "a key there cannot be named here: it has an empty part ('//'), '.' or '..' as a part, or a control character. "
     "Name the shards themselves, with braces such as {000000..000099}.tar, or rename that object"
@@ -194,7 +194,7 @@ _FINAL = (
         )
     ),
 )
-"""What an answer can be that the next one will be too, by what obstore calls it."""
+"""Kinds of answers that will not change when repeated, by obstore's names."""
 
 
 def _said(status: int, code: str, text: str) -> str:

@@ -25,7 +25,7 @@ from streaming.errors import StorageError
 from streaming.forks import CURE
 
 _SIDE_EFFECTS = ("obstore._store", "obstore.exceptions")
-"""Names under which the library, when it is loaded, enters parts of itself into ``sys.modules``."""
+"""Names under which the library, when loaded, enters parts of itself into ``sys.modules``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Client:
 
 
 _clients: dict[int, Client] = {os.getpid(): Client(api=obstore, stores=obstore.store, errors=obstore.exceptions)}
-"""By process: a child finds those of its ancestors, which it must not use."""
+"""Clients by process: a child finds those of its ancestors, which it must not use."""
 _loading: dict[int, threading.Lock] = {}
 
 

@@ -17,7 +17,7 @@ from streaming.forks import Maker
 from streaming.storage.base.urls import redact
 
 ReadBuffer = memoryview
-"""What a read returns: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
+"""The result of a read: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
 
 Observer = Callable[[str, int], None]
 """Called as ``observer(name, amount)``, from any thread, so it must be quick. The names: "requests", "bytes",

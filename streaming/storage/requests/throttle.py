@@ -14,19 +14,19 @@ from streaming.monitor import Monitor
 from streaming.storage.base.adapter import ThrottledError
 
 RECOVERY_S = 32.0
-"""From no requests at once to all of them, even without answers. Shorter than a minute, so that nothing older need be
-believed."""
+"""Time of recovery from no requests at once to all of them, even without answers. Less than a minute, so that older
+state can be ignored."""
 LEAST_SHARE = 1 / 64
 CUT = 1 / 16
-"""What one refusal takes of the share. Of few requests, too, it makes one fewer."""
+"""Part of the share that one refusal takes. Even of few requests, it makes one fewer."""
 GIVEN_BACK = 1 / 800
-"""What one answer gives back, of all requests. Fifty make up for a refusal: 2 % of refusals change nothing in the long
-run (S3 answers some requests per thousand with 503 on a good day), and a store that bears half of what is wanted
-refuses 4 %."""
+"""Part of all requests that one answer gives back. Fifty make up for a refusal: 2 % of refusals change nothing in the
+long run (S3 answers a few requests per thousand with 503 on a good day), and a store that can bear half of what is
+wanted refuses 4 %."""
 _RIVALS_SHARE = 1 / 2
-"""From this share on a second request need not wait for room: what stalls is no load, and 4 % of refusals are few."""
+"""From this share on a second request need not wait for room: a stalled one is no load, and 4 % of refusals are few."""
 _LOOK_S = 0.1
-"""How long it takes at most until a process sees that another one was refused."""
+"""Maximum delay until a process sees that another one was refused."""
 
 
 @dataclass(frozen=True, slots=True)

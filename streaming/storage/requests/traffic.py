@@ -17,7 +17,7 @@ from streaming.storage.requests.throttle import Gate
 _RETRIES_SAVED = 40
 _RETRIES_PER_S = 2.0
 _UNKNOWN_S = 2.0
-"""Patience with the first answers, by which nothing can be judged yet."""
+"""Patience with the first answers, which give no basis for a judgment yet."""
 _HEDGES_SAVED = 8
 _HEDGES_PER_S = 0.1
 

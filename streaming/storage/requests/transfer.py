@@ -25,9 +25,9 @@ from streaming.storage.requests.silences import Patience
 from streaming.storage.requests.threads import RequestThreads
 
 _LOOK_S = 0.1
-"""How long it takes at most until a transfer sees that other answers have made the store's silences better known."""
+"""Maximum delay until a transfer uses what other answers revealed about the store's silences."""
 _SMALL_BYTES = 1 << 20
-"""Where an answer comes in one piece, its silence grows with its size from here on; below, it is all latency."""
+"""If an answer comes in one piece, its silence grows with its size from here on; below, it is all latency."""
 _MOST_AT_ONCE = 3
 """Requests for the same bytes. Two are not enough: of many rivals, some stall as well (``bench_faults.py``)."""
 
