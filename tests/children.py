@@ -1,4 +1,4 @@
-"""Forked children of a test, with a deadline: what they return comes back, and none is left behind."""
+"""Forked children of a test, with a deadline: their results are returned, and no child is left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 120.0
 
 
 class Child:
-    """A process forked from this one that runs ``function``, at once or when told to ``go``.
+    """A process forked from this one that runs ``function``, at once or after ``go``.
 
     Use it as a context; at its end the process is gone.
     """
@@ -25,7 +25,7 @@ class Child:
         theirs, self._answer = gate, -1
         self._answer, answer = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 minds forks beside threads; they are what is tested here
+            warnings.simplefilter("ignore")  # Python 3.12 warns of forks in threaded processes, which are tested here
             self.pid = os.fork()
         if not self.pid:
             os.close(theirs)
@@ -35,11 +35,11 @@ class Child:
         self._gate = theirs
 
     def go(self) -> None:
-        """Let it run."""
+        """Let the function run."""
         os.write(self._gate, b"!")
 
     def result(self) -> Any:
-        """What the function returned.
+        """Return the function's result.
 
         Raises:
             AssertionError: It raised, or did not end in time.
@@ -65,7 +65,7 @@ class Child:
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """What ``function`` returns in a forked child."""
+    """Return the result of ``function`` in a forked child."""
     with Child(function) as child:
         return child.result()
 

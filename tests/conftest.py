@@ -1,4 +1,4 @@
-"""Options of the tests, their order, and what all processes of xdist do alike; fixtures are in shared_fixtures.py."""
+"""Options of the tests, their order, and the setup of all xdist processes; fixtures are in shared_fixtures.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from leftovers import our_threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What ``make matrix``, ``make torture`` and ``make differential`` set."""
+    """Add the options that ``make matrix``, ``make torture`` and ``make differential`` set."""
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")
@@ -37,23 +37,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties are tried on 25 examples, under ``make matrix`` on 400, but for those that say on how many.
+    """Try properties on 25 examples, under ``make matrix`` on 400, unless a test sets the number.
 
-    In CI they are the same in each run.
+    In CI the examples are the same in each run.
     """
     if config.option.differential_cases is None:
         config.option.differential_cases = 300 if config.getoption("--matrix") else 100
     settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 25, deadline=None)
     settings.load_profile("here")
-    if not getattr(config.option, "numprocesses", None):  # the process that hands out tests to others runs none
-        gc.disable()  # until all tests are collected: looking for garbage takes a sixth of an import's time
+    if not getattr(config.option, "numprocesses", None):  # the process that distributes tests runs none
+        gc.disable()  # until all tests are collected: garbage collection takes a sixth of the import time
         config.pluginmanager.import_plugin("shared_fixtures")
         config.stash[_STDERR] = os.dup(2)  # nothing is captured yet
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """What tests fork comes from one process for all of xdist's."""
+    """Start one process from which the tests of all xdist processes fork."""
     origin = Origin(*IMPORTS)
     config.add_cleanup(origin.close)
     os.environ[SHARED] = origin.path
@@ -70,24 +70,24 @@ LONGEST_FIRST = (
 
 
 def pytest_unconfigure() -> None:
-    """Nothing is watched any more."""
+    """Cancel the time-out of the last file."""
     faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Each process of xdist begins with other files: what one has compiled, which takes 6 s in all, others find.
+    """Let each xdist process begin with other files, so that compiling them, 6 s in all, is shared.
 
-    So it is with the numbers and texts that Hypothesis reads from our sources, 4 s: it keeps them in ``.hypothesis``.
+    The same goes for the constants that Hypothesis reads from our sources, 4 s, and keeps in ``.hypothesis``.
     """
     worker = getattr(session.config, "workerinput", None)
     if worker is None or not any(os.path.isdir(one) for one in session.config.args):
         return
     mine = slice(int(worker["workerid"].removeprefix("gw")), None, worker["workercount"])
     for name in sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))[mine]:
-        with suppress(Exception, pytest.skip.Exception):  # pytest imports it once more, and tells
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and reports errors
             importlib.import_module(name)
-    with suppress(ImportError):  # no promise of Hypothesis; without it each process reads them all
+    with suppress(ImportError):  # not a public module; without it each process reads them all
         from hypothesis.internal.constants_ast import constants_from_module  # noqa: PLC0415
 
         ours = (name for name in sys.modules if name.partition(".")[0] in {"streaming", "shard_tools", "infra"})
@@ -96,7 +96,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take longest come first: xdist gives whole files away, and the last one is not to be a long one.
+    """Run the longest files first: xdist distributes whole files, and the last one should be short.
 
     Cells marked ``matrix`` are left to ``make matrix``.
     """
@@ -108,10 +108,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules and test items live to the end: a collection of garbage, of which many tests need some, skips them.
+    """Exclude modules and test items, which live to the end, from garbage collections, which many tests need.
 
-    Some 40 loggers of torch's do not tell the root logger; pytest would add its handlers to each of them, and remove
-    them, six times a test: a millisecond.
+    About 40 of torch's loggers do not propagate to the root logger; pytest would add its handlers to each of them, and
+    remove them, six times per test: a millisecond.
     """
     gc.collect()
     gc.freeze()
@@ -123,10 +123,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then.
+    """Exclude, after each file, the libraries that it was the first to use, and reports; its fixtures are gone by then.
 
-    What a file's tests stand in after a long time is written to stderr, from C; pytest's own ``faulthandler_timeout``
-    starts a thread for each test, and waits until it is gone: a millisecond and more.
+    If a file takes very long, the stacks of its threads are written to stderr, from C; pytest's own
+    ``faulthandler_timeout`` starts a thread for each test, and waits for its end: more than a millisecond.
     """
     if item.session.stash.get(_WATCHED, None) != item.path:
         item.session.stash[_WATCHED] = item.path
@@ -134,7 +134,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     result = yield
     if nextitem is not None and nextitem.path != item.path:
         if next(_FILES) % _LOOKED_THROUGH_EVERY == 0 or our_threads():
-            gc.unfreeze()  # what files before this one left alive may have become garbage, such as a loader
+            gc.unfreeze()  # what earlier files left alive, such as a loader, may have become garbage
         gc.collect()
         gc.freeze()
     return result
@@ -143,7 +143,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 _STDERR = pytest.StashKey[int]()
 _WATCHED = pytest.StashKey[Path]()
 _LONG_S = 600.0
-"""Of a file of tests: ten times what the longest takes; a test of its own is given up after ``timeout``, if it can."""
+"""Time limit of a file: ten times the longest one; a single test is given up after ``timeout``, if possible."""
 _FILES = count(1)
 _LOOKED_THROUGH_EVERY = 16
-"""Files: to look through the half a million objects that are alive takes a third of a second."""
+"""Files between full collections: scanning the half a million live objects takes a third of a second."""

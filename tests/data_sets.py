@@ -1,4 +1,4 @@
-"""Small data sets whose samples are told from their content, and ways to play all ranks of a mesh in one process."""
+"""Small datasets whose samples are recognized by content, and ways to simulate all ranks of a mesh in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from streaming.types import Int64Array
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 SMALL_WINDOW: Mapping[str, Any] = {"shuffle": ShuffleConfig(window=40)}
-"""For sets that are streamed: the window of 4,096 samples is filled by reading a set of 200 twenty times."""
+"""For streamed datasets: filling the window of 4,096 samples would read a dataset of 200 twenty times."""
 Batches = list[Counter[str]]
 """Global batches as multisets of keys."""
 
@@ -42,8 +42,8 @@ class SampleSet:
     Attributes:
         url: All shards, as a directory.
         keys: Keys in storage order.
-        storage_options: To read them with.
-        options: To open them with, where a test gives no others.
+        storage_options: Options to read them with.
+        options: Options to open them with, unless a test gives others.
     """
 
     url: str
@@ -76,9 +76,9 @@ def write_set(
     indexed: bool = True,
     first: int = 0,
 ) -> SampleSet:
-    """Shards of so many samples each, cut into chunks of ``chunk_samples`` (the last of a shard may be smaller).
+    """Write shards of these sizes, cut into chunks of ``chunk_samples`` (the last one of a shard may be smaller).
 
-    To write 200 samples takes a tenth of a second, so the bytes of a set that was written to disk are kept.
+    Writing 200 samples takes a tenth of a second, so the bytes of a dataset written to disk are kept.
     """
     keys = tuple(f"{number:05d}" for number in range(first, first + sum(shard_sizes)))
     found = SampleSet(url=f"{os.fspath(directory)}/", keys=keys, storage_options=storage_options)
@@ -113,7 +113,7 @@ def _write_anew(
     for shard, size in enumerate(shard_sizes):
         pattern = f"{os.fspath(directory)}/{{:06d}}.tar"
         with ShardWriter(pattern, start_shard=shard, index=False, storage_options=storage_options) as writer:
-            for number in range(number, number + size):  # noqa: B020  goes on where the shard before ended
+            for number in range(number, number + size):  # noqa: B020  continues where the previous shard ended
                 writer.write(make_sample(number))
         number += 1
     if indexed:
@@ -136,7 +136,7 @@ def check_batch(batch: Mapping[str, Any]) -> list[str]:
 
 
 def valid_keys(batch: Mapping[str, Any]) -> list[str]:
-    """The keys of a checked batch, padding left out."""
+    """The keys of a checked batch, without padding."""
     keys = check_batch(batch)
     if "__valid__" not in batch:
         return keys
@@ -150,7 +150,7 @@ def mesh_of(world_size: int, rank: int) -> DeviceMesh:
 
 
 def loaders(dataset: StreamingDataset, world_size: int, **options: Any) -> Iterator[DataLoader]:
-    """A loader for each rank, one after the other, closed when the next one is asked for."""
+    """A loader for each rank in turn, closed when the next one is requested."""
     for rank in range(world_size):
         with DataLoader(dataset, device_mesh=mesh_of(world_size, rank), **options) as loader:
             yield loader
@@ -164,9 +164,9 @@ def play(
     epochs: int = 1,
     **options: Any,
 ) -> list[list[list[str]]]:
-    """What each rank of ``world_size`` gets, from ``state`` on: valid keys by rank, batch and row.
+    """The samples that each of ``world_size`` ranks receives from ``state`` on: valid keys by rank, batch and row.
 
-    The same number of batches on all ranks is checked here, for it holds in every use.
+    Checks that all ranks have the same number of batches, which holds in every use.
     """
     ranks = []
     for loader in loaders(dataset, world_size, **options):
@@ -180,7 +180,7 @@ def play(
 def world_from(
     dataset: Any, ranks: int, take: Callable[[DataLoader], list[list[str]]], state: Any = None, **options: Any
 ) -> tuple[Batches, dict[str, Any]]:
-    """What is taken of each rank's loader, from a state on, as global batches; and the state behind, which all have."""
+    """Global batches taken from all ranks' loaders from a state on, and the state afterwards, the same on all."""
     found, states = [], []
     for loader in loaders(dataset, ranks, **options):
         if state is not None:
@@ -202,12 +202,12 @@ def same_batch(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def merged(ranks: Iterable[Sequence[Sequence[str]]]) -> Batches:
-    """Global batches of what all ranks got."""
+    """Global batches made of what all ranks received."""
     return [Counter(key for rows in batches for key in rows) for batches in zip(*ranks, strict=True)]
 
 
 def total(batches: Iterable[Counter[str]]) -> Counter[str]:
-    """How often each key came."""
+    """Number of occurrences of each key."""
     return sum(batches, Counter())
 
 
@@ -228,7 +228,7 @@ def chunk_pages(dataset: StreamingDataset) -> np.ndarray[Any, np.dtype[np.int64]
 
 
 class JitteryStorage:
-    """A storage whose reads end in another order than they began, by delays that depend on ``seed``."""
+    """A storage whose reads end in a different order than they began, by delays that depend on ``seed``."""
 
     def __init__(self, storage: Storage, seed: int) -> None:
         self._storage = storage

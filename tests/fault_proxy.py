@@ -1,7 +1,7 @@
 """A proxy between a client and a loopback server that breaks chosen answers in chosen ways.
 
 It passes ``Host`` on, so signatures made for the proxy's address still verify. Faults are used up in the order given,
-one per matching request; where none is left or fits, ``choose`` may pick one. Other requests pass untouched. Threads
+one per matching request; if none is left or fits, ``choose`` may pick one. Other requests pass untouched. Threads
 are daemons and end with the context.
 """
 
@@ -225,6 +225,6 @@ def _stale(listing: bytes, *, less: bool) -> bytes:
 
 
 def _reset(client: socket.socket) -> bool:
-    """Make the close that follows a reset (RST) in place of an orderly end (FIN)."""
+    """Make the following close a reset (RST) instead of an orderly end (FIN)."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return False

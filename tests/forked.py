@@ -1,9 +1,9 @@
-"""Processes forked from one that has imported what they need: an interpreter of its own takes each a second or three.
+"""Processes forked from one that has imported what they need: starting an interpreter takes one to three seconds each.
 
-They run programs as their main programs and end by ``os._exit``. What is said of an interpreter's start or end, of its
-imports or of a launcher needs the true ones: see test_shutdown_processes.py, test_demo.py and the like.
+They run programs as their main programs and end by ``os._exit``. Promises about an interpreter's start or end, its
+imports or a launcher need real ones: see test_shutdown_processes.py, test_demo.py and the like.
 
-Run as ``forked.py LISTENER MODULES``, this file is the process that forks, for all who connect to a socket:
+Run as ``forked.py LISTENER MODULES``, this file is the process that forks, for everyone who connects to a socket;
 xdist's processes share one. It reads lines of JSON (see :meth:`Forked.start`), and writes ``{"pid"}`` for each, and
 ``{"ended", "status"}`` when one has ended.
 """
@@ -37,15 +37,15 @@ IMPORTS = (
     "streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets",
     "torch.distributed.tensor", "torch._dynamo", "pandas",
 )  # fmt: skip
-"""What tests need. Optimizers import torch._dynamo as they are made, pyarrow imports pandas as soon as it makes an
-array of a list: three tenths of a second in each process that writes."""
+"""What tests need. Making an optimizer imports torch._dynamo, and a pyarrow array of a list imports pandas: 0.3 s
+in each process that writes."""
 SHARED = "SHARDSTREAM_TESTS_ORIGIN"
-"""The variable with the path of the socket of the origin that a whole run shares, where there is one."""
+"""The variable with the path of the socket of the origin that a whole run shares, if there is one."""
 _CLONE_NEWNET = 0x40000000
 
 
 class ForkedProcess:
-    """One of them."""
+    """A forked process."""
 
     def __init__(self, origin: Forked, pid: int, output: Path) -> None:
         self._origin, self.pid, self.output = origin, pid, output
@@ -55,21 +55,21 @@ class ForkedProcess:
         return self._origin.poll(self.pid, 0)
 
     def poll_for(self, timeout: float) -> int | None:
-        """The same, if it ends in time."""
+        """Wait for the exit code; None if the process does not end in time."""
         return self._origin.poll(self.pid, timeout)
 
     def wait(self, timeout: float = 240) -> int:
         """The exit code.
 
         Raises:
-            AssertionError: It runs too long; what it has written is in the message.
+            AssertionError: It runs too long; the message has its output.
         """
         code = self.poll_for(timeout)
         assert code is not None, f"runs for more than {timeout} s: {self.output.read_text()[-4000:]}"
         return code
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
+        """Send SIGKILL, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -78,11 +78,11 @@ class Origin:
     """The process that forks.
 
     Args:
-        imports: Modules that are imported before the first fork. None may start threads, which a fork would lose.
-        environ: Variables of all that is forked.
+        imports: Modules to import before the first fork. None may start threads, which a fork would lose.
+        environ: Variables of all forked processes.
 
     Attributes:
-        path: Of its socket, which takes connections at once; they wait while it imports.
+        path: Path of its socket, which accepts connections at once; they wait while it imports.
     """
 
     def __init__(self, *imports: str, environ: Mapping[str, str] | None = None) -> None:
@@ -103,18 +103,18 @@ class Origin:
             )
 
     def close(self) -> None:
-        """End it and all that it has forked and that runs."""
+        """End it and all running processes that it has forked."""
         self._process.communicate(timeout=60)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Forked:
-    """Starts them. Use it as a context; at its end they are gone.
+    """Starts forked processes. Use it as a context; at its end they are gone.
 
     Args:
-        imports: As an :class:`Origin`'s, of its own.
-        environ: So too.
-        path: Of the socket of an origin that is there, in place of these.
+        imports: Modules of an :class:`Origin` of its own.
+        environ: Variables of that origin.
+        path: Path of the socket of an existing origin, instead of these.
     """
 
     def __init__(self, *imports: str, environ: Mapping[str, str] | None = None, path: str = "") -> None:
@@ -129,15 +129,15 @@ class Forked:
         self, program: str | Path, *arguments: str, output: Path, environ: Mapping[str, str] | None = None,
         network: Path | None = None, leads: bool = False,
     ) -> ForkedProcess:  # fmt: skip
-        """Fork a process for a script, or for the text of a program; what it prints is added to the file ``output``.
+        """Fork a process for a script, or for the text of a program; its output is appended to the file ``output``.
 
         Args:
             program: A script, or its text.
-            arguments: Of the script.
-            output: For what it prints.
-            environ: Variables, beside those of this object.
-            network: The network name space that it lives in (``hosts.Host.network``).
-            leads: It leads a session of its own, so that what it starts can be killed with it, by its pid.
+            arguments: Arguments of the script.
+            output: File for its output.
+            environ: Variables, in addition to those of this object.
+            network: Its network namespace (``hosts.Host.network``).
+            leads: It leads a session of its own, so that everything it starts can be killed with it, by its pid.
         """
         job = {"path": str(program)} if isinstance(program, Path) else {"code": program}
         job |= {"arguments": list(arguments), "output": str(output), "environ": dict(environ or {})}  # type: ignore[dict-item]
@@ -160,7 +160,7 @@ class Forked:
         return ranks
 
     def poll(self, pid: int, timeout: float) -> int | None:
-        """The exit code of a process, if it ends in time."""
+        """Wait for the exit code of a process; None if it does not end in time."""
         end_s = time.monotonic() + timeout
         while pid not in self._ended:
             if not self._hear(max(0, end_s - time.monotonic())):
@@ -168,7 +168,7 @@ class Forked:
         return self._ended[pid]
 
     def _hear(self, timeout: float) -> bool:
-        """Take in what the process that forks has said; whether it said anything in time."""
+        """Read messages of the forking process; return whether any came in time."""
         if not select.select([self._connection], [], [], timeout)[0]:
             return False
         piece = self._connection.recv(1 << 16)
@@ -176,7 +176,7 @@ class Forked:
         for line in map(json.loads, lines):
             if "pid" in line:
                 self._pids.append(line["pid"])
-                self._ended.pop(line["pid"], None)  # of a process before it: numbers come round
+                self._ended.pop(line["pid"], None)  # of an earlier process: pids are reused
             else:
                 self._ended[line["ended"]] = line["status"]
         return bool(piece)
@@ -188,7 +188,7 @@ class Forked:
         self.close()
 
     def close(self) -> None:
-        """Kill those that run, and wait until they are gone."""
+        """Kill running processes, and wait until they are gone."""
         self._connection.shutdown(socket.SHUT_WR)
         while self._hear(60):  # until it has nothing more to say
             pass
@@ -198,7 +198,7 @@ class Forked:
 
 
 def all_end(processes: Sequence[ForkedProcess], timeout: float = 240) -> list[int]:
-    """The exit codes of ranks; as soon as one fails, the others are killed, as launchers do."""
+    """Return the exit codes of ranks; as soon as one fails, the others are killed, as launchers do."""
     end_s = time.monotonic() + timeout
     running = list(processes)
     while running:
@@ -212,7 +212,7 @@ def all_end(processes: Sequence[ForkedProcess], timeout: float = 240) -> list[in
 
 
 def killed_until_it_is_done(forked: Forked, program: str, *arguments: str, output: Path) -> int:
-    """Kill a program again and again, each time after a little longer, until it has ended well; how often."""
+    """Kill a program repeatedly, each time a little later, until it ends by itself; return how often."""
     kills, wait_s = 0, 0.01
     while (code := (process := forked.start(program, *arguments, output=output)).poll_for(wait_s)) is None:
         process.kill()
@@ -240,9 +240,9 @@ def become(job: dict[str, Any]) -> NoReturn:
             os.setsid()
         if job["network"]:
             enter(job["network"])
-        tempfile.tempdir = None  # which is to be found anew, in this environment
+        tempfile.tempdir = None  # determined anew, in this environment
         sys.argv = [job.get("path", "-c"), *job["arguments"]]
-        # What the program makes stays alive: some objects of torch's, dying late, wait for others for ever.
+        # The program's objects stay alive: some of torch's, when freed late, wait for others forever.
         if "path" in job:
             alive = runpy.run_path(job["path"], run_name="__main__")
         else:
@@ -261,7 +261,7 @@ def become(job: dict[str, Any]) -> NoReturn:
 
 
 def enter(network: str) -> None:
-    """Live in this network name space from now on."""
+    """Enter this network namespace."""
     opened = os.open(network, os.O_RDONLY | os.O_CLOEXEC)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(opened, _CLONE_NEWNET):

@@ -1,4 +1,4 @@
-"""User's functions that hang, in whatever thread or process, and the test's end of them."""
+"""User functions that hang, in any thread or process, and the test's end of them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ENDS_S = 20.0
 def await_byte(pipe: str) -> None:
     """Returns when somebody has written to ``pipe``.
 
-    It looks up now and then: a signal that comes when Python has decided to wait and does not wait yet is seen later.
+    It wakes from time to time: a signal that arrives just before Python begins to wait is noticed only then.
     """
     descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
         while True:
             if select.select([descriptor], [], [], 0.2)[0]:
-                with suppress(BlockingIOError):  # somebody else was first
+                with suppress(BlockingIOError):  # another reader was first
                     os.read(descriptor, 1)
                     return
     finally:
@@ -35,9 +35,9 @@ def await_byte(pipe: str) -> None:
 
 
 def until_it_stands(thread: threading.Thread) -> None:
-    """Returns when ``thread`` has been in one and the same call for a while.
+    """Wait until ``thread`` has been in the same call for a while.
 
-    A signal that comes to a main thread in a ``weakref`` callback is printed and lost, by Python: batches have them.
+    Python prints and drops an exception that a signal raises in a ``weakref`` callback, and batches have such.
     """
     last, since_s = None, time.monotonic()
     while last is None or time.monotonic() - since_s < STANDS_S:
@@ -48,9 +48,9 @@ def until_it_stands(thread: threading.Thread) -> None:
 
 
 class Hang:
-    """A transform that hangs from batch ``GOOD_BATCHES`` on, in whatever process, until it is let go.
+    """A transform that hangs from batch ``GOOD_BATCHES`` on, in any process, until it is released.
 
-    It says so in one pipe, ``here``, and reads from another, ``gate``, that nobody writes to.
+    It reports this in one pipe, ``here``, and reads from another, ``gate``, that nobody writes to.
 
     Attributes:
         spares: A thread in which it does not hang: a consumer may build batches as well as its builders.
@@ -77,7 +77,7 @@ class Hang:
 
 
 class Busy(Hang):
-    """The same, but it computes without end, and nobody can let it go."""
+    """The same, but it computes forever, and cannot be released."""
 
     def hang(self) -> None:
         while True:
@@ -85,7 +85,7 @@ class Busy(Hang):
 
 
 class Hung:
-    """The test's end of what hangs by way of the pipes in ``folder``."""
+    """The test's end of functions that hang on the pipes in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.transform = Hang(str(folder))
@@ -95,11 +95,11 @@ class Hung:
         self._here = os.open(self.transform.here, os.O_RDWR)
 
     def wait(self) -> None:
-        """Until a sample hangs."""
+        """Wait until a sample hangs."""
         assert os.read(self._here, 1) == b"!"
 
     def let_go(self) -> None:
-        """What hangs returns, when another sample comes to the pipe it is let through; returns when all have ended."""
+        """Release hanging samples, and any that reach the pipe later; returns when all have ended."""
         writer = os.open(self.transform.gate, os.O_RDWR | os.O_NONBLOCK)
         latest_s = time.monotonic() + ENDS_S
         for thread in self.left_behind():

@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def our_threads() -> set[threading.Thread]:
-    """Threads that the package began and that run."""
+    """Running threads that the package started."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("shardstream-")}
 
 
 def leftovers() -> Counter[str]:
     """Threads of ours, open descriptors, child processes, and files of ours in shared and temporary folders."""
-    resource_tracker.ensure_running()  # starts with the first named lock, and stays: multiprocessing's, not ours
+    resource_tracker.ensure_running()  # multiprocessing starts it with the first named lock, and keeps it
     gc.collect()
     found = Counter(f"thread {one.name}" for one in our_threads())
     for descriptor in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""Every kind of loop that users iterate, over some 40 samples in four batches, and a model of what it should do."""
+"""Every kind of loop that users iterate, over about 40 samples in four batches, and a model of what it should do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Squares:
 
 
 class Passes(IterableDataset[dict[str, Any]]):
-    """Iterable, other samples in every pass."""
+    """Iterable, with other samples in every pass."""
 
     epoch = 0
 
@@ -71,7 +71,7 @@ class Followed:
 
 
 def compress(samples: SampleSet, folder: Path) -> SampleSet:
-    """The same shards where no index can be made."""
+    """The same shards, where no index can be made."""
     for path in Path(samples.url).glob("*.tar"):
         (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
     return SampleSet(url=f"{folder}/", keys=samples.keys)
@@ -109,7 +109,7 @@ def makers(samples: SampleSet, compressed: SampleSet) -> dict[str, Callable[[], 
 
 
 def rows_of(batch: Any) -> tuple[int, ...]:
-    """What tells a batch."""
+    """What identifies a batch."""
     if isinstance(batch, RemoteBatch):
         return rows_of(batch.get())
     if isinstance(batch, Mapping) and "input_ids" in batch:
@@ -139,7 +139,7 @@ class Handle:
 
 
 class Model:
-    """The rules of epochs once more, as short as can be: epochs of ``NUM_BATCHES`` batches, counted one by one.
+    """The rules of epochs again, as short as possible: epochs of ``NUM_BATCHES`` batches, counted one by one.
 
     Attributes:
         place: (epoch, batches received of it).
@@ -200,5 +200,5 @@ class Model:
 
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """What a state says, as the model counts."""
+    """The content of a state, in the model's terms."""
     return state["epoch"], state["samples_seen"] // SIZE

@@ -1,11 +1,11 @@
-"""A loader alone in a process tree, and what that takes; forked by test_memory.py with ``FOUND FOLDER WORKERS [NAME]``.
+"""A loader alone in a process tree, and its memory; forked by test_memory.py with ``FOUND FOLDER WORKERS [NAME]``.
 
 ``FOLDER/NAME`` has no index, unless its name begins with "objects". Writes JSON to the file ``FOUND``: ``idle_bytes``
 (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was read by a consumer that is
 slower than the loader), both over all processes, and the loader's own figures.
 
-A worker takes ``FIRST_BATCH_BYTES`` for its first batch, whatever is in that. ``idle_bytes`` has this for as many
-workers as built any of the large batches: few, since of the idle ones that which was busy last goes first.
+A worker takes ``FIRST_BATCH_BYTES`` for its first batch, whatever it contains. ``idle_bytes`` includes this for as many
+workers as built any of the large batches: few, since the most recently used idle worker is taken first.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FIRST_BATCH_BYTES = 3 << 20
 
 
 def decode(data: bytes) -> torch.Tensor:
-    """Twice the bytes that it gets, so that batches count."""
+    """Double the bytes, so that batches are large."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(2)
 
 
 def forget(data: bytes) -> int:
-    """Make nothing of the bytes, which fill chunks beside objects that are dear to decode."""
+    """Ignore the bytes, which fill chunks beside objects that are expensive to decode."""
     return len(data)
 
 
@@ -52,9 +52,9 @@ class Counted:
     """A decoder that counts the worker processes in which it was called.
 
     Args:
-        decoder: What decodes.
-        waits_for: So many workers: none builds its second batch (the very first one comes alone, to be weighed), or its
-            first, before all are there.
+        decoder: The actual decoder.
+        waits_for: Number of workers: none builds its second batch (the very first one comes alone, to be weighed), or
+            its first, before all are up.
     """
 
     def __init__(self, decoder: Callable[[bytes], Any], waits_for: int = 0) -> None:
@@ -79,10 +79,10 @@ class Counted:
 
 
 def memory_bytes(folder: str) -> int:
-    """Of this process and all below it; what they share counts once.
+    """Memory of this process and its descendants; shared memory counts once.
 
-    Files that are mapped count as a whole if they lie in ``folder``, and not at all otherwise: which part of a
-    library's pages counts for a process depends on who else has them mapped at that moment.
+    Mapped files count as a whole if they lie in ``folder``, and not at all otherwise: the part of a library's pages
+    that is attributed to a process depends on who else has them mapped at that moment.
     """
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
@@ -91,7 +91,7 @@ def memory_bytes(folder: str) -> int:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except (FileNotFoundError, ProcessLookupError):  # has just ended
             continue
-        # This process alone was forked from one that is not counted; it has all to itself.
+        # Only this process was forked from one that is not counted; all its pages are attributed to it.
         anonymous = "Anonymous" if process.pid == os.getpid() else "Pss_Anon"
         total += sum(int(shares.split(f"\n{kind}:")[1].split()[0]) << 10 for kind in (anonymous, "Pss_Shmem"))
         for line in maps.splitlines():
@@ -102,7 +102,7 @@ def memory_bytes(folder: str) -> int:
 
 
 class Sampler:
-    """The most that was seen, looked at five times a second."""
+    """The maximum seen, sampled five times a second."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -147,7 +147,7 @@ def main(found_path: str, folder: str, num_workers: int, name: str = "large") ->
     if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = NUM_SAMPLES[name]
-    # Of what JSON is decoded to, so many batches may be ahead that they were beyond the limit if nobody weighed them.
+    # Decoded JSON: so many batches may be ahead that they would exceed the limit if they were not weighed.
     ahead = 32 if name == "objects-json" else 2
     decoder = Counted(forget if name.startswith("objects") else decode)
     with (
@@ -156,7 +156,7 @@ def main(found_path: str, folder: str, num_workers: int, name: str = "large") ->
     ):
         slow = threading.Event()
         for _ in loader:
-            slow.wait(0.03)  # the consumer is what everything waits for, so that buffers fill
+            slow.wait(0.03)  # the consumer is the bottleneck, so that buffers fill
         found = loader.metrics()
     if num_workers:
         idle_bytes -= (num_workers - decoder.count()) * FIRST_BATCH_BYTES

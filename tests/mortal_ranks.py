@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, all of which are killed, at a moment that is counted in requests or in batches."""
+"""Ranks in processes of their own, all of which are killed, at a moment counted in requests or in batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ What = Literal["requests", "batches"]
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """What is known of one process."""
+    """The state of one process."""
 
     part: Part
     connection: socket.socket
@@ -66,7 +66,7 @@ class _Rank:
 
 
 class MortalRanks:
-    """Plays legs whose ranks all end by SIGKILL. On leaving, no process that they started may be left.
+    """Runs legs whose ranks all end by SIGKILL. On leaving, no process that they started may be left.
 
     Args:
         temporary: Their folder for temporary files.
@@ -78,7 +78,7 @@ class MortalRanks:
         self._num_left = 0
         self._first: list[_Rank] = []
         self.num_in_mid_leg = 0
-        """Legs whose ranks died before all had had their batches."""
+        """Legs whose ranks died before all had received their batches."""
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(_HERE), str(_HERE.parent)])
         self._origin = subprocess.Popen(
@@ -102,7 +102,7 @@ class MortalRanks:
         self._count("requests")
 
     def _count(self, what: What) -> None:
-        """Kill those whose moment it is."""
+        """Kill the ranks whose moment has come."""
         with self._lock:
             self._num_left -= what == self._counted
             if what == self._counted and self._num_left == 0:
@@ -112,8 +112,8 @@ class MortalRanks:
     def leg(self, parts: Sequence[Part], number: int, what: What, dice: random.Random) -> list[list[Step]]:
         """The steps that each rank took before it was killed.
 
-        Some die at this request, or batch, of all, and the others after them, as under a launcher. If there are fewer,
-        all die when all have had their batches.
+        Some die at a chosen request, or batch, of all, and the others after them, as under a launcher. If there are
+        fewer, all die when all have received their batches.
         """
         ranks = self._start(parts)
         news: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -138,7 +138,7 @@ class MortalRanks:
         return [rank.steps for rank in ranks]
 
     def _start(self, parts: Sequence[Part]) -> list[_Rank]:
-        """Processes that wait for the word to begin, in the order of ``parts``."""
+        """Processes that wait for the signal to begin, in the order of ``parts``."""
         found: dict[int, _Rank] = {}
         with socket.create_server(("127.0.0.1", 0), backlog=len(parts)) as listener:
             listener.settimeout(_WAIT_S)

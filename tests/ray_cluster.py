@@ -27,7 +27,7 @@ STORE_BYTES = 80 << 20
 class TwoNodes:
     """The driver's node ``home`` and another one, ``away``, each with one CPU and a small object store.
 
-    Where something is to run on one of them, it asks for a little of the resource of that name.
+    To run on one of them, a task asks for a little of the resource of that name.
     """
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class TwoNodes:
         assert shared_files() - self._before == Counter()
 
     def node_id(self, resource: str) -> str:
-        """The node that has this resource."""
+        """The node with this resource."""
         (found,) = (node["NodeID"] for node in ray.nodes() if node["Alive"] and resource in node["Resources"])
         return str(found)
 
@@ -81,7 +81,7 @@ def shared_files() -> Counter[str]:
 
 
 def wait_for_end(pid: int, timeout_s: float = 60) -> bool:
-    """Whether the process, which need not be a child, ended in time."""
+    """Tell whether the process, which need not be a child, ended in time."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -75,7 +75,7 @@ def obey(port: int, made: dict[str, Any]) -> None:
 
 
 class Quorum:
-    """What torchft's ``Manager`` is to a training program: who takes part, and what is committed.
+    """Stands for torchft's ``Manager`` in a training program: who takes part, and what is committed.
 
     The test says so, through a store that outlives the ranks; ranks train together over gloo.
     """
@@ -89,13 +89,13 @@ class Quorum:
 
     @property
     def steps(self) -> int:
-        """How many to train."""
+        """The number of ranks that train."""
         return int(self._said["steps"]) if self._said else 1
 
     committed = rank = size = 0
 
     def changed(self) -> bool:
-        """Whether there is another world; torch.distributed is then set up for it."""
+        """Tell whether there is another world; torch.distributed is then set up for it."""
         number = int(self._store.get("world"))
         if number == self._number:
             return False
@@ -124,7 +124,7 @@ class Quorum:
             assert int(count) == GLOBAL_BATCH, count
 
     def commit(self, batch: Any) -> None:
-        """Tell what was trained on, and wait for the verdict."""
+        """Report what was trained on, and wait for the decision."""
         place = f"{self._number}/{self.committed}"
         self._store.set(f"said/{place}/{self._own}", json.dumps(self._keys))
         self.committed += self._store.get(f"verdict/{place}") == b"committed"

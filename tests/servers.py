@@ -28,7 +28,7 @@ _READY_S = 60.0
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on just now."""
+    """A port of 127.0.0.1 that nobody is listening on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -98,7 +98,7 @@ class LoopbackServer:
         return self
 
     def stop(self) -> None:
-        """End the process and remove its folder; again does nothing."""
+        """End the process and remove its folder; a repeated call does nothing."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -148,7 +148,7 @@ class MotoServer(LoopbackServer):
             self.create_bucket(name)
 
     def create_bucket(self, name: str) -> str:
-        """Create the bucket; its URL."""
+        """Create the bucket; return its URL."""
         scope = f"{self.key}/20260101/{self.region}/s3/aws4_request"
         status, body = self.request("PUT", f"/{name}", Authorization=f"AWS4-HMAC-SHA256 Credential={scope}, "
                                     "SignedHeaders=host, Signature=0")  # fmt: skip
@@ -246,7 +246,7 @@ class MiniGcsServer(LoopbackServer):
         self._spawn(sys.executable, program, "--root", objects, announces=True)
 
     def create_bucket(self, name: str) -> str:
-        """Create the bucket; its URL."""
+        """Create the bucket; return its URL."""
         status, body = self.request("PUT", f"/{name}", b"", Authorization=f"Bearer {self.token}")
         if status != 200:
             raise RuntimeError(f"mini_gcs answered {status} to create {name}: {body[:500]!r}")
@@ -328,7 +328,7 @@ class AzuriteServer(LoopbackServer):
 
 
 def fresh_name(prefix: str = "bucket") -> str:
-    """A bucket name that nobody used before."""
+    """A bucket name that was never used before."""
     return f"{prefix}-{uuid.uuid4().hex[:12]}"
 
 

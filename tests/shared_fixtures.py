@@ -87,7 +87,7 @@ def azure_container(azurite: AzuriteServer) -> str:
 
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
-    """Starts processes that have imported what we have."""
+    """Starts processes that have imported the same modules as this one."""
     with Forked(*IMPORTS, path=os.environ.get(SHARED_ORIGIN, "")) as origin:
         yield origin
 
@@ -112,16 +112,16 @@ def s3fs_closed() -> Iterator[Callable[[Storage], Storage]]:
 
 @pytest.fixture(scope="session")
 def _fork_server() -> Iterator[None]:
-    """The session ends the fork server that outlives its users."""
+    """Ends the fork server, which outlives its users, with the session."""
     yield
     SHARED.close()
 
 
 @pytest.fixture
 def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Loaders of this test find a fork server running, which has imported its file: either takes seconds.
+    """Loaders of this test find a running fork server that has imported its file, since either takes seconds.
 
-    That workers import what functions need is seen where servers are not warm: test_workers.py, test_portable.py.
+    That workers import what functions need is tested with cold servers: test_workers.py, test_portable.py.
     """
     SHARED.linger = True
     server_imports(request.module.__name__)  # a test without this fixture may have ended the server before
@@ -130,7 +130,7 @@ def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Itera
 
 
 def server_imports(name: str) -> None:
-    """Have the fork server import a module, once: else each worker does that needs it."""
+    """Have the fork server import a module, once; otherwise each worker that needs it does."""
     server = SHARED.borrow()
     if (server.pid, name) not in _IMPORTED:
         _IMPORTED.add((server.pid, name))
@@ -159,7 +159,7 @@ def not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def join_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peers | None], None]:
-    """Takes what data sets are to find as the processes of their job."""
+    """Sets what datasets find as the processes of their job."""
 
     def join(peers: Peers | None) -> None:
         for module in (dataset, grouped, packed, table_file):

@@ -1,4 +1,4 @@
-"""Tars by the standard library, which knows nothing of ours."""
+"""Tars made by the standard library, independently of our writer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def tar_bytes(
     files: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT, mtime: float = 0,
     links: Iterable[tuple[str, str]] = (), kind: bytes = tarfile.LNKTYPE,
 ) -> bytes:  # fmt: skip
-    """An archive of these files, and of links (name, target) behind them, hard ones where nothing else is said."""
+    """An archive of these files, followed by links (name, target), hard ones unless specified otherwise."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form, encoding="utf-8") as archive:
         for name, data in files:
@@ -27,7 +27,7 @@ def tar_bytes(
 
 
 def write_tar(path: Path, files: Iterable[tuple[str, bytes]], **options: object) -> Path:
-    """The same in a file, whose folder is made."""
+    """The same in a file, whose folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(tar_bytes(files, **options))  # type: ignore[arg-type]
     return path

@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """After a batch: its keys, the state, the bad samples so far and what else happened so far."""
+    """After a batch: its keys, the state, and the bad samples and other events so far."""
 
     keys: list[str]
     state: dict[str, Any]
@@ -75,7 +75,7 @@ def checked_keys(batch: dict[str, Any]) -> list[str]:
 
 
 def steps(part: Part) -> Iterator[Step]:
-    """Play a part; the loader is open until the generator is closed."""
+    """Perform a part; the loader is open until the generator is closed."""
     events, dice = Counter[str](), random.Random(part.seed)
     dataset = open_with_patience(part, events)
     dataset.storage.read(dataset.chunk(0).url, *PROBE)
@@ -101,7 +101,7 @@ def as_it_is(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_with_patience(part: Part, events: Counter[str]) -> StreamingDataset:
-    """A stale listing is an error by name, and never another data set: look again."""
+    """A stale listing is a named error, and never a different dataset: try again."""
     cached = {"cache_dir": part.cache_dir, "cache_limit": "1MiB"} if part.cache_dir else {}
     while True:
         try:
@@ -114,7 +114,7 @@ def open_with_patience(part: Part, events: Counter[str]) -> StreamingDataset:
 
 
 def _kill_a_worker(dice: random.Random) -> bool:
-    """SIGKILL to a decode worker; whether there was one."""
+    """Send SIGKILL to a decode worker; return whether there was one."""
     server = SHARED._server
     assert server is not None
     with suppress(psutil.NoSuchProcess):
