@@ -437,10 +437,11 @@ class Delivery(ABC):
         with self._changed:
             if self._closed:
                 return False
+            self._memory.abandoned = True  # until proven otherwise, in case this is interrupted
+            # Notified first: if that is interrupted, the next call closes. Nobody looks before the lock is free.
+            self._changed.notify_all()
             # Invariant: only one caller closes, and every thread that checks this stops at its next step
             self._closed = True
-            self._memory.abandoned = True  # until proven otherwise, in case this is interrupted
-            self._changed.notify_all()
             return True
 
     def describe(self) -> str:

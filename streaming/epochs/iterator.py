@@ -374,12 +374,14 @@ class Batches:
         """
         if not self._maker.is_here:
             return
-        run, self._run = self._run, None
+        run = self._run
         try:
             if run is not None:
+                run.close()
+                # Forgotten when closed: if that was interrupted, whoever ends this iterator or its loop closes it.
                 if self._loop.running is run:
                     self._loop.running = None
-                run.close()
+                self._run = None
         finally:
             self._watchdog.stop()
 

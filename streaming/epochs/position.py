@@ -231,9 +231,9 @@ class Position:
 
     def advance(self, place: Place) -> None:
         """Record that a batch was handed out and that ``place`` follows it; after the last batch: (next epoch, 0)."""
-        self._places.append(place)
         self._num_handed_out += 1
         self._starts_again = False
+        self._places.append(place)  # the first call: an interrupt comes before all of this, or after it
         while len(self._places) > self._num_held + 2:  # may be held back: these, and the one handed out now
             self._places.popleft()
 
