@@ -62,7 +62,7 @@ class MemoryLimitError(ConfigError):
 
 
 class StateError(ShardstreamError, ValueError):
-    """A ``state_dict`` that is malformed or belongs to another data set or order."""
+    """A ``state_dict`` that is malformed or belongs to another dataset or order."""
 
 
 class StorageError(ShardstreamError, OSError):
@@ -118,7 +118,7 @@ class TooManyBadSamplesError(ShardstreamError, RuntimeError):
 
 
 class AgreementError(ShardstreamError, RuntimeError):
-    """Ranks differ in data set, order, options or position; the message names the ranks and the differences."""
+    """Ranks differ in dataset, order, options or position; the message names the ranks and the differences."""
 
 
 class IteratorEndedError(ShardstreamError, RuntimeError):

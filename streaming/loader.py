@@ -1,4 +1,4 @@
-"""Iterate over this rank's batches of a data set, as training does: ``DataLoader``."""
+"""Iterate over this rank's batches of a dataset, as training does: ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeou
 
 @checks_names(ELSEWHERE)
 class DataLoader(DeviceMeshFetcher):
-    """Iterate over this rank's batches of a data set, epoch after epoch.
+    """Iterate over this rank's batches of a dataset, epoch after epoch.
 
     Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
-    content of global batch k depends only on the data set, its order settings, the epoch and the global batch size. ::
+    content of global batch k depends only on the dataset, its order settings, the epoch and the global batch size. ::
 
         dataset = StreamingDataset("s3://bucket/train/")
         loader = DataLoader(dataset, batch_size=256, num_workers=8)
@@ -68,7 +68,7 @@ class DataLoader(DeviceMeshFetcher):
     Use a loader from one thread. A batch belongs to the caller that received it.
 
     Args:
-        dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set; a map-style or iterable torch data set
+        dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set; a map-style or iterable torch dataset
             (wrapped in an ``OrdinaryDataset`` if it needs options of its own); or a callable that makes one of these.
         batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
@@ -98,7 +98,7 @@ class DataLoader(DeviceMeshFetcher):
             starts.
         stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.epochs.watch`` that says
             what every stage is waiting for, and again each time the wait has doubled; None: never.
-        remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the data set and read it. ``dataset`` must
+        remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the dataset and read it. ``dataset`` must
             then be a function and ``device_mesh`` the mesh of the training processes; the loop yields a ``RemoteBatch``
             (one handle per data rank) instead of a batch (docs/ray.md).
         replicate: How ranks that share a data rank get the same batches. ``"read"``: each reads for itself;
@@ -116,10 +116,10 @@ class DataLoader(DeviceMeshFetcher):
             about to read the same data. Ranks that differ are an error; ranks that are absent cause a warning. None: no
             check.
         drop_last: torch's name: True means ``last_batch="drop"``, False ``"partial"``.
-        shuffle: For map-style torch data sets (default True); a ``StreamingDataset`` has its own. This option and the
+        shuffle: For map-style torch datasets (default True); a ``StreamingDataset`` has its own. This option and the
             next four exist for compatibility with torch's loader; ``OrdinaryDataset`` has them too.
-        multiprocessing_context: Start method of the torch worker processes that read ordinary data sets.
-        persistent_workers: Whether the worker processes of a map-style data set are kept for the next epoch (default
+        multiprocessing_context: Start method of the torch worker processes that read ordinary datasets.
+        persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
             True). Those of a ``StreamingDataset`` always are.
         timeout: Seconds that a batch from torch worker processes may take (default 0: no limit); see also
             ``stall_report_s``.

@@ -1,4 +1,4 @@
-"""Fetch one rank's share of a data set, batch by batch, with a resumable position: ``DeviceMeshFetcher``."""
+"""Fetch one rank's share of a dataset, batch by batch, with a resumable position: ``DeviceMeshFetcher``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 
 @checks_names()
 class DeviceMeshFetcher(Closable):
-    """Fetch one rank's share of a data set, batch by batch, as lists of sample dicts.
+    """Fetch one rank's share of a dataset, batch by batch, as lists of sample dicts.
 
     It maps chunks to the rank, buffers and shuffles them, retries failed reads and substitutes unreadable samples,
     exactly as a ``DataLoader`` with the same arguments does. (``DataLoader`` is this class plus workers, collation and
@@ -140,14 +140,14 @@ class DeviceMeshFetcher(Closable):
         return mesh
 
     def _resolve(self, dataset: Any) -> Any:
-        """Return the data set itself, calling the function that makes it if one was given."""
+        """Return the dataset itself, calling the function that makes it if one was given."""
         made = dataset if isinstance(dataset, STREAMED) else resolve_dataset(dataset)
         refuse_what_deals(made)
         self._given = self.dataset = made
         return made
 
     def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
-        """Open the loop over a streamed data set, and the check that compares it with the loops of other ranks."""
+        """Open the loop over a streamed dataset, and the check that compares it with the loops of other ranks."""
         loop: EpochLoop | StreamedLoop
         if isinstance(dataset, StreamingDataset) and not dataset.indexed:
             check_one_size(self._shape)
@@ -234,7 +234,7 @@ class DeviceMeshFetcher(Closable):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def check_agreement(self, timeout: float = 600.0) -> None:
-        """Compare data set, order, options and position across all ranks of the mesh. Every rank must call this.
+        """Compare dataset, order, options and position across all ranks of the mesh. Every rank must call this.
 
         The first iteration of a loader over a ``StreamingDataset`` runs the same check, but only logs a warning if some
         ranks do not arrive within ``agreement_timeout``.
@@ -245,7 +245,7 @@ class DeviceMeshFetcher(Closable):
         Raises:
             AgreementError: Ranks differ (the message names them and their values), or some did not arrive within
                 ``timeout``.
-            ConfigError: torch.distributed is not initialised, this is an ordinary data set, or ``timeout`` is not a
+            ConfigError: torch.distributed is not initialised, this is an ordinary dataset, or ``timeout`` is not a
                 number.
         """
         self._look_again()
@@ -257,7 +257,7 @@ class DeviceMeshFetcher(Closable):
         """Return the number of batches in a whole epoch; it is the same on every rank.
 
         Raises:
-            TypeError: The data set is a ``Mixture`` without an end.
+            TypeError: The dataset is a ``Mixture`` without an end.
         """
         self._look_again()
         self._check_ends()
@@ -295,7 +295,7 @@ class DeviceMeshFetcher(Closable):
             divided. A source that has since been dropped has ``samples`` only.
 
         Raises:
-            ConfigError: The data set is not a ``Mixture``.
+            ConfigError: The dataset is not a ``Mixture``.
         """
         self._look_again()
         return self._loop.seen()
@@ -319,7 +319,7 @@ class DeviceMeshFetcher(Closable):
             The row from which the weights apply.
 
         Raises:
-            ConfigError: The data set is not a mixture without an end; the weights are invalid; ``at`` has already been
+            ConfigError: The dataset is not a mixture without an end; the weights are invalid; ``at`` has already been
                 planned or is not a row of the run; or ``timeout`` is not a number of seconds.
             AgreementError: Ranks gave different weights, or did not arrive in time.
         """
@@ -340,7 +340,7 @@ class DeviceMeshFetcher(Closable):
         """Continue from a ``state_dict`` that was saved with any world size and any number of workers.
 
         Raises:
-            StateError: The state is malformed or belongs to another data set.
+            StateError: The state is malformed or belongs to another dataset.
         """
         self._loop.load(self._loop.state_type.from_dict(state))
         self._loaded = state
@@ -379,7 +379,7 @@ class DeviceMeshFetcher(Closable):
         Raises:
             ConfigError: A number is out of range; this is not a loader over an indexed ``StreamingDataset`` or
                 ``Mixture``; or the ranks of a replica group share one reader (``replicate="broadcast"``).
-            StateError: The state is malformed, or belongs to another data set.
+            StateError: The state is malformed, or belongs to another dataset.
         """
         self._look_again()
         loop, old, size = self._loop, self._finder.mesh, self._shape.global_batch_size

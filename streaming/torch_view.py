@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 @checks_names()
 class TorchIterable(IterableDataset[Sample]):
-    """Present a ``StreamingDataset`` to torch's ``DataLoader`` as an iterable data set that shards itself.
+    """Present a ``StreamingDataset`` to torch's ``DataLoader`` as an iterable dataset that shards itself.
 
     ::
 
         loader = torch.utils.data.DataLoader(TorchIterable(dataset), batch_size=32, num_workers=4)
 
-    Samples are dealt to R data-parallel ranks times W torch workers, each sample exactly once, in the data set's
+    Samples are dealt to R data-parallel ranks times W torch workers, each sample exactly once, in the dataset's
     shuffled order, which changes every epoch. Each ``iter(loader)`` begins the next epoch, also with persistent
     workers. Do not give torch's loader ``shuffle`` or a ``sampler``. ``streaming.DataLoader`` does the same faster,
     gives the same batches on any number of ranks and workers, and can resume on any other number; this class is for
@@ -47,7 +47,7 @@ class TorchIterable(IterableDataset[Sample]):
     position of every worker, for the same number of ranks and workers.
 
     Args:
-        dataset: The data set to read; it needs an index.
+        dataset: The dataset to read; it needs an index.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
         last_batch: How N samples are divided among P = R x W parts. ``"drop"``: N mod P samples are left out;
             ``"pad"``: short parts repeat a sample, and ``"__valid__"`` of each sample is False if it is such a repeat;
@@ -56,7 +56,7 @@ class TorchIterable(IterableDataset[Sample]):
 
     Raises:
         ConfigError: An argument is invalid.
-        IndexMissingError: The data set has no index.
+        IndexMissingError: The dataset has no index.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TorchIterable(IterableDataset[Sample]):
         The number of ranks and workers must be the same, too.
 
         Raises:
-            StateError: The state is malformed. (One of another data set, rank or worker is refused by the iteration.)
+            StateError: The state is malformed. (One of another dataset, rank or worker is refused by the iteration.)
         """
         if not isinstance(state, Mapping) or set(state) != _STATE or state["version"] != _VERSION:
             raise StateError("state: expected the dict of TorchIterable.state_dict()")
@@ -231,7 +231,7 @@ class _Epochs:
 
     Use from one thread per process.
 
-    torch does not tell the data set or its workers when an iteration begins, but every worker iterates exactly once in
+    torch does not tell the dataset or its workers when an iteration begins, but every worker iterates exactly once in
     each. So the n-th claim of a worker belongs with the n-th claims of the other workers of its loader (which share a
     base seed), and the first of them to arrive takes the next epoch for all. The claims are kept in a log shared by all
     processes; each process replays it.

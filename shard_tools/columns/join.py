@@ -1,4 +1,4 @@
-"""Join a file of values to the samples of a data set by their keys, once; no shard is read.
+"""Join a file of values to the samples of a dataset by their keys, once; no shard is read.
 
 The file is read once for each group of shards whose keys fit into memory, batch by batch::
 

@@ -36,7 +36,7 @@ class AddReport(Report):
         name: The column.
         type: Type of its values.
         column_version: Identifies it among all columns of this name.
-        num_shards: Shards of the data set.
+        num_shards: Shards of the dataset.
         num_samples: Their samples.
         num_missing: Samples without a value.
         first_missing: Keys of the first of them.

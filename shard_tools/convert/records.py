@@ -106,7 +106,7 @@ class ShardOptions:
 
 
 class Source(Protocol):
-    """A data set in another format.
+    """A dataset in another format.
 
     The order of records is a function of the source's content and the shuffle seed, never of timing.
     """

@@ -21,7 +21,7 @@ class TarFiles(FileSource):
 
     Adjacent members with the same key form one sample; extensions are converted to lower case; a leading ``./`` is
     removed. Directories, links and names without an extension belong to no sample and are left out, and so are
-    dot-files, which are reported. A damaged or truncated tar is an error, never a shorter data set. With numbers as
+    dot-files, which are reported. A damaged or truncated tar is an error, never a shorter dataset. With numbers as
     keys, a repeated field starts another sample.
     """
 

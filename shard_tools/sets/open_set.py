@@ -1,4 +1,4 @@
-"""Open shards with their index, for commands that read a data set."""
+"""Open shards with their index, for commands that read a dataset."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Selection:
-    """What is taken of a data set.
+    """What is taken of a dataset.
 
     Attributes:
         parts: Shard by shard.

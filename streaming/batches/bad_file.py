@@ -29,7 +29,7 @@ class BadRecord:
     Attributes:
         url: The shard, by :func:`shown_url`.
         key: Key of the sample.
-        number: Number of the sample in the data set that was read.
+        number: Number of the sample in the dataset that was read.
         sample_in_shard: Number of the sample in its shard.
         byte_start: First byte of its record in the shard.
         byte_end: End of the record (exclusive).

@@ -38,7 +38,7 @@ class BadSamples:
     Args:
         limit: Number (int) or fraction of the epoch (float) beyond which the run stops.
         metrics: Where to count them.
-        sample_in_shard: Returns the number within its shard of a sample of the data set; None: unknown.
+        sample_in_shard: Returns the number within its shard of a sample of the dataset; None: unknown.
         file: File to record them in, or None.
         rank: Global rank of this process.
         on_error: What happens to them.

@@ -44,10 +44,10 @@ class BadSample:
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``; or ``LENGTH``.
         reason: The error's message.
         dropped: The user's transform dropped it: nothing is wrong with it.
-        number: Number of the sample in the data set; -1 if unknown.
+        number: Number of the sample in the dataset; -1 if unknown.
         byte_start: First byte of its record in the shard; -1 without a sample table.
         byte_end: End of the record (exclusive); -1 without a sample table.
-        source: Source in a mixture; "" for a single data set.
+        source: Source in a mixture; "" for a single dataset.
         trace: Traceback of the user's code, "" if there is none; depends on who builds, so it is not compared.
     """
 
@@ -72,7 +72,7 @@ class Part:
         transform: Function of one sample, or of a sample and ``rng``, or None; becomes a ``Chain``.
         on_error: What to do with samples that cannot be delivered.
         fields: Fields to read; None: all.
-        name: Name of the source in a mixture, as in ``__source__``; "" for a single data set and for its groups.
+        name: Name of the source in a mixture, as in ``__source__``; "" for a single dataset and for its groups.
         packs: Shape of a batch whose rows are packs of tokens; None: rows are samples.
         budget: Limit of a batch of whole samples of similar size; None: no limit.
     """
@@ -104,7 +104,7 @@ class Recipe:
     thousand.
 
     Attributes:
-        parts: How samples are made, for each source; one for a single data set.
+        parts: How samples are made, for each source; one for a single dataset.
         collate_fn: Function of a list of samples, or None: the default.
         portion: What this rank uses of a batch; taken where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.

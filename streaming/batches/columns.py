@@ -43,7 +43,7 @@ class Columns:
 
     Args:
         rows: All rows; none damaged.
-        decoders: Decoder of every field, for each source; one for a single data set.
+        decoders: Decoder of every field, for each source; one for a single dataset.
         allocate: Allocator for tensors; None: fresh memory.
         place: Receives the row that is being decoded; None: not needed.
         names: Names of a mixture's sources, for ``__source__``; all "": no such entry.

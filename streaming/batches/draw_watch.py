@@ -136,7 +136,7 @@ _TENSOR_DRAWS = frozenset(
     )
 )
 _MOST_OBJECTS = 2_000
-"""Maximum number of objects examined for one data set: some tenths of a second."""
+"""Maximum number of objects examined for one dataset: some tenths of a second."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
 _ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")

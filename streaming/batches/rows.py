@@ -35,10 +35,10 @@ class Rows:
         urls: ``__url__`` of each row.
         fields: Location of each field in the buffer.
         damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
-        numbers: int64 [n], number of each row's sample in the data set; None if unknown.
+        numbers: int64 [n], number of each row's sample in the dataset; None if unknown.
         positions: int64 [n], position of each row in the epoch's global order, which determines random numbers; None: 0
             to n.
-        sources: int64 [n], source of each row in a mixture; None: there is one data set.
+        sources: int64 [n], source of each row in a mixture; None: there is one dataset.
         packs: The packs that the rows (documents, or pieces of them) make up, which are the rows of the batch; None:
             the rows themselves are.
     """

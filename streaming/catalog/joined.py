@@ -1,4 +1,4 @@
-"""Join several data sets into one table of chunks, for loops and engines: ``JoinedSource``."""
+"""Join several datasets into one table of chunks, for loops and engines: ``JoinedSource``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from streaming.types import Int64Array
 
 
 class JoinedSource(OneOrder):
-    """Read several data sets chunk by chunk: their chunks are concatenated, in the order of the sets' names.
+    """Read several datasets chunk by chunk: their chunks are concatenated, in the order of the sets' names.
 
     Questions about a chunk go to the chunk's set, with that set's storage, cache and fields. A
     ``streaming.engine.source.Source``. Thread-safe.
 
     Args:
-        sets: The data sets by name.
+        sets: The datasets by name.
     """
 
     indexed = True

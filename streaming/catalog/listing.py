@@ -66,7 +66,7 @@ class FoundShards:
 
 
 class StorageAhead(Storage):
-    """A storage while a data set is being opened, during which every object is assumed not to change.
+    """A storage while a dataset is being opened, during which every object is assumed not to change.
 
     Caches what it has read completely and what it knows about objects, also from listings. For one thread; close it.
     """

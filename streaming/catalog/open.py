@@ -1,4 +1,4 @@
-"""Open a data set: from the user's URLs to shards with an index."""
+"""Open a dataset: from the user's URLs to shards with an index."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ wrong size is noticed at its first damaged or failing read."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShards(FoundShards):
-    """Shards as found, in the order of the data set, with the result of scanning those without an index.
+    """Shards as found, in the order of the dataset, with the result of scanning those without an index.
 
     Attributes:
         index: Location of the index, if not beside the shards.

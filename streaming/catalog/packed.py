@@ -47,7 +47,7 @@ class PackGroups:
     """Runs of chunks of one shard each that are packed separately; int64 [G] each.
 
     Attributes:
-        firsts: First chunk of each, among those of the data set.
+        firsts: First chunk of each, among those of the dataset.
         stops: End (exclusive) of its chunks.
         packs: K, number of packs of each.
         digest: Identifies the lengths of the documents.
@@ -60,13 +60,13 @@ class PackGroups:
 
 
 class PackedSource(OneOrder):
-    """Provide the documents of a data set as packs: groups are its chunks, packs its samples.
+    """Provide the documents of a dataset as packs: groups are its chunks, packs its samples.
 
     A ``streaming.engine.source.Source``. The number of packs in a group depends only on the documents' lengths; which
     documents share a pack also depends on the order's seed and the pass. Thread-safe.
 
     Args:
-        documents: The data set.
+        documents: The dataset.
         groups: Groups that hold all of its chunks, in their order.
         lengths_of: Returns the tokens of each sample of a shard.
         rules: Rules for packing documents.
@@ -126,7 +126,7 @@ class PackedSource(OneOrder):
         ).kept()  # fmt: skip
 
     def samples_in(self, group: int) -> tuple[int, Int64Array]:
-        """Return the shard of a group, and the numbers in it of the samples that the data set gives of the group."""
+        """Return the shard of a group, and the numbers in it of the samples that the dataset gives of the group."""
         first, stop = int(self._groups.firsts[group]), int(self._groups.stops[group])
         return samples_between(self.documents, first, stop)
 

@@ -36,7 +36,7 @@ _RECENT_TABLES_BYTES = 128 << 20
 
 
 class Readable(Protocol):
-    """Interface of a data set for random access."""
+    """Interface of a dataset for random access."""
 
     storage: Storage
     shards: OpenShards
@@ -89,7 +89,7 @@ class RandomAccess:
     """Random access with a cache of recent reads. Thread-safe.
 
     Args:
-        dataset: The data set.
+        dataset: The dataset.
         tables: Random access to another selection of the same shards, whose cache of sample tables is shared.
     """
 

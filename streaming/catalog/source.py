@@ -433,5 +433,5 @@ class ChunkSource(OneOrder):
         return {url: number for number, url in enumerate(self.shards.urls)}
 
     def has_sample_tables(self) -> bool:
-        """Tell whether the first shard has a sample table (data sets are indexed as a whole)."""
+        """Tell whether the first shard has a sample table (datasets are indexed as a whole)."""
         return self._recent.table(0) is not None

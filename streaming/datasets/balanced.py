@@ -1,4 +1,4 @@
-"""Draw from the classes of a data set in given proportions, whatever their sizes: ``Balanced``."""
+"""Draw from the classes of a dataset in given proportions, whatever their sizes: ``Balanced``."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _log = logging.getLogger("streaming")
 
 @checks_names(_ELSEWHERE)
 class Balanced(GroupedMixture):
-    """Draw from the classes of a data set in given proportions, as with torch's ``WeightedRandomSampler``.
+    """Draw from the classes of a dataset in given proportions, as with torch's ``WeightedRandomSampler``.
 
-    The result is itself a data set, for a ``DataLoader`` or a ``Mixture``, with all their promises. Each class becomes
+    The result is itself a dataset, for a ``DataLoader`` or a ``Mixture``, with all their promises. Each class becomes
     a source of a mixture: all its samples come once before any comes again. Rare classes are repeated, and long-run
     shares are exact, whereas independent draws fluctuate. It has no end: count steps, or give the loader an
     ``epoch_size`` (the sampler's ``num_samples``). ::
@@ -64,7 +64,7 @@ class Balanced(GroupedMixture):
             proportions, 0.5 lies between. A sampling temperature t is ``power=1 / t``. Not together with ``weights``.
         nulls: Samples without a class: ``"error"``, or ``"drop"`` them.
         quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per class and lane, with the memory of
-            a single data set. ``"exact"``: at every row; memory grows with the number of classes. See ``Mixture``.
+            a single dataset. ``"exact"``: at every row; memory grows with the number of classes. See ``Mixture``.
         name_sources: Whether ``batch["__source__"]`` names the class. By default there is no such entry, and within a
             mixture it is the name of this set there.
 

@@ -56,7 +56,7 @@ _log = logging.getLogger("streaming")
 class Curriculum(GroupedMixture):
     """Draw from a pool of samples that grows during the run, easy samples first, like DeepSpeed's curriculum sampler.
 
-    A curriculum is itself a data set, for a ``DataLoader`` or a ``Mixture``, with all their promises. The samples are
+    A curriculum is itself a dataset, for a ``DataLoader`` or a ``Mixture``, with all their promises. The samples are
     divided once into buckets by the metric. A bucket is open when its upper border is at most the scheduled difficulty;
     the easiest bucket is always open. Each open bucket is drawn from in proportion to its size, so that all samples of
     the pool come equally often; a bucket that opens gets its share from that row on. A curriculum has no end: count
@@ -81,7 +81,7 @@ class Curriculum(GroupedMixture):
             exactly where its steps lie on borders; between two borders the lower one applies.
         nulls: Samples without a value (NULL or NaN): ``"error"``, or ``"drop"`` them.
         quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per bucket and lane, with the memory of
-            a single data set. ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with
+            a single dataset. ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with
             the number of buckets. See ``Mixture``; as a source of one, the curriculum follows the mixture's ``quotas``.
         name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``. By default there is
             no such entry, and within a mixture it is the curriculum's name there.

@@ -74,7 +74,7 @@ _ELSEWHERE = {
 class StreamingDataset(ChunkSource):
     """Read samples from WebDataset tar shards in a bucket or on disk.
 
-    Opening a data set reads its index (one file per directory of shards). Small sets without an index are indexed in
+    Opening a dataset reads its index (one file per directory of shards). Small sets without an index are indexed in
     memory; large ones can only be streamed (docs/guide.md). Thread-safe and picklable: a copy reopens nothing but its
     connections. ::
 
@@ -211,7 +211,7 @@ class StreamingDataset(ChunkSource):
 
         Negative numbers count from the end.
 
-        ``dataset[a:b]`` is a view of a range, and a data set in its own right: it can be given to a ``DataLoader``,
+        ``dataset[a:b]`` is a view of a range, and a dataset in its own right: it can be given to a ``DataLoader``,
         shuffled, resumed, indexed and sliced again. Making a view reads nothing. A chunk that crosses its border is
         fetched whole.
 
@@ -273,10 +273,10 @@ class StreamingDataset(ChunkSource):
         return made
 
     def map(self, function: Transform) -> Self:
-        """Return a data set of the same samples that also calls ``function`` on each sample.
+        """Return a dataset of the same samples that also calls ``function`` on each sample.
 
         It is called after ``transform`` and after the functions of earlier ``map`` calls. This set does not change; the
-        new one shares its index, cache and connections. Checkpoints identify a data set by its samples, not by its
+        new one shares its index, cache and connections. Checkpoints identify a dataset by its samples, not by its
         functions, so a checkpoint of one can be loaded by the other.
 
         Args:

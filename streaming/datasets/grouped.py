@@ -1,4 +1,4 @@
-"""Turn a data set into a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
+"""Turn a dataset into a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Nulls: TypeAlias = Literal["error", "drop"]
 ELSEWHERE = {
     name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
 } | {"epoch_size": "it belongs to the loader; write DataLoader(…, epoch_size=…)"}
-"""Options that a grouped data set does not have, and where they belong."""
+"""Options that a grouped dataset does not have, and where they belong."""
 LARGE_AMPLIFICATION = 2.0
 """Read amplification above which the log warns; the chunks of a window take about as much memory, too."""
 _SHARDS_LOOKED_AT, _PIECES_LOOKED_AT = 8, 64
@@ -35,10 +35,10 @@ _log = logging.getLogger("streaming")
 
 
 class GroupedMixture(Mixture):
-    """Draw the samples of a data set by groups, each a source of a mixture, with scheduled shares.
+    """Draw the samples of a dataset by groups, each a source of a mixture, with scheduled shares.
 
     Args:
-        dataset: The data set.
+        dataset: The dataset.
         grouping: The group of each sample.
         names: Names of the groups that are sources, by number.
         weights: Weights of the groups.
@@ -80,7 +80,7 @@ class GroupedMixture(Mixture):
         )
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Return sample number ``index`` of the underlying data set, in storage order; see ``StreamingDataset``.
+        """Return sample number ``index`` of the underlying dataset, in storage order; see ``StreamingDataset``.
 
         Raises:
             IndexError: There is no such sample.
@@ -93,7 +93,7 @@ class GroupedMixture(Mixture):
         return self.dataset[operator.index(index)]
 
     def map(self, function: Transform) -> Self:
-        """Return the same with ``function`` called on each sample, after the functions of the data set."""
+        """Return the same with ``function`` called on each sample, after the functions of the dataset."""
         made = super().map(function)
         made.dataset = self.dataset.map(function)
         return made
@@ -154,10 +154,10 @@ class GroupedMixture(Mixture):
 def grouped(
     dataset: Any, owner: str, option: str, columns: Sequence[str], coding: Callable[[Mapping[str, Counted]], Coding]
 ) -> Grouping:
-    """Return the groups of a data set's samples by some columns.
+    """Return the groups of a dataset's samples by some columns.
 
     Raises:
-        ConfigError: The data set has no samples with columns.
+        ConfigError: The dataset has no samples with columns.
     """
     peers = job_peers(agent_store())
     return group_samples(

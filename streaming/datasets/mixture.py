@@ -1,4 +1,4 @@
-"""Mix several data sets into one, in given proportions: ``Mixture``."""
+"""Mix several datasets into one, in given proportions: ``Mixture``."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/
 
 @checks_names(_ELSEWHERE)
 class Mixture(JoinedSource):
-    """Mix several data sets into one, each with a given share.
+    """Mix several datasets into one, each with a given share.
 
-    A mixture is itself a data set. In a ``DataLoader`` it keeps all promises: ``batch["__source__"]`` names the source
+    A mixture is itself a dataset. In a ``DataLoader`` it keeps all promises: ``batch["__source__"]`` names the source
     of each sample, the content of global batch k is the same on any number of ranks and workers, and a ``state_dict``
     resumes with exactly the next sample. Sources keep their own stores, caches, fields, decoders, transforms and
     ``on_error``; a bad sample is replaced by one from the same source. ::
@@ -91,7 +91,7 @@ class Mixture(JoinedSource):
         weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
         repeats: How many times an epoch reads each source, by name.
         quotas: How exactly shares are kept. ``"chunks"``: one order over the chunks of all sources, which needs the
-            memory and requests of a single data set; shares are exact up to about one chunk per source and lane.
+            memory and requests of a single dataset; shares are exact up to about one chunk per source and lane.
             ``"exact"``: single samples, each share exact at every row to within a few samples; every lane then keeps
             chunks of every source in memory, so memory grows with the number of sources.
         unit: What a weight counts: ``"samples"``, ``"tokens"`` (the column ``tokens``) or ``"bytes"``.
@@ -551,7 +551,7 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
 
 
 def _check_sources(sources: Any) -> None:
-    """Check that ``sources`` is a dict of data sets with an index.
+    """Check that ``sources`` is a dict of datasets with an index.
 
     Raises:
         ConfigError: It is not.

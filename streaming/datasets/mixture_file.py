@@ -21,7 +21,7 @@ from streaming.plan.settings import ShuffleConfig
 from streaming.storage import Storage, redact
 
 _AT_THE_MIXTURE = ("shuffle", "seed")
-"""Options of a data set that have no effect within a mixture, which has its own order."""
+"""Options of a dataset that have no effect within a mixture, which has its own order."""
 _IN_CODE = "transform"
 
 

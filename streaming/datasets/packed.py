@@ -1,4 +1,4 @@
-"""Pack the documents of a data set into sequences of a fixed number of tokens: ``Packed``."""
+"""Pack the documents of a dataset into sequences of a fixed number of tokens: ``Packed``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PackCounts:
     """Count what happened to the documents of a packed set.
 
     Attributes:
-        documents: Documents in the data set.
+        documents: Documents in the dataset.
         tokens: Their tokens, according to the column.
         packed: Tokens that are in a pack.
         split: Documents longer than a pack that were split into pieces.
@@ -100,7 +100,7 @@ class PackCounts:
 
 @checks_names(_ELSEWHERE)
 class Packed(PackedSource):
-    """Pack the documents of a data set into sequences of ``length`` tokens, with almost no padding.
+    """Pack the documents of a dataset into sequences of ``length`` tokens, with almost no padding.
 
     A sample is a pack. The set can be given to a ``DataLoader``, which keeps all its promises (the same global batches
     on any number of ranks and workers, exact resume), or to a ``Mixture``, in which weights over packs are weights over
@@ -144,7 +144,7 @@ class Packed(PackedSource):
 
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
-    cannot be read counts as a bad sample of the data set; with ``on_error="substitute"`` and ``"skip"`` it becomes
+    cannot be read counts as a bad sample of the dataset; with ``on_error="substitute"`` and ``"skip"`` it becomes
     padding, and with ``"skip"`` a pack in which nothing could be read is False in ``__valid__``.
 
     Args:
@@ -181,9 +181,9 @@ class Packed(PackedSource):
             combination of values.
 
     Raises:
-        ConfigError: An argument is invalid; or the data set lacks such a column or field, has a ``transform``, or holds
+        ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform``, or holds
             nothing to pack.
-        IndexMissingError: The data set has no index, or no sample tables.
+        IndexMissingError: The dataset has no index, or no sample tables.
     """
 
     documents: StreamingDataset
@@ -314,7 +314,7 @@ class Packed(PackedSource):
         sample: Sample = BatchBuilder(recipe, lambda _: iter(()), _ignored).build(rows, None)
         return sample | ({"__source__": source} if source else {})
 
-    def map(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other data sets have it
+    def map(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other datasets have it
         """Raise an error: see ``transform``.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Read CSV and JSONL files directly, as a map-style data set: ``TableDataset``."""
+"""Read CSV and JSONL files directly, as a map-style dataset: ``TableDataset``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @checks_names({"path": "give it as the first argument", "data_files": "give them as the first argument"})
 class TableDataset:
-    """Read rows of CSV, TSV or JSONL files directly into training: a map-style data set with random access.
+    """Read rows of CSV, TSV or JSONL files directly into training: a map-style dataset with random access.
 
     ::
 

@@ -1,4 +1,4 @@
-"""Weigh the samples of data sets: what one counts on average if weights count tokens or bytes."""
+"""Weigh the samples of datasets: what one counts on average if weights count tokens or bytes."""
 
 from __future__ import annotations
 

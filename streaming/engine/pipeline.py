@@ -83,7 +83,7 @@ class Pipeline(Delivery):
         plan: The plan.
         dp_rank: Data-parallel rank whose share to read.
         units: The pieces in which data is fetched.
-        source: The data set.
+        source: The dataset.
         store: Contents of the arena; may outlive the pipeline.
         settings: Settings.
         metrics: Where to count waits.

@@ -1,4 +1,4 @@
-"""Define the interface that the loop, the engine and the plan require of a data set: ``Source``."""
+"""Define the interface that the loop, the engine and the plan require of a dataset: ``Source``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ShardSet(Protocol):
 
     @property
     def urls(self) -> Sequence[str]:
-        """The shards, in the order of the data set. They may contain secrets, so messages must redact them."""
+        """The shards, in the order of the dataset. They may contain secrets, so messages must redact them."""
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
@@ -52,7 +52,7 @@ class ShardSet(Protocol):
 
 
 class Source(ShardSet, Protocol):
-    """A data set of ``C`` chunks with known numbers of samples; thread-safe.
+    """A dataset of ``C`` chunks with known numbers of samples; thread-safe.
 
     A chunk yields ``chunk_samples`` samples, at *offsets* 0, 1, …; with a filter these are fewer than its bytes hold,
     and ``samples_of`` maps offsets to samples. Whatever concerns bytes (``slice``, ``locate``) counts the samples

@@ -29,8 +29,8 @@ class Substitutes:
 
     Args:
         plan: The plan.
-        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the data set.
-        source: The data set.
+        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset.
+        source: The dataset.
         store: Contents of the arena.
         fields: Fields to read; None: all.
         narrowed: Removes from rows what their sources do not read.

@@ -129,7 +129,7 @@ class Lasting(Iterator[_Item]):
 
 
 class Position:
-    """Track where the next iteration begins, and what a checkpoint holds. Knows nothing of data sets.
+    """Track where the next iteration begins, and what a checkpoint holds. Knows nothing of datasets.
 
     The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``).
 

@@ -16,7 +16,7 @@ class WholeState:
 
     ``torch.distributed.checkpoint`` takes dicts and lists apart, and restores only those parts that the new loader's
     state also has. A state whose structure depends on what has been read would not be restored completely: that of an
-    iterable data set, or of a ``Mixture`` whose sources differ from those of the new loader. Saved as one value, it is.
+    iterable dataset, or of a ``Mixture`` whose sources differ from those of the new loader. Saved as one value, it is.
     ::
 
         states = {"model": model.state_dict(), f"dataloader {rank}": WholeState(loader)}

@@ -108,7 +108,7 @@ class ForFabric(torch.utils.data.DataLoader[Any]):
 
 
 class _NoSamples(torch.utils.data.IterableDataset[Any]):
-    """What is found as the data set of a ``ForFabric``: nothing to shard."""
+    """What is found as the dataset of a ``ForFabric``: nothing to shard."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
         self._loader = loader

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnshardedWarning:
-    """Warn once if torch's sequential or random sampler deals out a whole data set on each of several ranks.
+    """Warn once if torch's sequential or random sampler deals out a whole dataset on each of several ranks.
 
     These samplers ask for the length when an iteration begins; samplers that shard (torch's DistributedSampler,
     DeviceMeshSampler) ask earlier or elsewhere, and trainers that shard the batches of torch's samplers are between
@@ -26,7 +26,7 @@ class UnshardedWarning:
         self._is_done = False
 
     def check(self, num_ranks: Callable[[], int]) -> None:
-        """Check who asks for the length of a data set; call this in its ``__len__``."""
+        """Check who asks for the length of a dataset; call this in its ``__len__``."""
         if self._is_done:
             return
         frame: FrameType | None = sys._getframe(2)
@@ -50,7 +50,7 @@ def _module(frame: FrameType | None) -> str:
 
 
 def tell_of_opening_alone(peers: Peers | None, num_ranks: Callable[[], int]) -> None:
-    """Log that each of several ranks, without peers, reads the index of a data set, and how to avoid that."""
+    """Log that each of several ranks, without peers, reads the index of a dataset, and how to avoid that."""
     # Skipped if the message would not be logged, because it takes half a millisecond.
     if peers is None and _log.isEnabledFor(logging.INFO) and (ranks := num_ranks()) > 1:
         _log.info(

@@ -112,7 +112,7 @@ def unframed(data: bytes) -> tuple[Any, int]:
 
 
 def go_on(peers: Peers) -> None:
-    """Tell joining processes that this one opened its data sets in an earlier world, so they need not wait for it."""
+    """Tell joining processes that this one opened its datasets in an earlier world, so they need not wait for it."""
     peers.leave(f"goes on/{peers.rank}", b"1")
 
 

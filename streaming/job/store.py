@@ -50,7 +50,7 @@ class StoreAddress(Protocol):
 class StorePeers:
     """Peers through a key-value store: that of torch.distributed, or that of torchrun's agent.
 
-    No collective is used: a process that opens a data set alone (evaluation on rank 0) waits for absent processes no
+    No collective is used: a process that opens a dataset alone (evaluation on rank 0) waits for absent processes no
     longer than the time-out.
     """
 

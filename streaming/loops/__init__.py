@@ -1,4 +1,4 @@
-"""Loop over epochs: one loop for each kind of data set, under a common protocol.
+"""Loop over epochs: one loop for each kind of dataset, under a common protocol.
 
 Epochs, positions and states belong here. ``plan`` decides what is read when, and the engine reads it: a loop moves no
 bytes.

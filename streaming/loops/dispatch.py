@@ -1,9 +1,9 @@
-"""Iterate over a data set that cannot be sharded on one rank, and deal its samples out: ``sharding="dispatch"``.
+"""Iterate over a dataset that cannot be sharded on one rank, and deal its samples out: ``sharding="dispatch"``.
 
 The reading rank runs the loop of a single process, over global batches. Each is divided into the rows of every data
 rank before it is collated, and is sent like the batches of replicas (``streaming.replicas.broadcast``)::
 
-    data rank 0   data set ─▶ G samples ─▶ rows [0, G/R) [G/R, 2G/R) … ─▶ collate each ═▶ their ranks
+    data rank 0   dataset ─▶ G samples ─▶ rows [0, G/R) [G/R, 2G/R) … ─▶ collate each ═▶ their ranks
     all ranks     batch, the reader's position after it, whether it is the epoch's last
 
 So every rank knows the same position, that of a single process, and a state fits any number of ranks.
@@ -40,14 +40,14 @@ _log = logging.getLogger(__name__)
 
 
 class DispatchLoop(IterableLoop):
-    """Run epochs over an iterable data set that only data rank 0 iterates. Used by one thread.
+    """Run epochs over an iterable dataset that only data rank 0 iterates. Used by one thread.
 
-    Without worker processes, the thread that asks for batches iterates the data set; otherwise one worker does. All
+    Without worker processes, the thread that asks for batches iterates the dataset; otherwise one worker does. All
     ranks end together, and a state is the same on all of them, for any number of ranks. If a single rank leaves its
     epoch, the others raise ``ReplicaError``; if all leave after the same batch, nothing is lost.
 
     Args:
-        dataset: The user's data set; only the reading rank iterates it.
+        dataset: The user's dataset; only the reading rank iterates it.
         config: The options; more than one worker causes a warning.
     """
 

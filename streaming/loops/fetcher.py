@@ -182,7 +182,7 @@ class EpochLoop(BaseLoop):
         """Continue from ``state``, on behalf of the method ``what``, with the order settings of the state.
 
         Raises:
-            StateError: It belongs to another data set, epoch size or kind of order.
+            StateError: It belongs to another dataset, epoch size or kind of order.
         """
         self.go_to(self._taken_over(state), state.next_seed, what)
 
@@ -190,7 +190,7 @@ class EpochLoop(BaseLoop):
         """Adopt everything in a state but its place, and return the place. If this raises, nothing has changed.
 
         Raises:
-            StateError: It belongs to another data set, epoch size or kind of order.
+            StateError: It belongs to another dataset, epoch size or kind of order.
         """
         self._check_state(state)
         place = Place.of(state)
@@ -274,7 +274,7 @@ class EpochLoop(BaseLoop):
         return replace(now, epoch=epoch, samples_seen=number * size, has_begun=begun)
 
     def _check_state(self, state: LoaderState) -> None:
-        """Check that a state belongs to this data set, epoch size and kind of order.
+        """Check that a state belongs to this dataset, epoch size and kind of order.
 
         Raises:
             StateError: It does not.
@@ -505,7 +505,7 @@ class EpochLoop(BaseLoop):
         return budget.chunks_limit_bytes(limit)
 
     def _sample_in_shard(self, number: int) -> int:
-        """Return the number within its shard of a sample of the data set."""
+        """Return the number within its shard of a sample of the dataset."""
         ends = np.cumsum(self.dataset.chunk_samples)
         chunk = int(np.searchsorted(ends, number, side="right"))
         offset = np.array([number - ends[chunk] + self.dataset.chunk_samples[chunk]])

@@ -1,9 +1,9 @@
-"""Loop over iterable torch data sets, with as many promises as a stream of samples allows.
+"""Loop over iterable torch datasets, with as many promises as a stream of samples allows.
 
 - Every sample goes to one rank and worker (see ``streaming.loops.parts``), random numbers are seeded by (seed, epoch).
 - All ranks end together: by ``epoch_size``, or otherwise, under torch.distributed, by asking a few batches ahead
   whether every rank has one more.
-- The position is exact to the batch. Resuming is O(1) if the data set (or its iterator) has ``state_dict``; otherwise
+- The position is exact to the batch. Resuming is O(1) if the dataset (or its iterator) has ``state_dict``; otherwise
   the stream is read again up to the position. In mid-epoch it requires the same number of ranks and workers, and every
   rank saves and loads its own state.
 """
@@ -44,7 +44,7 @@ from streaming.plan.permutation import hash_words
 from streaming.plan.state import LoaderState
 
 UNKNOWN_SIZE = 2**62
-"""``num_samples`` in the state of a data set of unknown size."""
+"""``num_samples`` in the state of a dataset of unknown size."""
 AHEAD = 2
 """How many batches ahead ranks ask each other, so that the answer has arrived when it is needed."""
 _PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterableState(LoaderState):
-    """The state of one rank over an iterable data set.
+    """The state of one rank over an iterable dataset.
 
     Attributes:
         cursors: Position of each worker's part, in the order in which they deliver next; empty between epochs that are
@@ -71,7 +71,7 @@ class IterableState(LoaderState):
     data_world_size: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict, which is JSON-serialisable if the data set's own state is."""
+        """Return a dict, which is JSON-serialisable if the dataset's own state is."""
         return {
             **LoaderState.to_dict(self),
             "cursors": [cursor.to_dict() for cursor in self.cursors],
@@ -98,7 +98,7 @@ class IterableState(LoaderState):
 
 
 class IterableLoop(Loop):
-    """Run epochs over an iterable data set. Used by one thread.
+    """Run epochs over an iterable dataset. Used by one thread.
 
     Without ``epoch_size`` an epoch is one pass, and ``dataset.set_epoch``, if it exists, is called with its number.
     With it, passes follow each other without an end, and an epoch is that many of their samples, in whole global
@@ -109,7 +109,7 @@ class IterableLoop(Loop):
     ``"pad"``, where the other ranks repeat their last batch, marked as not valid.
 
     Args:
-        dataset: The user's data set; iterated in the worker processes, if there are any.
+        dataset: The user's dataset; iterated in the worker processes, if there are any.
         config: The options.
 
     Raises:
@@ -188,7 +188,7 @@ class IterableLoop(Loop):
         """Continue from a ``state`` of the same rank, with the same number of ranks and workers.
 
         Raises:
-            StateError: It belongs to another kind of data set, rank or epoch size.
+            StateError: It belongs to another kind of dataset, rank or epoch size.
         """
         if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
             raise StateError("this state does not belong to an iterable data set")
@@ -463,7 +463,7 @@ class _IterableRun:
         if packet is not None:
             try:
                 self._ahead = next(self._stream, None)
-            except Exception as error:  # noqa: BLE001  a user's data set may raise anything
+            except Exception as error:  # noqa: BLE001  a user's dataset may raise anything
                 self._failure = error
         self.is_last = self._ahead is None and self._failure is None
         return packet

@@ -1,6 +1,6 @@
-"""Loop over map-style torch data sets, with the same interface as ``streaming.loops.fetcher.EpochLoop``.
+"""Loop over map-style torch datasets, with the same interface as ``streaming.loops.fetcher.EpochLoop``.
 
-Map-style data sets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
+Map-style datasets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
 the batch. For iterable ones see ``streaming.loops.iterable``.
 """
 
@@ -41,7 +41,7 @@ def is_iterable(dataset: object) -> bool:
 
 
 def resolve_dataset(dataset: Any) -> Any:
-    """Return the data set itself, or what a callable returns.
+    """Return the dataset itself, or what a callable returns.
 
     A callable that makes iterators is kept, and called for every pass.
     """
@@ -52,7 +52,7 @@ def resolve_dataset(dataset: Any) -> Any:
 
 
 def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
-    """Return the loop for a map-style or iterable data set, or for one that a callable returns.
+    """Return the loop for a map-style or iterable dataset, or for one that a callable returns.
 
     Raises:
         ConfigError: It is neither, or the options are inconsistent.
@@ -75,13 +75,13 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
 
 
 class MapLoop(Loop):
-    """Run epochs over a map-style data set. Used by one thread.
+    """Run epochs over a map-style dataset. Used by one thread.
 
-    Random numbers that the data set or ``collate_fn`` draws in worker processes are seeded by (seed, data rank); the
+    Random numbers that the dataset or ``collate_fn`` draws in worker processes are seeded by (seed, data rank); the
     promises cover which samples come, not the results of random transforms.
 
     Args:
-        dataset: The data set; ``dataset[i]`` is called in worker processes, if there are any.
+        dataset: The dataset; ``dataset[i]`` is called in worker processes, if there are any.
         config: The options.
 
     Raises:
@@ -123,7 +123,7 @@ class MapLoop(Loop):
         """Continue from ``state``.
 
         Raises:
-            StateError: It belongs to another data set, epoch size or kind of order.
+            StateError: It belongs to another dataset, epoch size or kind of order.
         """
         if self.sampler.load(state):
             self.stop()

@@ -1,4 +1,4 @@
-"""Map the option names of torch, and options for certain data sets, to ours; explain those that do not apply."""
+"""Map the option names of torch, and options for certain datasets, to ours; explain those that do not apply."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_torch_names(options: Mapping[str, Any]) -> None:
-    """Refuse, with an explanation, options of torch that this loader does not have for any data set.
+    """Refuse, with an explanation, options of torch that this loader does not have for any dataset.
 
     Raises:
         ConfigError: One of them is given with a value that would have an effect.
@@ -114,7 +114,7 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
 
 
 def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
-    """Accept options of ordinary data sets if they ask for what a ``StreamingDataset`` does anyway.
+    """Accept options of ordinary datasets if they ask for what a ``StreamingDataset`` does anyway.
 
     Raises:
         ConfigError: One asks for something else; the message says where to choose that.
@@ -282,7 +282,7 @@ def check_one_size(shape: Shape) -> None:
 
 
 def no_dataset(given: object) -> ConfigError:
-    """Make the error for an argument that is not a data set."""
+    """Make the error for an argument that is not a dataset."""
     what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
     if isinstance(given, str):
         url = redact(given)
@@ -291,7 +291,7 @@ def no_dataset(given: object) -> ConfigError:
 
 
 def refuse_what_deals(made: Any) -> None:
-    """Refuse loaders, which have already dealt out their samples, and lists of data sets.
+    """Refuse loaders, which have already dealt out their samples, and lists of datasets.
 
     Raises:
         ConfigError: ``made`` is one of these; the message says what to give instead.

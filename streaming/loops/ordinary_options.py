@@ -1,4 +1,4 @@
-"""Hold what the loops over ordinary torch data sets share: their options, and how samples become a batch."""
+"""Hold what the loops over ordinary torch datasets share: their options, and how samples become a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from streaming.replicas.options import Broadcast, Replicas
 from streaming.samplers.retry import NoRow
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
-"""How an iterable data set is divided into parts (``loops.parts``), or dealt out (``loops.dispatch``)."""
+"""How an iterable dataset is divided into parts (``loops.parts``), or dealt out (``loops.dispatch``)."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,28 +51,28 @@ _ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryDataset:
-    """Read a map-style or iterable torch data set with options of its own.
+    """Read a map-style or iterable torch dataset with options of its own.
 
-    A data set that needs no options can be given to ``DataLoader`` directly::
+    A dataset that needs no options can be given to ``DataLoader`` directly::
 
         DataLoader(dataset, 32)
         DataLoader(OrdinaryDataset(dataset, seed=3, on_error="skip"), 32)
         DataLoader(OrdinaryDataset(rows, sharding="dispatch"), 32)
 
     Attributes:
-        dataset: The data set, or a callable that makes one. For all other attributes, None means the default.
-        shuffle: For map-style data sets (default True).
-        seed: Seed of the order of a map-style data set, and of the random numbers that an iterable one draws (default
+        dataset: The dataset, or a callable that makes one. For all other attributes, None means the default.
+        shuffle: For map-style datasets (default True).
+        seed: Seed of the order of a map-style dataset, and of the random numbers that an iterable one draws (default
             0).
-        on_error: For map-style data sets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; for this and the
+        on_error: For map-style datasets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; for this and the
             next two, see ``RetrySampler``.
-        max_retries: For map-style data sets (default 2).
-        max_bad_samples: For map-style data sets (default 0.001).
-        sharding: How an iterable data set is divided: ``"auto"`` (the default), ``"worker_info"`` or ``"self"``. If it
+        max_retries: For map-style datasets (default 2).
+        max_bad_samples: For map-style datasets (default 0.001).
+        sharding: How an iterable dataset is divided: ``"auto"`` (the default), ``"worker_info"`` or ``"self"``. If it
             cannot be divided (a cursor, a socket): ``"dispatch"``; only rank 0 iterates, itself or in one worker, and
             sends every rank its rows (docs/dispatch.md); ``DataLoader(…, replicate=Broadcast(…))`` then configures how.
         multiprocessing_context: Start method of the ``num_workers`` torch worker processes.
-        persistent_workers: Whether the worker processes of a map-style data set are kept for the next epoch (default
+        persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
             True).
         timeout: Seconds that a batch from worker processes may take (default 0: no limit); see also ``stall_report_s``.
         worker_init_fn: Called in each worker process when it starts.
@@ -93,17 +93,17 @@ class OrdinaryDataset:
     def config(
         self, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, *, iterable: bool, **building: Any
     ) -> OrdinaryConfig:
-        """Return the options of a loop over this data set.
+        """Return the options of a loop over this dataset.
 
         Args:
             at_the_loader: Options that were given to the loader by torch's names.
             mesh: The mesh, including this process's place in it.
             replicas: The options about replicas.
-            iterable: Whether the data set is iterable.
+            iterable: Whether the dataset is iterable.
             **building: Further attributes of ``OrdinaryConfig``.
 
         Raises:
-            ConfigError: An option does not apply to this data set, or was given twice with different values.
+            ConfigError: An option does not apply to this dataset, or was given twice with different values.
         """
         own = [one.name for one in fields(self)[1:]]
         chosen = {name: value for name in own if (value := getattr(self, name)) is not None}
@@ -125,7 +125,7 @@ class OrdinaryDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryConfig:
-    """Options of a loop over an ordinary data set; those of ``OrdinaryDataset`` with their defaults filled in.
+    """Options of a loop over an ordinary dataset; those of ``OrdinaryDataset`` with their defaults filled in.
 
     Attributes:
         shape: Shape of the batches.

@@ -1,16 +1,16 @@
-"""Shard iterable data sets in the worker: which samples belong to this part, and its position.
+"""Shard iterable datasets in the worker: which samples belong to this part, and its position.
 
-With R data-parallel ranks and W workers each, the data set is divided into R * W *parts*. How, best first:
+With R data-parallel ranks and W workers each, the dataset is divided into R * W *parts*. How, best first:
 
-1. ``dataset.shard(num_shards=, index=)``, as in Hugging Face's data sets, if there are enough shards; or a
+1. ``dataset.shard(num_shards=, index=)``, as in Hugging Face's datasets, if there are enough shards; or a
    ``sharding_filter`` in a graph of torch's DataPipes. A part reads its own shards and nothing else.
-2. ``sharding="worker_info"``: the data set shards itself by ``torch.utils.data.get_worker_info()``, as torch's
+2. ``sharding="worker_info"``: the dataset shards itself by ``torch.utils.data.get_worker_info()``, as torch's
    documentation shows. It sees itself as worker r * W + w of R * W, so that ranks are treated like workers.
-3. ``sharding="self"``: the data set knows ranks and workers by itself (webdataset's splitters); all samples are taken.
+3. ``sharding="self"``: the dataset knows ranks and workers by itself (webdataset's splitters); all samples are taken.
 4. Otherwise every (R * W)-th sample. Every part reads everything, and in the same order: therefore the random numbers
    of Python, NumPy and torch are the same in all parts while they read.
 
-In cases 1 and 4 the data set does not see that it runs in a worker, so that it cannot be sharded twice.
+In cases 1 and 4 the dataset does not see that it runs in a worker, so that it cannot be sharded twice.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Cursor:
 
     Attributes:
         worker: Number of the worker, from 0.
-        pass_number: Pass over the data set.
-        num_items: Number of samples taken from the data set in this pass, including those of other parts.
-        state: The ``state_dict`` of the data set or its iterator at that point, or of both; None if they have none.
+        pass_number: Pass over the dataset.
+        num_items: Number of samples taken from the dataset in this pass, including those of other parts.
+        state: The ``state_dict`` of the dataset or its iterator at that point, or of both; None if they have none.
         ended: The part has no more samples in this pass, and no other pass follows.
     """
 
@@ -57,7 +57,7 @@ class Cursor:
     ended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for a checkpoint, which is JSON-serialisable if the data set's own state is."""
+        """Return a dict for a checkpoint, which is JSON-serialisable if the dataset's own state is."""
         return {**asdict(replace(self, state=None)), "state": self.state}
 
     @classmethod
@@ -111,8 +111,8 @@ class ShareSettings:
         batch_size: Samples in a full batch of this rank.
         last_batch: What to do with samples that do not fill the last batch of a pass.
         endless: Passes follow each other without an end, and batches span them.
-        seed: Seed of the random numbers that the data set draws.
-        sharding: How the data set is divided.
+        seed: Seed of the random numbers that the dataset draws.
+        sharding: How the dataset is divided.
     """
 
     first_part: int
@@ -128,7 +128,7 @@ class SharedStream(IterableDataset[Packet]):
     """Iterate over the packets of the part of the worker that iterates.
 
     Args:
-        dataset: The user's data set.
+        dataset: The user's dataset.
         settings: Settings of the rank.
         cursors: Positions to begin at, one per worker process; ``worker`` says which part that process has.
         collate: Collates samples.
@@ -190,13 +190,13 @@ class _Part:
 
     def cursor(self) -> Cursor:
         """Return the position of this part."""
-        state = None if self._ended else copy.deepcopy(self._state())  # at the end, data sets differ in this
+        state = None if self._ended else copy.deepcopy(self._state())  # at the end, datasets differ in this
         return Cursor(
             worker=self._worker, pass_number=self._pass, num_items=self._num_items, state=state, ended=self._ended
         )
 
     def _state(self) -> Any:
-        """Return the state of the iterator or the data set, which may be an object they still use.
+        """Return the state of the iterator or the dataset, which may be an object they still use.
 
         Both, if they are two.
         """
@@ -239,7 +239,7 @@ class _Part:
 
 
 def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
-    """Return the data set of a part, and whether it holds only that part (otherwise take every n-th sample)."""
+    """Return the dataset of a part, and whether it holds only that part (otherwise take every n-th sample)."""
     if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
         return dataset, True
     if has_sharding_filter(dataset):

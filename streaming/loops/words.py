@@ -17,7 +17,7 @@ class Announcer:
     """Write one INFO line at the start of each epoch, on the first rank; once, a warning about coarse shares.
 
     Args:
-        dataset: The data set.
+        dataset: The dataset.
         loop: The loop that reads it.
         finder: The finder of this process's mesh.
     """
@@ -91,7 +91,7 @@ class Announcer:
 
 
 def what_is_read(dataset: Any) -> str:
-    """Describe a data set, without what may be secret in it."""
+    """Describe a dataset, without what may be secret in it."""
     if isinstance(dataset, StreamingDataset) or type(dataset).__module__.startswith("streaming."):
         return repr(dataset)
     try:

@@ -1,1 +1,1 @@
-"""Order several sources in given shares. Pure like ``plan``, which does not know this package. Not here: data sets."""
+"""Order several sources in given shares. Pure like ``plan``, which does not know this package. Not here: datasets."""

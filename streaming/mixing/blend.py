@@ -49,8 +49,8 @@ def blend_of(
     """Return what a mixture draws.
 
     Args:
-        sources: What is drawn within each source; for a data set, all its samples.
-        sizes: Samples of each data set in them.
+        sources: What is drawn within each source; for a dataset, all its samples.
+        sizes: Samples of each dataset in them.
         weights: See ``Mixture``.
         repeats: See ``Mixture``.
         ends: See ``Mixture``.
@@ -104,7 +104,7 @@ def by_weight(sources: Mapping[str, Blend], weights: Mapping[str, float] | Sched
     """
     given = _schedule_of(weights, sources)
     if units is None and all(within.quotas is not None and name in within.quotas for name, within in sources.items()):
-        return given  # all sources are data sets, none a mixture
+        return given  # all sources are datasets, none a mixture
     per_sample = None if units is None else units()
     parts = {name: within.segments() for name, within in sources.items()}
     rows = sorted({row for row, _ in given.segments()} | {row for steps in parts.values() for row, _ in steps})

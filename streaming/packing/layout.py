@@ -68,7 +68,7 @@ class PackRows:
         starts: int64[n], first token of the piece within its document.
         stops: int64[n], one past its last token.
         lengths: int64[n], tokens of the whole document, by the column.
-        sources: int64[B], which source of a mixture each pack is of; None: there is one data set.
+        sources: int64[B], which source of a mixture each pack is of; None: there is one dataset.
         costs: [B], what each pack costs, where packs are exchanged by that; else None.
     """
 
@@ -108,7 +108,7 @@ class PackRows:
 
     @classmethod
     def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
-        """Return one pack from each of several results for a data set, one after the other."""
+        """Return one pack from each of several results for a dataset, one after the other."""
         found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
         columns = np.concatenate([np.empty((0, 4), np.int64), *found]).T
         samples, starts, stops, lengths = np.ascontiguousarray(columns)

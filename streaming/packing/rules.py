@@ -1,6 +1,6 @@
 """Cut documents into pieces that fit into a pack, and define what a pack is.
 
-A *document* is a run of tokens, one sample of the data set. A *piece* is a range of its tokens, usually the whole
+A *document* is a run of tokens, one sample of the dataset. A *piece* is a range of its tokens, usually the whole
 document. A *pack* holds pieces, at most ``length`` tokens together, and becomes one row of a batch.
 """
 

@@ -19,7 +19,7 @@ class ChunkIntervals(IntColumns):
     rather than held for long. Rows of one chunk in one pass neither overlap nor touch.
 
     Attributes:
-        chunk_ids: int64 [n], chunk id in the data set.
+        chunk_ids: int64 [n], chunk id in the dataset.
         passes: int64 [n], pass of the stream.
         first_batches: int64 [n]: no batch before this uses the chunk (since the previous row).
         last_batches: int64 [n]: no batch after this uses the chunk (until the next row).

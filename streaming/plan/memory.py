@@ -52,7 +52,7 @@ def chunks_limit_bytes(memory_limit_bytes: int) -> int:
 
 
 def most_room(all_chunks_bytes: int) -> int:
-    """Return the most that the chunks of a data set can ever take: all of them, doubled because slices may overlap."""
+    """Return the most that the chunks of a dataset can ever take: all of them, doubled because slices may overlap."""
     return 2 * all_chunks_bytes + (16 << 20)
 
 
@@ -105,7 +105,7 @@ def check_whole_chunks(
         dp_rank: The data-parallel rank.
         live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
         memory_limit_bytes: The rank's ``memory_limit``.
-        resumed: The order comes from a loaded state, which overrides the data set's lanes and window.
+        resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
         more_cures: Other remedies, for the message.
 
     Raises:

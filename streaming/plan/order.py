@@ -1,7 +1,7 @@
-"""Order one pass over a data set: a pure function of (chunk sizes, settings, pass number).
+"""Order one pass over a dataset: a pure function of (chunk sizes, settings, pass number).
 
 Three maps, each with a closed form, lead from a *global position* (when a sample is due) to a sample of the
-data set::
+dataset::
 
     global position p  ->  lane p % L, lane position p // L    (deal: every lane advances at the same pace)
     lane position      ->  linear position                     (window: sort i + W * u(i) inside the lane)
@@ -64,13 +64,13 @@ def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSettings:
-    """Everything besides the data set and the pass number that determines the order. Part of every checkpoint.
+    """Everything besides the dataset and the pass number that determines the order. Part of every checkpoint.
 
     Attributes:
         seed: Any number in ``[0, 2**64)``.
-        lanes: Number of equal parts of the shuffled data set that are read side by side.
+        lanes: Number of equal parts of the shuffled dataset that are read side by side.
         window: How far a sample may move inside its lane, in samples; 0 keeps the order inside lanes.
-        shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see :meth:`unshuffled`).
+        shuffle: False is the dataset's own order; ``lanes`` must then be 1 and ``window`` 0 (see :meth:`unshuffled`).
         scope: ``"global"``: each pass permutes all chunks. ``"lane"``: each lane keeps its samples in all passes, and a
             pass permutes the chunks inside each lane.
     """
@@ -95,7 +95,7 @@ class OrderSettings:
 
     @classmethod
     def unshuffled(cls) -> OrderSettings:
-        """Return the data set's own order."""
+        """Return the dataset's own order."""
         return cls(seed=0, lanes=1, window=0, shuffle=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Order(Protocol):
 
 
 class Orders(Protocol):
-    """The orders of all passes over a data set. Thread-safe.
+    """The orders of all passes over a dataset. Thread-safe.
 
     Attributes:
         settings: The order settings.
@@ -259,10 +259,10 @@ class Orders(Protocol):
 
 
 class EpochOrders:
-    """The orders of one data set: an :class:`EpochOrder` for each pass.
+    """The orders of one dataset: an :class:`EpochOrder` for each pass.
 
     Args:
-        chunk_samples: int64[C], samples of each chunk in data-set order.
+        chunk_samples: int64[C], samples of each chunk in dataset order.
         settings: The order settings.
 
     Raises:
@@ -283,7 +283,7 @@ class EpochOrders:
         return EpochOrder(self.chunk_samples, self.settings, number)
 
     def under(self, settings: OrderSettings) -> EpochOrders:
-        """Return the orders of the same data set under other settings."""
+        """Return the orders of the same dataset under other settings."""
         return EpochOrders(self.chunk_samples, settings)
 
 
@@ -434,13 +434,13 @@ class LaidOrder:
 
 
 class EpochOrder(LaidOrder):
-    """The order of one pass over one data set."""
+    """The order of one pass over one dataset."""
 
     def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings, epoch: int) -> None:
         """Permute the chunks.
 
         Args:
-            chunk_samples: int64 [C], samples of each chunk in data-set order; 0 is allowed.
+            chunk_samples: int64 [C], samples of each chunk in dataset order; 0 is allowed.
             settings: The order settings.
             epoch: Number of the pass; each has an order of its own.
 
@@ -454,7 +454,7 @@ class EpochOrder(LaidOrder):
 
     @cached_property
     def chunk_ranks(self) -> Int64Array:
-        """int64[C], place of each data-set chunk in ``chunk_order`` (its inverse)."""
+        """int64[C], place of each dataset chunk in ``chunk_order`` (its inverse)."""
         ranks = np.empty_like(self.chunk_order)
         ranks[self.chunk_order] = np.arange(len(ranks), dtype=np.int64)
         return ranks

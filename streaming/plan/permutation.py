@@ -5,7 +5,7 @@ number generators", 2014; constants: Stafford's variant 13). Not from :mod:`nump
 between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
 ``tests/test_sampler.py``.
 
-In a map-style data set no neighbours are read together, so its order can be a true permutation of all samples, a
+In a map-style dataset no neighbours are read together, so its order can be a true permutation of all samples, a
 different one for each pass, evaluated sample by sample:
 
 - up to :data:`MAX_SORTED` samples: sorted by their hashes, as the chunks of a pass are;
@@ -116,7 +116,7 @@ class Permutation:
     """Map places of one pass to samples. Thread-safe.
 
     Args:
-        num_samples: Number of samples in the data set.
+        num_samples: Number of samples in the dataset.
         seed: Seed of the order.
         pass_number: Each pass over the data has a permutation of its own.
     """
@@ -161,7 +161,7 @@ class Permutation:
 
 
 def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_samples: int, count: int) -> Int64Array:
-    """Return samples that may replace those at stream positions: int64 [n, count], drawn from the whole data set.
+    """Return samples that may replace those at stream positions: int64 [n, count], drawn from the whole dataset.
 
     They depend only on the seed and the stream position, and so are the same on any world size.
 
@@ -169,7 +169,7 @@ def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_sam
         passes: int64 [n], pass of the stream.
         positions: int64 [n], stream positions.
         seed: Seed of the order.
-        num_samples: Number of samples in the data set.
+        num_samples: Number of samples in the dataset.
         count: Number of substitutes for each.
     """
     keys = hash_each(positions.astype(np.uint64), hash_words(seed, _SUBSTITUTES))

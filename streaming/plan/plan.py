@@ -1,6 +1,6 @@
 """Decide which rank gets which sample in which batch, and how long each chunk is needed for it.
 
-A *stream* repeats the data set without end: stream position ``s`` is global position ``s % D`` of pass
+A *stream* repeats the dataset without end: stream position ``s`` is global position ``s % D`` of pass
 ``s // D``, and every pass has an order of its own. Epoch ``e`` covers ``[e * E, (e + 1) * E)`` of the stream;
 without an ``epoch_size``, E is D and one epoch is one pass. Global batch ``k`` of an epoch of which ``start``
 samples are consumed is the G stream positions from ``e * E + start + k * G``: the world size appears nowhere.
@@ -54,7 +54,7 @@ class RankBatches:
     Rows ``row_splits[i]`` to ``row_splits[i + 1]`` are the i-th batch. The caller owns the arrays.
 
     Attributes:
-        chunk_ids: int64 [n], chunk id in the data set.
+        chunk_ids: int64 [n], chunk id in the dataset.
         offsets: int64 [n], sample inside the chunk.
         passes: int64 [n], pass of the stream; uses of a chunk in two passes are two live intervals.
         positions: int64 [n], stream positions.
@@ -98,7 +98,7 @@ class Plan:
         """Validate the numbers; orders are made when they are first needed.
 
         Args:
-            chunk_samples: int64 [C], samples of each chunk in data-set order.
+            chunk_samples: int64 [C], samples of each chunk in dataset order.
             settings: The order settings.
             global_batch_size: G, samples of one batch over all ranks. Need not be a multiple of anything.
             dp_world_size: R, the number of data-parallel ranks.
@@ -113,7 +113,7 @@ class Plan:
             most_batches: Number of batches after which the plan ends, even before the epoch does; default: no limit.
 
         Raises:
-            ConfigError: An argument is out of range, or the data set is empty.
+            ConfigError: An argument is out of range, or the dataset is empty.
         """
         self.orders = EpochOrders(chunk_samples, settings) if orders is None else orders
         self.chunk_samples = self.orders.chunk_samples
@@ -298,7 +298,7 @@ class Plan:
         plus a ninth, because other passes combine other chunks; never more than all chunks.
 
         Args:
-            chunk_bytes: int64 [C], size of each chunk in data-set order.
+            chunk_bytes: int64 [C], size of each chunk in dataset order.
             dp_rank: The data-parallel rank.
         """
         sizes = self._chunk_bytes(chunk_bytes)

@@ -42,7 +42,7 @@ class ShuffleConfig:
         dataset = StreamingDataset(url, shuffle=ShuffleConfig(seed=7, window=4096))
 
     Attributes:
-        seed: Seed of the order; overrides the data set's ``seed`` if given.
+        seed: Seed of the order; overrides the dataset's ``seed`` if given.
         window: W, in samples: how far a sample may move within its lane. None: twice the mean number of samples per
             chunk, so that a lane draws from about five chunks at a time.
         lanes: L, the number of equal parts of an epoch, each with its own sequence of chunks. None: the largest divisor
@@ -80,7 +80,7 @@ def order_settings(
     num_chunks: int,
     scope: Scope = "global",
 ) -> OrderSettings:
-    """Return the order of a data set under a loader: the user's choices, with defaults for the rest.
+    """Return the order of a dataset under a loader: the user's choices, with defaults for the rest.
 
     Args:
         shuffle: False: storage order, whatever ``lanes`` and ``window`` say.
@@ -88,7 +88,7 @@ def order_settings(
         lanes: L, or None for the default of the global batch size.
         window: W in samples, or None for twice the mean number of samples per chunk.
         global_batch_size: G.
-        num_samples: Number of samples in the data set.
+        num_samples: Number of samples in the dataset.
         num_chunks: Number of its chunks.
         scope: What each pass permutes.
     """

@@ -17,7 +17,7 @@ from streaming.plan.order import OrderSettings
 
 STATE_VERSION = 4
 """Of a mixture of which a source grew; 3: whose shares are not dealt in chunks; 2: of one that deals chunks; 1: of one
-data set. So older releases read what they know."""
+dataset. So older releases read what they know."""
 _TEXT = "ledger_text"
 """The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
@@ -36,10 +36,10 @@ class LoaderState:
         samples_seen: Samples of that epoch which all ranks together have consumed.
         order: The order settings of that epoch.
         next_seed: Seed from the next epoch on, where it was changed; else None.
-        fingerprint: Of the data set's index.
-        num_samples: Samples of the data set, for a message that says more than a fingerprint.
+        fingerprint: Of the dataset's index.
+        num_samples: Samples of the dataset, for a message that says more than a fingerprint.
         epoch_size: Samples of a virtual epoch, or None: one pass is one epoch.
-        ledger: Of a mixture; None: of one data set.
+        ledger: Of a mixture; None: of one dataset.
         has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
             one after it.
     """
@@ -210,7 +210,7 @@ def why_differs(saved: str, own: str) -> str | None:
 
     Args:
         saved: That of a state.
-        own: That of the data set at hand.
+        own: That of the dataset at hand.
     """
     (base, was), (other, now) = _taken_apart(saved), _taken_apart(own)
     if base != other or saved == own:

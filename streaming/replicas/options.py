@@ -77,7 +77,7 @@ class Replicas:
         """Check that no option was set; ``dispatch``, for ``sharding="dispatch"``, allows ``replicate``.
 
         Raises:
-            ConfigError: An option was set that ordinary data sets do not support.
+            ConfigError: An option was set that ordinary datasets do not support.
         """
         if self != Replicas(replicate=self.replicate if dispatch else "read"):
             raise ConfigError(
@@ -98,7 +98,7 @@ class Replicas:
         return Portion(counts=self.stage_fields is not None)
 
     def check(self, on_error: str) -> None:
-        """Check these options against the data set's ``on_error``.
+        """Check these options against the dataset's ``on_error``.
 
         Raises:
             ConfigError: Stages without payload could not know which samples were skipped.

@@ -1,1 +1,1 @@
-"""Sample map-style data sets under torch's own DataLoader. Only indices are handled, no bytes of samples."""
+"""Sample map-style datasets under torch's own DataLoader. Only indices are handled, no bytes of samples."""

@@ -1,4 +1,4 @@
-"""Keep the loader's promises for map-style data sets under torch's ``DataLoader``: ``DeviceMeshSampler``.
+"""Keep the loader's promises for map-style datasets under torch's ``DataLoader``: ``DeviceMeshSampler``.
 
 ::
 
@@ -67,14 +67,14 @@ class DeviceMeshSampler(Sampler[Any]):
     Use it from one thread.
 
     Args:
-        dataset: A data set with a length, or the length itself.
+        dataset: A dataset with a length, or the length itself.
         batch_size: Samples per data-parallel rank. Give this, ``global_batch_size``, or neither for single indices.
         global_batch_size: Samples over all data-parallel ranks.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
         num_replicas: torch's name for the number of data-parallel ranks, in place of ``device_mesh``; default:
             detected.
         rank: torch's name for this process's data-parallel rank; default: detected.
-        shuffle: False: the data set's own order.
+        shuffle: False: the dataset's own order.
         seed: Seed of the order.
         last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"partial"``
             gives smaller batches (there must be at least as many samples as ranks, because torch's loader cannot make
@@ -250,7 +250,7 @@ class DeviceMeshSampler(Sampler[Any]):
         """Continue from a ``state_dict`` of any world size.
 
         Raises:
-            StateError: The state is malformed, or belongs to another data set or epoch size.
+            StateError: The state is malformed, or belongs to another dataset or epoch size.
         """
         self.load(LoaderState.from_dict(state))
 

@@ -1,4 +1,4 @@
-"""Retry damaged and unreachable samples of a map-style data set, then replace and report them: ``RetrySampler``.
+"""Retry damaged and unreachable samples of a map-style dataset, then replace and report them: ``RetrySampler``.
 
 ::
 
@@ -9,7 +9,7 @@
     sampler.bad        # what was replaced, and why
 
 A sample is fetched once, by the worker that puts it into its batch. The sampler attaches possible substitutes to each
-index, and ``sampler.dataset`` (a thin wrapper around the data set) uses them only if the data set raises or returns
+index, and ``sampler.dataset`` (a thin wrapper around the dataset) uses them only if the dataset raises or returns
 None.
 """
 
@@ -53,7 +53,7 @@ _FATES = {
 
 
 class MapStyle(Protocol):
-    """Interface of a map-style data set."""
+    """Interface of a map-style dataset."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Return one sample."""
@@ -90,23 +90,23 @@ class NoRow:
 
 @checks_names()
 class RetrySampler(Sampler[Any]):
-    """Wrap a sampler and its data set so that invalid samples do not stop the iteration.
+    """Wrap a sampler and its dataset so that invalid samples do not stop the iteration.
 
     Give ``sampler.dataset`` to torch's ``DataLoader`` in place of ``dataset``. A sample is invalid if ``dataset[i]``
     raises or returns None. It is fetched again only after errors that may be transient (``OSError`` other than "not
     found" and "permission denied"; this includes ``streaming.errors.TransferError``). Then another sample takes its
     place:
 
-    - over a ``DeviceMeshSampler``: a random sample of the data set that depends only on the seed and the position, so
+    - over a ``DeviceMeshSampler``: a random sample of the dataset that depends only on the seed and the position, so
       that a batch holds the same samples on any world size;
     - over any other sampler: a neighbour in the same batch (for single indices, one of the nearby ones), so that no
       sample comes from outside that sampler's selection.
 
-    Wrapper and data set are sent to worker processes as they are (by fork, or pickled). Use it from one thread.
+    Wrapper and dataset are sent to worker processes as they are (by fork, or pickled). Use it from one thread.
 
     Args:
         sampler: A sampler or batch sampler, which yields indices or lists of them.
-        dataset: The map-style data set that the indices refer to.
+        dataset: The map-style dataset that the indices refer to.
         max_retries: Further attempts after errors that may be transient.
         backoff_s: Upper bound of the random wait before the first retry, in seconds; it doubles with each retry.
         max_substitutes: Number of other samples to try before the sample's own error is raised, or it is skipped;
@@ -119,7 +119,7 @@ class RetrySampler(Sampler[Any]):
         metrics: Where to count ``bad_samples``; default: a new ``Metrics``.
 
     Attributes:
-        dataset: The data set for the ``DataLoader``.
+        dataset: The dataset for the ``DataLoader``.
 
     Raises:
         TooManyBadSamplesError: From the loop, once ``max_bad_samples`` is exceeded; the message lists the latest ones.
@@ -283,7 +283,7 @@ class RetrySampler(Sampler[Any]):
 
 
 class RetryingDataset(Dataset[Any]):
-    """A map-style data set that retries, and takes substitutes from the index. Made by ``RetrySampler``."""
+    """A map-style dataset that retries, and takes substitutes from the index. Made by ``RetrySampler``."""
 
     def __init__(
         self, dataset: MapStyle, *, max_retries: int, backoff_s: float, reports: Reports, skips: bool = False
@@ -292,7 +292,7 @@ class RetryingDataset(Dataset[Any]):
         self._max_retries, self._backoff_s, self._reports, self._skips = max_retries, backoff_s, reports, skips
 
     def __len__(self) -> int:
-        """Return that of the data set."""
+        """Return that of the dataset."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
@@ -305,7 +305,7 @@ class RetryingDataset(Dataset[Any]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return many samples, at once where the data set can; one by one where that fails or gives None.
+        """Return many samples, at once where the dataset can; one by one where that fails or gives None.
 
         Fewer than asked for, where some are to be skipped.
         """
@@ -318,7 +318,7 @@ class RetryingDataset(Dataset[Any]):
             samples = list(many([int(index) for index in indices]))
         except MemoryError:
             raise
-        except Exception:  # noqa: BLE001  a user's data set may raise anything; then each sample is on its own
+        except Exception:  # noqa: BLE001  a user's dataset may raise anything; then each sample is on its own
             return self._kept(indices, [None] * len(indices))
         if len(samples) != len(indices):
             raise DataError(
@@ -371,7 +371,7 @@ class RetryingDataset(Dataset[Any]):
                 sample = self.dataset[index]
             except MemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001  a user's data set may raise anything
+            except Exception as error:  # noqa: BLE001  a user's dataset may raise anything
                 if attempt == self._max_retries or not may_pass(error):
                     return None, error
                 time.sleep(self._backoff_s * 2**attempt * _jitter.random())
