@@ -47,7 +47,7 @@ class TarScanner:
 
     The pieces may be cut anywhere; the result does not depend on it. Only unfinished headers (below about 1 MiB) and
     the names of the unfinished sample are kept, never payload. Offsets count from the start of the archive. A record
-    is complete when the next sample begins, so its last field may lie in earlier pieces. A damaged archive raises on
+    is complete when the next sample begins, so its last field may lie in earlier pieces. A damaged archive raises in
     the call of feed or finish that reveals it; the scanner cannot be used afterwards.
 
     Args:

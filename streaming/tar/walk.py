@@ -173,7 +173,7 @@ def walk_members(view: memoryview, where: Origin, *, partial: bool) -> Members:
         view: The bytes.
         where: For messages.
         partial: Whether more bytes may follow; then a member may reach beyond the buffer, and an unfinished header
-            is left for next time (``end`` stands before it).
+            is left for the next call (``end`` is before it).
 
     Raises:
         TarError: Damage, truncation (unless ``partial``), sparse files, or data after the end-of-archive mark.
