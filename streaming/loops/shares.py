@@ -177,21 +177,21 @@ class RunShares:
         """Return a warning if sources are so small that whole chunks cannot keep the shares; "" otherwise.
 
         Every lane starts at a random phase among the chunks, so over L lanes the samples drawn from a source differ
-        from its share by about half the square root of L chunks (docs/design/0022).
+        from its share by up to about half the square root of L chunks (docs/design/0022).
         """
         last = self.ledger.last
         if last.dealt != "chunks" or not self._mixture.is_endless:
             return ""
         tables = {name: self._mixture.leaves[name].chunk_samples for name in sorted(last.drawn) if last.weights[name]}
         total = sum(int(table.sum()) for table in tables.values())
-        name, table = max(tables.items(), key=lambda one: float(one[1].mean()))
-        strays = float(table.mean()) * math.sqrt(lanes) / 2
+        mean, name = max((float(table.mean()), name) for name, table in tables.items())
+        strays = mean * math.sqrt(lanes) / 2
         if len(tables) == 1 or strays <= _COARSE * total:
             return ""
         return (
-            f"the sources of this mixture are small: a chunk of {name!r} has {round(float(table.mean())):,} of their "
-            f"{total:,} samples. Whole chunks are drawn in {lanes} lanes, so at any step a source may be about "
-            f"{round(strays):,} samples ahead of or behind its share. "
+            f"the sources of this mixture are small: a chunk of {name!r} has {round(mean):,} of their "
+            f"{total:,} samples. Whole chunks are drawn in {lanes} lanes, so at any step a source may be up to "
+            f"about {round(strays):,} samples ahead of or behind its share. "
             f'{type(self._mixture).__name__}(…, quotas="exact") keeps the shares at every step; '
             "smaller shards (shard_tools reshard --max-bytes) come closer to them"
         )
