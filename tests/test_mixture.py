@@ -535,6 +535,9 @@ def test_sources_too_small_for_whole_chunks_are_warned_about_once(
         with DataLoader(mix, global_batch_size=12, device_mesh=mesh) as loader:
             take(loader, 1)
             take_on(loader, 1)
+            if mesh is None:
+                loader.remesh(0, 1, at=loader.state_dict())
+                take(loader, 1)
         return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
     both = {"web": 1, "math": 1}

@@ -70,6 +70,7 @@ class RunShares:
                 'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
                 "each source comes first in the next epoch", self.samples_per_pass, len(mixture),
             )  # fmt: skip
+        self._has_begun = False
         self._orders: Orders | None = None
         self._ahead: tuple[Ledger, Orders] | None = None
 
@@ -173,28 +174,29 @@ class RunShares:
             told.append(f"{name} begins its {_ordinal(number + 1)} pass at step {at // global_batch_size:,}")
         return ", ".join(told)
 
-    def coarseness(self, lanes: int) -> str:
-        """Return a warning if sources are so small that whole chunks cannot keep the shares; "" otherwise.
+    def warn_if_coarse(self, lanes: int) -> None:
+        """Warn, once, if sources are so small that whole chunks cannot keep the shares.
 
         Every lane starts at a random phase among the chunks, so over L lanes the samples drawn from a source differ
         from its share by up to about half the square root of L chunks (docs/design/0022).
         """
-        last = self.ledger.last
-        if last.dealt != "chunks" or not self._mixture.is_endless:
-            return ""
+        last, is_first = self.ledger.last, not self._has_begun
+        self._has_begun = True
+        if not is_first or last.dealt != "chunks" or not self._mixture.is_endless:
+            return
         tables = {name: self._mixture.leaves[name].chunk_samples for name in sorted(last.drawn) if last.weights[name]}
         total = sum(int(table.sum()) for table in tables.values())
         mean, name = max((float(table.mean()), name) for name, table in tables.items())
         strays = mean * math.sqrt(lanes) / 2
         if len(tables) == 1 or strays <= _COARSE * total:
-            return ""
-        return (
-            f"the sources of this mixture are small: a chunk of {name!r} has {round(mean):,} of their "
-            f"{total:,} samples. Whole chunks are drawn in {lanes} lanes, so at any step a source may be up to "
-            f"about {round(strays):,} samples ahead of or behind its share. "
-            f'{type(self._mixture).__name__}(…, quotas="exact") keeps the shares at every step; '
-            "smaller shards (shard_tools reshard --max-bytes) come closer to them"
-        )
+            return
+        _log.warning(
+            "the sources of this mixture are small: a chunk of %r has %d of their %d samples. Whole chunks are drawn in "
+            "%d lanes, so at any step a source may be up to about %d samples ahead of or behind its share. "
+            '%s(…, quotas="exact") keeps the shares at every step; smaller shards (shard_tools reshard --max-bytes) '
+            "come closer to them",
+            name, round(mean), total, lanes, round(strays), type(self._mixture).__name__,
+        )  # fmt: skip
 
     def _agreed(
         self, free: int, weights: Mapping[str, float], at: int | None, mesh: DeviceMesh, timeout_s: float

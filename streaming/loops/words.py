@@ -26,16 +26,12 @@ class Announcer:
         self._dataset = dataset
         self._config: Any = loop.config
         self._finder = finder
-        self._has_begun = False
 
     def __call__(self, loop: Any, place: Place) -> None:
         """Write the line for an epoch that begins at ``place``."""
-        shares, is_first = getattr(loop, "shares", None), not self._has_begun
-        self._has_begun = True
-        if is_first and shares is not None and self._finder.mesh.rank == 0:
-            warning = shares.coarseness(loop.order.lanes)
-            if warning:
-                _log.warning("%s", warning)
+        shares = getattr(loop, "shares", None)
+        if shares is not None and self._finder.mesh.rank == 0:
+            shares.warn_if_coarse(loop.order.lanes)
         if self._finder.mesh.rank == 0 and _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.line(loop, place))
 
