@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.columns import KEY, read_sample_columns
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.layout import chunks_path, samples_path
+from streaming.index.pages import begun_at_page
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 
 
@@ -328,13 +330,54 @@ def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_the_first_keys_alone_are_those_of_all() -> None:
-    """Also beyond the end, and of keys that are no UTF-8; of many rows, so that several batches are read."""
-    for keys in ([f"{number:05d}" for number in range(3000)], ["a", "\udcff", "b"]):
+def test_some_keys_alone_are_those_of_all() -> None:
+    """Also none, beyond the end, and of keys that are no UTF-8; of several pages, of which some are skipped."""
+    for keys in ([f"{number:05d}" for number in range(50_000)], ["a", "\udcff", "b"]):
         data = samples(tuple(keys)).to_parquet() if len(keys) == 3 else _many(keys)
-        whole = read_sample_columns(data, [KEY], "s")[0][KEY]
-        for count in (1, 2, len(keys) - 1, len(keys), len(keys) + 5):
-            assert read_sample_columns(data, [KEY], "s", first_rows=count)[0][KEY].equals(whole[:count])
+        whole, count = read_sample_columns(data, [KEY], "s")[0][KEY], len(keys)
+        for first, stop in ((0, 1), (1, 2), (count - 1, count), (0, count + 5), (1, count - 1), (count, count + 1)):
+            assert read_sample_columns(data, [KEY], "s", only=(first, stop))[0][KEY].equals(whole[first:stop])
+
+
+_TEXTS = pa.table(
+    {"number": range(9000), "text": [None if n % 7 == 3 else "x" * (n % 5) + str(n) for n in range(9000)]}
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"data_page_version": "2.0", "compression": "zstd"},
+        {"write_statistics": True, "write_page_checksum": True, "write_page_index": True},
+        {"column_encoding": {"text": "DELTA_BYTE_ARRAY"}, "compression": "none"},
+        {"use_dictionary": True},
+    ],
+    ids=["v1", "v2", "statistics", "delta", "dictionary"],
+)
+def test_a_column_can_begin_at_any_page(options: dict[str, Any]) -> None:
+    """Whatever writes the pages, they are what Arrow reads in order; a dictionary makes them inseparable."""
+    sink = pa.BufferOutputStream()
+    layout = {"row_group_size": 5000, "data_page_size": 1500, "write_batch_size": 100, "use_dictionary": False}
+    pq.write_table(_TEXTS, sink, **{**layout, **options})
+    buffer = memoryview(sink.getvalue())
+    file = pq.ParquetFile(pa.BufferReader(buffer))
+    for group, row in ((0, 0), (0, 99), (0, 2500), (0, 4999), (1, 1), (1, 3999)):
+        part, before = begun_at_page(file, buffer, group, "text", row)
+        assert (before == 0) if "use_dictionary" in options else row - 500 <= before <= row
+        batch = next(part.iter_batches(row + 1 - before, row_groups=[group], columns=["text"]))
+        there = 5000 * group + before
+        assert batch.column(0).equals(_TEXTS["text"].combine_chunks()[there : there + row + 1 - before])
+
+
+def test_headers_of_pages_that_make_no_sense_leave_the_file_to_arrow() -> None:
+    data = bytearray(_many([f"{number:05d}" for number in range(50_000)]))
+    file = pq.ParquetFile(pa.BufferReader(bytes(data)))
+    start = file.metadata.row_group(0).column(0).data_page_offset
+    assert begun_at_page(file, memoryview(data), 0, "key", 45_000)[1] == 40_000
+    for header in (b"\x00", b"\x1c" * 64, b"\xff" * 64, b"\x15\x00\x15\x02\x15\x01\x2c\x15\x01\x00\x00"):
+        data[start : start + len(header)] = header
+        assert begun_at_page(file, memoryview(data), 0, "key", 45_000) == (file, 0)
 
 
 def _many(keys: list[str]) -> bytes:

@@ -37,16 +37,18 @@ def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) ->
     keys: list[str | None] = [None] * len(rows)
 
     distinct, which = np.unique(shards, return_inverse=True)
-    behind = np.zeros(len(distinct), np.int64)  # of each shard: one past the last row wanted
-    np.maximum.at(behind, which, rows + 1)
+    first, last = np.full(len(distinct), np.iinfo(np.int64).max), np.zeros(len(distinct), np.int64)  # row wanted
+    np.minimum.at(first, which, rows)
+    np.maximum.at(last, which, rows)
 
     def read(number: int, turns: AbstractContextManager[Any]) -> list[Any]:
         at = np.flatnonzero(which == number)
+        only = (int(first[number]), int(last[number]) + 1)
         try:
-            column = key_column(dataset.storage, dataset.shards, int(distinct[number]), int(behind[number]), turns)
+            column = key_column(dataset.storage, dataset.shards, int(distinct[number]), only, turns)
         except IndexMissingError:
             return []
-        return list(zip(at.tolist(), column.take(pa.array(rows[at])).to_pylist(), strict=True))
+        return list(zip(at.tolist(), column.take(pa.array(rows[at] - only[0])).to_pylist(), strict=True))
 
     for found in _mapped(dataset, read, range(len(distinct))):
         for place, key in found:
@@ -94,7 +96,7 @@ def _by_order(dataset: ChunkSource, wanted: bytes) -> int | None:
     low, high = 0, len(filled)
     while low < high:
         middle = (low + high) // 2
-        first = _bytes(key_column(dataset.storage, dataset.shards, filled[middle], 1)[:1])[0].as_py()
+        first = _bytes(key_column(dataset.storage, dataset.shards, filled[middle], (0, 1)))[0].as_py()
         low, high = (middle + 1, high) if first <= wanted else (low, middle)
     return filled[low - 1] if low else None
 

@@ -352,7 +352,7 @@ def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
 
 
 def key_column(
-    storage: Storage, shards: OpenShards, shard: int, first_rows: int | None = None,
+    storage: Storage, shards: OpenShards, shard: int, only: tuple[int, int] | None = None,
     turns: AbstractContextManager[Any] | None = None,
 ) -> Values:  # fmt: skip
     """Return the keys of one shard's samples, in order.
@@ -361,13 +361,13 @@ def key_column(
         storage: Reads the sample table.
         shards: The shards of the dataset.
         shard: Number of the shard.
-        first_rows: If given, possibly only this many of the first keys.
+        only: If given, only those of the samples from one number to before another.
         turns: Held while keys are unpacked (see :class:`_Work`).
 
     Raises:
         IndexMissingError: The shard has no sample table.
     """
-    return _Lifted(storage, shards, shard, turns).columns([KEY], first_rows=first_rows)[0][KEY]
+    return _Lifted(storage, shards, shard, turns).columns([KEY], only=only)[0][KEY]
 
 
 def reading_threads(shards: OpenShards) -> int:
@@ -388,11 +388,11 @@ class _Lifted:
         self.there: list[str] = []
 
     def columns(
-        self, names: Iterable[str], *, coded: bool = False, first_rows: int | None = None
+        self, names: Iterable[str], *, coded: bool = False, only: tuple[int, int] | None = None
     ) -> tuple[dict[str, Values], Mapping[str, Any]]:
         """Return those of ``names`` that exist, and the metadata of the file; with ``coded``, texts as dictionaries.
 
-        With ``first_rows``, possibly only this many of the first keys.
+        With ``only``, of the samples from one number to before another; for keys alone.
 
         Raises:
             IndexMissingError: The shard has no sample table.
@@ -401,7 +401,8 @@ class _Lifted:
         if self._shards.scanned is not None:
             samples = self._shards.scanned[self._shard]
             self.there = list(samples.columns)
-            return sample_columns(samples, wanted), {}
+            found = sample_columns(samples, wanted)
+            return found if only is None else {name: one[slice(*only)] for name, one in found.items()}, {}
         url = self._shards.urls[self._shard]
         path = samples_url(url, self._shards.index)
         try:
@@ -409,7 +410,7 @@ class _Lifted:
         except NotFoundError as error:
             raise no_samples(url, ", which where= and exclude= need") from error
         with self._turns:
-            found, facts = read_sample_columns(data, wanted, redact(path), coded=coded, first_rows=first_rows)
+            found, facts = read_sample_columns(data, wanted, redact(path), coded=coded, only=only)
         self.there = list(facts.get("columns", ()))
         return found, facts
 

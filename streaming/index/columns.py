@@ -406,14 +406,14 @@ def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def read_sample_columns(
-    buffer: Any, names: Collection[str], source: str, *, coded: bool = False, first_rows: int | None = None
+    buffer: Any, names: Collection[str], source: str, *, coded: bool = False, only: tuple[int, int] | None = None
 ) -> tuple[dict[str, pa.Array], Mapping[str, Any]]:
     """Return those of the columns ``names`` that a sample file has, and the file's facts.
 
     Nothing else in the file is unpacked.
 
     With ``coded``, texts stored with a dictionary are returned as dictionaries, as :func:`fitting` takes them. With
-    ``first_rows``, only this many of the first samples; for keys alone.
+    ``only``, of the samples from one number to before another; for keys alone.
 
     Raises:
         IndexFormatError: The bytes are damaged, or not a sample file.
@@ -423,7 +423,7 @@ def read_sample_columns(
         lifted = set(facts.get("columns", ()))
         return [*sorted(lifted & set(names)), *(["key"] if KEY in names else [])]
 
-    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted, coded=coded, first_rows=first_rows)
+    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted, coded=coded, only=only)
     lifted = set(facts.get("columns", ()))
     found = {name: _whole(rows.column(name)) for name in rows.column_names if name in lifted}
     if KEY in names:

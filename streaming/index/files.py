@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from streaming.errors import IndexFormatError
+from streaming.index.pages import begun_at_page
 
 FORMAT_VERSION = (1, 2)
 """Major and minor. Readers accept any minor version of their major version and ignore what they do not know."""
@@ -56,13 +57,13 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
 
 def read_table(
     buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None, *,
-    coded: bool = False, first_rows: int | None = None,
+    coded: bool = False, only: tuple[int, int] | None = None,
 ) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
     """Return the rows and the facts of an index file of this ``kind``.
 
     With ``columns``, only the columns that it returns for the facts. With ``coded``, texts stored with a dictionary are
-    returned as Arrow dictionaries. With ``first_rows``, rows beyond this number are not unpacked; for columns other
-    than numbers.
+    returned as Arrow dictionaries. With ``only``, only the rows from the first number to before the second; for columns
+    other than numbers.
 
     Raises:
         IndexFormatError: The bytes are not such a file, damaged, of a newer major version, or their rows would take
@@ -72,7 +73,7 @@ def read_table(
     facts = _facts_of(file, kind, source)
     try:
         wanted = None if columns is None else columns(facts)
-        return _read_bounded(file, memoryview(buffer), source, wanted, coded=coded, first_rows=first_rows), facts
+        return _read_bounded(file, memoryview(buffer), source, wanted, coded=coded, only=only), facts
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
@@ -81,7 +82,7 @@ def read_table(
 
 def _read_bounded(
     file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool,
-    first_rows: int | None,
+    only: tuple[int, int] | None,
 ) -> pa.Table:  # fmt: skip
     """Return the rows (of some ``columns``, or all), counted as they come: equal ones take no room in the file."""
     limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * buffer.nbytes)
@@ -93,7 +94,7 @@ def _read_bounded(
     numbers = [name for name, kind in kinds.items() if _is_number(kind)]
     others = [name for name in names if name not in set(numbers)]
     found, num_bytes = _read_numbers(file, source, numbers, limit_bytes)
-    found |= _read_others(file, buffer, source, others, limit_bytes, num_bytes, first_rows)
+    found |= _read_others(file, buffer, source, others, limit_bytes, num_bytes, only)
     if not coded:
         found = {name: one if one.type == kinds[name] else one.cast(kinds[name]) for name, one in found.items()}
     return pa.table([found[name] for name in names], names)
@@ -124,7 +125,7 @@ def _read_numbers(
 
 def _read_others(
     file: pq.ParquetFile, buffer: memoryview, source: str, names: list[str], limit_bytes: int, num_bytes: int,
-    first_rows: int | None,
+    only: tuple[int, int] | None,
 ) -> dict[str, pa.ChunkedArray]:  # fmt: skip
     """Return columns of anything except numbers, after checking their size, in addition to ``num_bytes``.
 
@@ -149,7 +150,8 @@ def _read_others(
         file = pq.ParquetFile(pa.BufferReader(buffer), metadata=metadata, read_dictionary=sorted(texts))
     # (`pq.read_table` would import pandas if it is installed.)
     # Arrow's threads, together with torch's, abort about one short script in fifty at the interpreter's end.
-    table = file.read(names, use_threads=False) if first_rows is None else _begun(file, names, first_rows)
+    plain = buffer if len(names) == 1 and not texts else None
+    table = file.read(names, use_threads=False) if only is None else _rows_only(file, plain, names, only)
     for name in texts.intersection(names):
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):
@@ -161,14 +163,25 @@ def _read_others(
     return {name: table.column(name) for name in names}
 
 
-def _begun(file: pq.ParquetFile, names: list[str], count: int) -> pa.Table:
-    """Return at most ``count`` of the first rows of a file."""
+def _rows_only(file: pq.ParquetFile, plain: memoryview | None, names: list[str], only: tuple[int, int]) -> pa.Table:
+    """Return the rows of a file from one number to before another, where there are such.
+
+    Given the file's bytes (``plain``: it is about one column without a dictionary), pages before them are skipped.
+    """
     found: list[pa.RecordBatch] = []
-    for batch in file.iter_batches(batch_size=max(count, 1), columns=names, use_threads=False):
-        found.append(batch.slice(0, count))
-        count -= len(found[-1])
-        if not count:
-            break
+    done = 0
+    for group in range(file.metadata.num_row_groups):
+        num_rows = file.metadata.row_group(group).num_rows
+        first, stop = max(only[0] - done, 0), min(only[1] - done, num_rows)
+        done += num_rows
+        if first >= stop:
+            continue
+        part, at = (file, 0) if plain is None else begun_at_page(file, plain, group, names[0], first)
+        for batch in part.iter_batches(stop - at, row_groups=[group], columns=names, use_threads=False):
+            found.append(batch.slice(max(first - at, 0), stop - max(first, at)))
+            at += len(batch)
+            if at >= stop:
+                break
     return pa.Table.from_batches(found, None if found else pa.schema([file.schema_arrow.field(name) for name in names]))
 
 
