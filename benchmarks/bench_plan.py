@@ -1,7 +1,7 @@
 """Cost of planning at size: a billion samples in a million chunks.
 
 Prints the time to plan, the time to seek, the time per row in blocks of batches, and the memory of it all; and what the
-keys of one step cost (``shard_tools plan --who``).
+keys of one step cost (``shard_tools plan --who``) and the place of a key (``--when``).
 NumPy on one core, no data; of the keys, sample files that are one, linked::
 
     python benchmarks/bench_plan.py [--chunks 1000000] [--chunk-samples 1000] [--batch 256] [--ranks 8]
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from bench_where import CHUNK_ROWS, SHARD_ROWS, write_index
 
-from shard_tools.plan.keys import keys_at
+from shard_tools.plan.keys import keys_at, places_by_order
 from shard_tools.plan.sources import OpenedSet
 from streaming.plan.order import OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan
@@ -77,7 +77,7 @@ def main() -> None:
     rows_s = time.perf_counter() - began
 
     grown = _peak_bytes() - before_bytes
-    keys_s, keys_cpu_s = keys_of_a_step()
+    keys_s, keys_cpu_s, place_s, place_cpu_s = keys_of_a_step()
     print(f"samples          {num_samples:,} in {args.chunks:,} chunks")
     print(f"lanes, window    {settings.lanes}, {settings.window}; {args.ranks} ranks of {args.batch}")
     print(f"plan one epoch   {planned_s:.3f} s")
@@ -85,11 +85,12 @@ def main() -> None:
     print(f"seek, one batch  {np.median(seeks) * 1e3:.1f} ms median, {max(seeks) * 1e3:.1f} ms worst")
     print(f"rank_batches     {rows_s / num_rows * 1e9:.0f} ns per row in blocks of 64 batches")
     print(f"keys of a step   {keys_s:.2f} s ({keys_cpu_s:.2f} s of CPU): 512 rows of 512 shards of {SHARD_ROWS:,} keys")
+    print(f"place of a key   {place_s:.2f} s ({place_cpu_s:.2f} s of CPU), by the order of the keys")
     print(f"peak memory      {grown / 2**20:.0f} MiB beyond the input: {grown / args.chunks:.0f} B per chunk")
 
 
-def keys_of_a_step(num_shards: int = 512) -> tuple[float, float]:
-    """Seconds, and those of CPU, to find the keys of a sample of each of so many shards, from their sample files."""
+def keys_of_a_step(num_shards: int = 512) -> list[float]:
+    """Seconds, and those of CPU, to find the keys of a sample of each of so many shards; and a sample by its key."""
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         write_index(Path(folder), num_shards, linked=True)
@@ -97,9 +98,12 @@ def keys_of_a_step(num_shards: int = 512) -> tuple[float, float]:
             (Path(folder) / f"{shard:06d}.tar").touch()  # the listing finds them; nobody looks inside
         dataset = OpenedSet(folder, storage=Storage())
         rows = np.arange(num_shards) * SHARD_ROWS + draw.integers(0, SHARD_ROWS, num_shards)
-        began, cpu_began = time.perf_counter(), time.process_time()
+        times = [(time.perf_counter(), time.process_time())]
         keys_at(dataset, rows // CHUNK_ROWS, rows % CHUNK_ROWS)
-        return time.perf_counter() - began, time.process_time() - cpu_began
+        times.append((time.perf_counter(), time.process_time()))
+        places_by_order(dataset, f"{SHARD_ROWS - 1:09d}")
+        times.append((time.perf_counter(), time.process_time()))
+        return np.diff(times, axis=0).ravel().tolist()
 
 
 def _peak_bytes() -> int:

@@ -23,6 +23,8 @@ _FOOTER_GUESS_BYTES = 64 << 10
 MAX_UNPACKED_BYTES = 1 << 30
 """Memory that the rows of any index file may take; larger files may take a thousand times their own size."""
 _MAX_RATIO = 1000
+_PAGE_BYTES = 64 << 10
+"""Size of a page as written; a reader of a single key unpacks one page (Arrow's own size is 1 MiB or 20,000 rows)."""
 _ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB per column
 _MAGIC = b"PAR1"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
@@ -50,6 +52,7 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
         column_encoding=encodings or None,
         write_statistics=repeating or False,
         row_group_size=_ROWS_AT_ONCE,
+        data_page_size=_PAGE_BYTES,
         version="2.6",
     )
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
