@@ -316,18 +316,23 @@ def test_paths() -> None:
 
 
 def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:
-    """Arrow imports it on many ways to NumPy, wherever it is installed: a quarter of a second.
+    """Nor does reading packs of it in a mixture by tokens: Arrow imports it on many ways to NumPy, if it is installed.
 
-    In an interpreter of its own: forked processes have it.
+    That takes 0.4 s of CPU. In an interpreter of its own: forked processes have it.
     """
-    with ShardWriter(f"{tmp_path}/{{:04d}}.tar") as writer:
-        writer.write({"__key__": "0", "txt": "text"})
+    with ShardWriter(f"{tmp_path}/{{:04d}}.tar", columns={"tokens": lambda one: len(one["tok"]) // 2 or None}) as writer:
+        for number, tokens in enumerate([5, 1500, 0]):
+            writer.write({"__key__": f"{number}", "tok": np.zeros(tokens, np.uint16).tobytes()})
     program = (
-        "import sys; from streaming import StreamingDataset; dataset = StreamingDataset(sys.argv[1]); "
-        "dataset[0]; print('pandas' in sys.modules)"
+        "import sys; from streaming import DataLoader, Mixture, Packed, StreamingDataset; "
+        "one = StreamingDataset(sys.argv[1], fields=['tok'], subset=(0, 2)); one[0]; "
+        "packs = Packed(one, 16, dtype='uint16'); "
+        "mixture = Mixture({'packs': packs}, weights={'packs': 1}, unit='tokens'); "
+        "plain = Mixture({'one': one}, weights={'one': 1}, unit='tokens'); "
+        "print([len(next(iter(DataLoader(each, 2)))['__key__']) for each in (mixture, plain)], 'pandas' in sys.modules)"
     )
     command = [sys.executable, "-c", program, f"{tmp_path}/"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[2, 2] False\n"
 
 
 def test_some_keys_alone_are_those_of_all() -> None:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+import pyarrow.compute as pc
+
 from streaming.arguments import some_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.packed import Packed
@@ -61,8 +63,8 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
                 'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
                 "`shard_tools column add`"
             )
-        values = there_of(column, dataset.keeps(shard)).to_numpy()
-        total, count = total + int(values.sum()), count + len(values)
+        values = there_of(column, dataset.keeps(shard))
+        total, count = total + int(pc.sum(values).as_py() or 0), count + len(values)
     if not total:
         raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens; leave it out')
     return total / count

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.catalog.open import OpenShards
 from streaming.catalog.recent import Recent
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import column_reader, late_names
+from streaming.index.chunk_table import numbers
 from streaming.index.columns import Values
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
@@ -90,5 +90,4 @@ class Lengths:
                 f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the tokens "
                 "of each sample"
             )
-        filled: npt.NDArray[np.int64] = values.cast("int64").fill_null(UNKNOWN).to_numpy(zero_copy_only=False)
-        return filled
+        return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)

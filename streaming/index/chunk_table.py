@@ -287,25 +287,35 @@ def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:
     return np.array(known, np.int32)[numbers(encoded.indices, np.int64)] if known else np.empty(0, np.int32)
 
 
-def numbers(column: Any, dtype: Any) -> NDArray[Any]:
-    """Return a column without nulls as an array of ``dtype``."""
-    if column.null_count:
+def numbers(column: Any, dtype: Any, *, missing: int | None = None) -> NDArray[Any]:
+    """Return a column as an array of ``dtype``, with ``missing`` in place of nulls.
+
+    Raises:
+        ValueError: There are nulls, and nothing to put in their place.
+    """
+    if column.null_count and missing is None:
         raise ValueError(f"{column.null_count} missing values")
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = [_values(chunk) for chunk in chunks if len(chunk)]
-    return np.concatenate(parts).astype(dtype, casting="same_kind", copy=False) if parts else np.empty(0, dtype)
+    parts = [_values(chunk, dtype, missing) for chunk in chunks if len(chunk)]
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
-def _values(array: Any) -> NDArray[Any]:
-    """Return the numbers of an Arrow array without nulls; ``to_numpy`` would import pandas if it is installed."""
+def _values(array: Any, dtype: Any, missing: int | None) -> NDArray[Any]:
+    """Return the numbers of an Arrow array; ``to_numpy`` and ``fill_null`` would import pandas if it is installed."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(f"expected numbers, got {kind}")
-    dtype = np.dtype(_FLOATS.get(str(kind), str(kind)))
-    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
+    stored = np.dtype(_FLOATS.get(str(kind), str(kind)))
+    there, content = array.buffers()
+    values = np.frombuffer(content, stored, len(array), array.offset * stored.itemsize)
+    values = values.astype(dtype, casting="same_kind", copy=False)
+    if not array.null_count:
+        return values
+    bits = np.unpackbits(np.frombuffer(there, np.uint8), count=array.offset + len(array), bitorder="little")
+    return np.where(bits[array.offset :], values, np.array(missing, dtype))
 
 
 def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:

@@ -335,7 +335,8 @@ def plain_values(values: pa.Array) -> pa.Array:
 
 def there_of(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
     """Return the values in the rows of a mask, without missing ones."""
-    return values.filter(pa.array(mask)).drop_null()
+    bits = pa.py_buffer(np.packbits(mask, bitorder="little"))  # pa.array would import pandas if it is installed
+    return values.filter(pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])).drop_null()
 
 
 def count_values(

@@ -43,7 +43,7 @@ class Keys(Sequence[str]):
         if isinstance(index, slice):
             part = self.array[index]
             if pa.types.is_string(part.type) or pa.types.is_large_string(part.type):
-                return part.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+                return part.to_pylist()  # type: ignore[no-any-return]
             return [_text(value) for value in part.to_pylist()]
         return _text(self.array[int(index)].as_py())
 

@@ -419,9 +419,7 @@ def _sum_column(sums: Int64Array) -> pa.Array:
 
 def _sums_of_column(column: Any) -> Int64Array:
     """Return the inverse of :func:`_sum_column`."""
-    sums = numbers(column.fill_null(0), np.uint32).astype(np.int64)
-    sums[numbers(pc.indices_nonzero(column.is_null()), np.uint64)] = -1
-    return sums
+    return numbers(column, np.int64, missing=-1)
 
 
 def _keys(column: Any) -> list[str]:
