@@ -320,7 +320,8 @@ def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:
 
     That takes 0.4 s of CPU. In an interpreter of its own: forked processes have it.
     """
-    with ShardWriter(f"{tmp_path}/{{:04d}}.tar", columns={"tokens": lambda one: len(one["tok"]) // 2 or None}) as writer:
+    columns = {"tokens": lambda one: len(one["tok"]) // 2 or None}
+    with ShardWriter(f"{tmp_path}/{{:04d}}.tar", columns=columns) as writer:
         for number, tokens in enumerate([5, 1500, 0]):
             writer.write({"__key__": f"{number}", "tok": np.zeros(tokens, np.uint16).tobytes()})
     program = (

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-import pyarrow.compute as pc
+import numpy as np
 
 from streaming.arguments import some_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
+from streaming.index.chunk_table import numbers
 from streaming.index.columns import there_of
 from streaming.storage import redact
 
@@ -64,7 +65,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
                 "`shard_tools column add`"
             )
         values = there_of(column, dataset.keeps(shard))
-        total, count = total + int(pc.sum(values).as_py() or 0), count + len(values)
+        total, count = total + int(numbers(values, np.float64).sum()), count + len(values)
     if not total:
         raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens; leave it out')
     return total / count
