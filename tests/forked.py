@@ -5,7 +5,7 @@ imports or a launcher need real ones: see test_shutdown_processes.py, test_demo.
 
 Run as ``forked.py LISTENER MODULES``, this file is the process that forks, for everyone who connects to a socket;
 xdist's processes share one. It reads lines of JSON (see :meth:`Forked.start`), and writes ``{"pid"}`` for each, and
-``{"ended", "status"}`` when one has ended.
+``{"ended", "status"}`` when one has ended. With the path of a socket in place of LISTENER it is forked itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -80,32 +81,56 @@ class Origin:
     Args:
         imports: Modules to import before the first fork. None may start threads, which a fork would lose.
         environ: Variables of all forked processes.
+        base: It is forked from this one's origin, whose imports it need not repeat.
 
     Attributes:
         path: Path of its socket, which accepts connections at once; they wait while it imports.
     """
 
-    def __init__(self, *imports: str, environ: Mapping[str, str] | None = None) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    def __init__(self, *imports: str, environ: Mapping[str, str] | None = None, base: Forked | None = None) -> None:
+        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
         environment |= environ or {}
         self._folder = tempfile.mkdtemp(prefix="forked-", dir="/tmp")  # a socket's path must be short
         self.path = f"{self._folder}/socket"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.path)
-            listener.listen(64)
+        stand_in = Path(self._folder, "python")
+        words = map(shlex.quote, (sys.executable, "-IS", str(HERE / "stand_in.py"), self.path))
+        stand_in.write_text(f'#!/bin/sh\nexec {" ".join(words)} "$@"\n')
+        stand_in.chmod(0o700)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._forked: ForkedProcess | None = None
+        if base is not None:
+            output = Path(self._folder, "output")
+            self._forked = base.start(Path(__file__), self.path, *imports, output=output, environ=environment)
+            while not os.path.exists(self.path):  # it gets this name when it listens
+                assert self._forked.poll_for(0.01) is None, output.read_text()
+            return
+        with listen(self.path) as listener:
             number = listener.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), str(number), *imports],
                 stdin=subprocess.PIPE,
                 pass_fds=[number],
-                env=environment,
+                env=os.environ | environment,
             )
 
     def close(self) -> None:
         """End it and all running processes that it has forked."""
-        self._process.communicate(timeout=60)
+        if self._process is not None:
+            self._process.communicate(timeout=60)
+        if self._forked is not None:
+            self._forked.kill()  # who was connected has seen the end of what ran for it
+            self._forked.wait(60)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def listen(path: str) -> socket.socket:
+    """Listen to a socket, which gets this path once it does."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}-")
+    listener.listen(64)
+    os.rename(f"{path}-", path)
+    return listener
 
 
 class Forked:
@@ -115,12 +140,20 @@ class Forked:
         imports: Modules of an :class:`Origin` of its own.
         environ: Variables of that origin.
         path: Path of the socket of an existing origin, instead of these.
+        base: That origin is forked from this one's.
+
+    Attributes:
+        python: Path of a program that stands in for the interpreter where others start it: ``stand_in.py``.
     """
 
-    def __init__(self, *imports: str, environ: Mapping[str, str] | None = None, path: str = "") -> None:
-        self._origin = None if path else Origin(*imports, environ=environ)
+    def __init__(
+        self, *imports: str, environ: Mapping[str, str] | None = None, path: str = "", base: Forked | None = None
+    ) -> None:
+        self._origin = None if path else Origin(*imports, environ=environ, base=base)
+        path = path or self._origin.path  # type: ignore[union-attr]
+        self.python = os.path.join(os.path.dirname(path), "python")
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(path or self._origin.path)  # type: ignore[union-attr]
+        self._connection.connect(path)
         self._said = b""
         self._ended: dict[int, int] = {}
         self._pids: list[int] = []
@@ -234,7 +267,11 @@ def become(job: dict[str, Any]) -> NoReturn:
         output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.dup2(os.open(job["errors"], os.O_WRONLY | os.O_APPEND) if "errors" in job else output, 2)
+        if "stands_for" in job:
+            os.environ.clear()
+            os.chdir(f"/proc/{job['stands_for']}/cwd")
+            sys.path.insert(0, os.path.dirname(job["path"]))
         os.environ |= job["environ"]
         if job["leads"]:
             os.setsid()
@@ -351,13 +388,14 @@ def prepare(imports: list[str]) -> int:
     return woken
 
 
-def main(listener: socket.socket, imports: list[str]) -> None:
+def main(listener: socket.socket, imports: list[str], ends: list[int]) -> None:
+    """Fork for everyone who connects, until a file of ``ends`` can be read."""
     woken = prepare(imports)
     clients: dict[socket.socket, Client] = {}
     while True:
         said = [connection for connection, one in clients.items() if not one.ends]
-        ready, _, _ = select.select([0, woken, listener, *said], [], [])
-        if 0 in ready:
+        ready, _, _ = select.select([*ends, woken, listener, *said], [], [])
+        if ends and ends[0] in ready:
             break
         if woken in ready:
             os.read(woken, 1 << 12)
@@ -375,5 +413,10 @@ def main(listener: socket.socket, imports: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as taken:
-        main(taken, sys.argv[2:])
+    if sys.argv[1].isdigit():
+        with socket.socket(fileno=int(sys.argv[1])) as taken:
+            main(taken, sys.argv[2:], [0])
+    else:  # forked itself, and killed in the end
+        sys.path[:0] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+        with listen(sys.argv[1]) as taken:
+            main(taken, sys.argv[2:], [])

@@ -40,8 +40,14 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_passes_in_three_minutes_and_leaves_nothing_running(forked: Forked, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["forked", pytest.param("interpreters", marks=pytest.mark.matrix)])
+def test_the_demo_passes_in_three_minutes_and_leaves_nothing_running(
+    forked: Forked, tmp_path: Path, ranks: str
+) -> None:
+    """What resumes is an interpreter of its own; the two ranks before it, which torchrun starts, need not be."""
     output, environ = tmp_path / "output", {"DEMO_OUT": str(tmp_path / "out")}
+    if ranks == "forked":
+        environ["PYTHON_EXEC"] = forked.python  # torchrun's name for the interpreter of the ranks
     demo = forked.start(PROGRAM, str(EXAMPLES / "demo.py"), output=output, environ=environ, leads=True)
     try:
         assert demo.wait(180) == 0, output.read_text()

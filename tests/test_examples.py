@@ -17,16 +17,18 @@ PROGRAM = """
 import os, runpy, sys
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(name, None)
+sys.executable = os.environ.get("STAND_IN", sys.executable)
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def run(forked: Forked, name: str, folder: Path) -> str:
-    """What the example prints; the ranks that it starts are interpreters of their own."""
+def run(forked: Forked, name: str, folder: Path, **environ: str) -> str:
+    """What the example prints; the ranks that it starts are forked where ``STAND_IN`` is given."""
     temporary, output = folder / "temporary", folder / "output"
     temporary.mkdir()
-    example = forked.start(PROGRAM, str(EXAMPLES / name), output=output, environ={"TMPDIR": str(temporary)}, leads=True)
+    environ["TMPDIR"] = str(temporary)
+    example = forked.start(PROGRAM, str(EXAMPLES / name), output=output, environ=environ, leads=True)
     try:
         assert example.wait(270) == 0, output.read_text()
     finally:
@@ -41,8 +43,12 @@ def run(forked: Forked, name: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(forked: Forked, tmp_path: Path) -> None:
-    said = run(forked, "pretrain_gpt.py", tmp_path)
+@pytest.mark.parametrize("ranks", ["forked", pytest.param("interpreters", marks=pytest.mark.matrix)])
+def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(
+    forked: Forked, tmp_path: Path, ranks: str
+) -> None:
+    environ = {"STAND_IN": forked.python} if ranks == "forked" else {}
+    said = run(forked, "pretrain_gpt.py", tmp_path, **environ)
     killed = re.search(r"two ranks: killed at step (\d+)", said)
     resumed = re.search(r"one rank: went on at step (\d+) to 23", said)
     assert killed is not None, said

@@ -35,11 +35,12 @@ DEADLINE_S = 150
 TORCHRUN = "from torch.distributed.run import main; main()"
 
 FORKS = """
-import functools
+import functools, os, sys
 import torch.multiprocessing as mp
 mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+sys.executable = os.environ["STAND_IN"]
 """
-"""Put before a program that spawns; that new interpreters do, too, shows ``make matrix``."""
+"""Put before a program that starts ranks itself; that new interpreters do, too, shows ``make matrix``."""
 
 Launcher = Literal["fork", "torchrun", "itself", "itself, by forking"]
 
@@ -84,7 +85,7 @@ NO_REPORTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "loggi
 PROGRAMS = (
     Program("torchrun", legs("fork")),
     Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself, by forking"), Leg(1, None, "itself, by forking"))),
-    Program("Lightning", legs("itself"), quiet=NO_LOGS),
+    Program("Lightning", legs("itself, by forking"), quiet=NO_LOGS),
     Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
     Program("Accelerate", legs("fork")),
     Program("Stateful and torch.distributed.checkpoint", legs("fork")),
@@ -126,7 +127,8 @@ ENVIRON = {
 class Ranks:
     """Starts the ranks of a leg and waits for their end."""
 
-    def __init__(self) -> None:
+    def __init__(self, forked: Forked) -> None:
+        self._base = forked
         self._forked: Forked | None = None
 
     def fork(self, script: Path, ranks: int, errors: Path, environ: dict[str, str]) -> int:
@@ -151,7 +153,7 @@ class Ranks:
     def origin(self) -> Forked:
         """The process that has imported the trainers."""
         if self._forked is None:
-            self._forked = Forked(*TRAINERS, environ=ENVIRON)
+            self._forked = Forked(*TRAINERS, environ=ENVIRON, base=self._base)
         return self._forked
 
     def close(self) -> None:
@@ -160,8 +162,8 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Ranks]:
-    ranks = Ranks()
+def running(forked: Forked) -> Iterator[Ranks]:
+    ranks = Ranks(forked)
     yield ranks
     ranks.close()
 
@@ -189,7 +191,7 @@ def play_leg(
         "rendezvous": str(folder / f"rendezvous-{number}"), "ranks": leg.ranks, "quiet": program.quiet,
         "kill_at": None if leg.kill_at is None else leg.kill_at - at, "deadline_s": DEADLINE_S,
     }  # fmt: skip
-    environ = {"TRAINER_TEST": json.dumps(told)}
+    environ = {"TRAINER_TEST": json.dumps(told), "STAND_IN": running.origin.python}
     if leg.launcher == "fork":
         status = running.fork(script, leg.ranks, errors, environ)
     elif leg.launcher.startswith("itself"):
@@ -216,11 +218,14 @@ BY_SPAWN = pytest.param(
     marks=pytest.mark.matrix,
     id="by-spawn",
 )
-
-
-@pytest.mark.parametrize(
-    "program", [*(pytest.param(one, id=one.heading.replace(" ", "-")) for one in PROGRAMS), BY_TORCHRUN, BY_SPAWN]
+# What a new interpreter adds shows test_distributed.py under torchrun: nine seconds, most of imports.
+BY_LIGHTNING = pytest.param(
+    Program("Lightning", legs("itself"), quiet=NO_LOGS), marks=pytest.mark.matrix, id="by-Lightning"
 )
+IN_ALL_RUNS = [pytest.param(one, id=one.heading.replace(" ", "-")) for one in PROGRAMS]
+
+
+@pytest.mark.parametrize("program", [*IN_ALL_RUNS, BY_TORCHRUN, BY_SPAWN, BY_LIGHTNING])
 def test_killed_and_resumed(
     running: Ranks, samples: SampleSet, expected: list[Counter[str]], tmp_path: Path, program: Program
 ) -> None:
