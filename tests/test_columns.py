@@ -55,6 +55,11 @@ def added(*arguments: str) -> dict[str, Any]:
     return found
 
 
+def stop_at(url: str, end: str) -> None:
+    if url.endswith(end):
+        raise LookupError
+
+
 def kept(data: str, where: str, **options: Any) -> list[int]:
     return [int(sample["__key__"]) for sample in StreamingDataset(data, where=where, **options)]
 
@@ -232,7 +237,7 @@ def test_a_column_newer_than_the_run_is_an_error_by_name(tmp_path: Path) -> None
         StreamingDataset(data, view="good")
 
 
-def test_a_column_of_several_directories_is_all_of_them(tmp_path: Path) -> None:
+def test_a_column_of_several_directories_is_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = [write(str(tmp_path / name), num=30, first=first) for name, first in (("a", 0), ("b", 30))]
     added(urls[0], "score", "--lift", "json.similarity")
     with pytest.raises(IndexMismatchError, match=r"'score' is missing in .*/b "):
@@ -244,6 +249,16 @@ def test_a_column_of_several_directories_is_all_of_them(tmp_path: Path) -> None:
     added(urls[1], "score", "--from", scores(tmp_path / "s", values), "--on", "key", "--overwrite")
     again = StreamingDataset(urls, where="score > 1")  # the same values in another version of the column
     assert (len(again), again.fingerprint == both.fingerprint) == (len(both), False)
+    # A run over both that was stopped between their documents is continued; another column is not taken for its own.
+    number, put = ("column", "add", *urls, "number"), Storage.put
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "put", lambda store, url, data: stop_at(url, "b/_shardstream/columns/number/column.json")
+                      or put(store, url, data))  # fmt: skip
+        with pytest.raises(LookupError):
+            run(*number, "--lift", "json.deep.n")
+    assert "'number' already exists beside the index in " in run(*number, "--lift", "json.similarity").output
+    added(*number[2:], "--lift", "json.deep.n")
+    assert len(StreamingDataset(urls, where="number % 4 > 0")) == 45
 
 
 def test_views_from_the_command_line(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, StateError
 from streaming.fetch.read import fetch_range
 from streaming.filters import select as filters
-from streaming.filters.select import Filter, checked_subset
+from streaming.filters.select import Filter, checked_subset, excluded_keys
 from streaming.filters.views import View, save_view
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import ChunkRule
@@ -236,6 +236,10 @@ def test_keys_are_left_out(data: str, tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_text('{"url": "x.tar"}\n')
     with pytest.raises(ConfigError, match=r"bad.txt, line 1: not a sample key"):
         StreamingDataset(data, exclude=tmp_path / "bad.txt")
+    # As editors write it, of keys with characters at which Python's texts break into lines.
+    (tmp_path / "bad.txt").write_bytes("\ufeff00007\r\na\u2028b\x0b\r\n\u0085".encode())
+    found = excluded_keys(Storage(), tmp_path / "bad.txt")
+    assert found == ("00007", "a\u2028b\x0b", "\u0085")
     with pytest.raises(ConfigError, match="expected keys"):
         StreamingDataset(data, exclude=[7])  # type: ignore[list-item]
 

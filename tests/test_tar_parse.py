@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tars import tar_bytes
 
@@ -190,6 +190,7 @@ def test_agrees_with_tarfile_on_any_archive(archive: bytes) -> None:
 
 
 @given(name=st.text(st.sampled_from("ab./_\n"), max_size=12))
+@example(name="__a.b__")
 @settings(deadline=None)
 def test_names_split_as_the_regular_expression_does(name: str) -> None:
     assert split_name(name) == regex_split(name)
@@ -278,7 +279,7 @@ def test_base_256_sizes() -> None:
     archive[124:136] = b"\x80" + (3).to_bytes(11, "big")
     fix_checksum(archive)
     assert check_all(bytes(archive)) == [("a", {"x": b"abc"}), ("b", {"x": b"d"})]
-    for field in (b"\xff" * 12, b"\x80" + b"\xff" * 11, b"\x80\x01" + bytes(10)):
+    for field in (b"\xff" * 12, b"\x80" + b"\xff" * 11, b"\x80\x01" + bytes(10), b"\x81" + bytes(10) + b"\3"):
         archive[124:136] = field
         fix_checksum(archive)
         with pytest.raises(TarError, match=r"size field|exceeds"):

@@ -24,7 +24,8 @@ from streaming.index.sample_table import SampleTable
 from streaming.index.where import as_where, parse_where
 
 Rows = Sequence[dict[str, Any]]
-KINDS = {"n": pa.int64(), "x": pa.float64(), "t": pa.string(), "b": pa.bool_(), "json.w": pa.int64()}
+KINDS = {"n": pa.int64(), "x": pa.float64(), "t": pa.string(), "b": pa.bool_(), "json.w": pa.int64(),
+         "u": pa.uint64()}  # fmt: skip
 
 
 def table(rows: Rows) -> SampleTable:
@@ -49,7 +50,7 @@ def selected(text: str, rows: Rows) -> list[int]:
 
 ROWS: Rows = [
     {"n": 1, "x": 0.5, "t": "a", "b": True, "json.w": 7},
-    {"n": 2, "x": -1.5, "t": "it's", "b": False},
+    {"n": 2, "x": -1.5, "t": "it's", "b": False, "u": 5},
     {"n": None, "x": None, "t": None, "b": None},
     {"n": 2**53 + 1, "x": float("nan"), "t": "A%_\n", "b": True},
     {"n": -5, "x": 2, "t": "", "b": None},
@@ -128,7 +129,7 @@ def test_what_is_selected(text: str, expected: list[int]) -> None:
         ("n in (1, 'a')", r"column 'n' \(number\) = 'a' \(text\)"),
         ("n " + "+ 1 " * 60 + "= 1", "more than 50 signs"),
         ("gone = 1", "no column 'gone'.*there are:"),
-        ("jsonw = 1", "no column 'jsonw' .did you mean 'json.w'.*there are: __key__, b, json.w, n, t, x"),
+        ("jsonw = 1", "no column 'jsonw' .did you mean 'json.w'.*there are: __key__, b, json.w, n, t, u, x"),
         ("1 < n < 3", "expected AND, OR or the end, at character 7"),
         ("not " * 60 + "b", "more than 50 levels"),
         ("(" * 60, "more than 50 levels"),
@@ -187,6 +188,8 @@ def test_no_rows() -> None:
         ("(n > 1) = b", [3]),
         ("hash(t) >= 0", [0, 1, 3, 4]),
         ("hash(json.w) is null", [1, 2, 3, 4]),
+        ("u / 2.0 = 2.5 and u * 0.5 > 2", [1]),  # unsigned, by a float
+        ("u / 2 = 2 and 1 - u < 0", [1]),
         ("n > x", [0, 1]),  # what is NaN compares with nothing
     ],
 )

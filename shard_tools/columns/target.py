@@ -93,13 +93,10 @@ class ColumnTarget:
             raise ConfigError(
                 f"column {name!r}: the sample tables have a column of this name; choose another for the late one"
             )
-        taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
-        if taken and not overwrite:
-            raise ConfigError(
-                f"column {name!r} already exists beside the index in {redact(taken[0]) or '.'}. Runs may have been "
-                f"trained with it: choose another name, or give --overwrite"
-            )
-        self._taken = taken
+        self._taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
+        self._overwrite = overwrite
+        if len(self._taken) == len(self.homes):  # of some only, an interrupted run may have left it: see version_of
+            self._refuse_taken(self._taken)
 
     @cached_property
     def homes(self) -> list[str]:
@@ -116,9 +113,29 @@ class ColumnTarget:
             raise no_samples(url) from error
 
     def version_of(self, **made_of: object) -> str:
-        """Return the version of this column, which depends on what it is made from; 16 hex digits."""
+        """Return the version of this column, which depends on what it is made from; 16 hex digits.
+
+        Raises:
+            ConfigError: Some of the directories have another column of this name.
+        """
         content = {"name": self.name, "shards": self.table.fingerprint, **made_of}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        version = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        self._refuse_taken([home for home in self._taken if not self._is_of(version, home)])
+        return version
+
+    def _is_of(self, version: str, home: str) -> bool:
+        url = join_url(home, column_document_path(self.name))
+        try:
+            return ColumnDocument.from_bytes(bytes(self.storage.read(url)), url).column_version == version
+        except IndexFormatError:
+            return False
+
+    def _refuse_taken(self, homes: Sequence[str]) -> None:
+        if homes and not self._overwrite:
+            raise ConfigError(
+                f"column {self.name!r} already exists beside the index in {redact(homes[0]) or '.'}. Runs may have "
+                f"been trained with it: choose another name, or give --overwrite"
+            )
 
     def begin(self) -> None:
         """Withdraw an older column of this name: until everything is written, there is none."""

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -202,9 +203,10 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
         if odd:
             raise ConfigError(f"exclude: expected keys (str), or the path of a file of them, got {odd[0]!r}")
         return tuple(sorted(set(keys)))
-    lines = bytes(storage.read(fspath(exclude))).decode("utf-8", "surrogateescape").splitlines()
+    lines = bytes(storage.read(fspath(exclude))).splitlines()  # of bytes: text also breaks at characters such as U+2028
     found = set()
-    for number, line in enumerate(lines, start=1):
+    for number, raw in enumerate(lines, start=1):
+        line = (raw.removeprefix(BOM_UTF8) if number == 1 else raw).decode("utf-8", "surrogateescape")
         if line.startswith("{"):
             try:
                 key = json.loads(line)["key"]

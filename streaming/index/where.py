@@ -285,7 +285,8 @@ def _calculated(sign: str, left: _Value, right: _Value) -> _Value:
     if "nothing" in {left.kind, right.kind}:
         return replace(_missing(left, pa.null()), shown=shown)
     kind = pa.float64() if pa.float64() in {left.type, right.type} else pa.int64()
-    if {left.type, right.type} == {pa.uint64()} or (left.type == pa.uint64() and (right.literal or -1) > 0):
+    is_positive = right.type == pa.int64() and (right.literal or -1) > 0
+    if left.type == pa.uint64() and (right.type == pa.uint64() or is_positive):
         kind = pa.uint64()
     a, b = (side.expression.cast(kind, safe=kind != pa.float64()) for side in (left, right))
     if sign in _ARITHMETIC:
