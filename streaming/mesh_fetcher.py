@@ -219,7 +219,7 @@ class DeviceMeshFetcher(Closable):
         self._look_again(to_read=True)
         if self._check is not None:
             self._check.first()
-        report = partial(_report, self._loop, self._stages)
+        report = partial(_report, weakref.WeakMethod(self._loop.describe), self._stages)
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
         return self._loop.run(self._watchdog)
 
@@ -417,7 +417,7 @@ class DeviceMeshFetcher(Closable):
         """Describe what the next batch is waiting for right now, one line per stage. May be called from any thread."""
         waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
         waiting = [] if waiting_s is None else [f"the consumer has waited {waiting_s:.1f} s for a batch"]
-        return "\n".join([*waiting, _report(self._loop, self._stages)])
+        return "\n".join([*waiting, _report(weakref.WeakMethod(self._loop.describe), self._stages)])
 
     def add_stage(self, describe: Callable[[], str]) -> None:
         """Add a line from ``describe`` to this loader's reports; for stages that consume its batches.
@@ -501,10 +501,13 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
     raise ConfigError(f"remesh: at: expected a state_dict() or a number of global batches, got {at!r}")
 
 
-def _report(loop: Loop, stages: _Stages) -> str:
-    """Describe the state of the loop and of all stages that consume its batches."""
-    behind = [describe() for stage in stages if (describe := stage()) is not None]
-    return "\n".join([loop.describe(), *behind])
+def _report(loop: weakref.WeakMethod[Callable[[], str]], stages: _Stages) -> str:
+    """Describe the state of the loop and of all stages that consume its batches.
+
+    Weak references: the loop keeps the watchdog that calls this, and threads and memory go with the loop at once, also
+    in a job that has switched garbage collection off.
+    """
+    return "\n".join(describe() for part in (loop, *stages) if (describe := part()) is not None)
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:

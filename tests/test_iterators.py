@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from data_sets import SampleSet, write_set
-from leftovers import leftovers
+from leftovers import leftovers, our_threads
 from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Squares, compress, makers, rows_of
 
 from streaming import DataLoader, DevicePrefetcher
@@ -91,6 +92,30 @@ def test_threads_that_share_an_iterator_get_each_batch_once(samples: SampleSet) 
     got = [rows for share in shares for rows in share]
     assert sorted(map(str, got)) == sorted(map(str, before))
     assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_loader_that_is_dropped_is_gone_without_the_garbage_collector(
+    ends: bool, made: dict[str, Callable[[], Any]], samples: SampleSet
+) -> None:
+    """Large jobs switch it off: each loader for an evaluation used to leave its threads, descriptors and workers."""
+    made = {kind: made[kind] for kind in CLOSABLE} | {"threads": lambda: DataLoader(samples.open(), SIZE)}
+    gc.collect()
+    gc.disable()
+    try:
+        before, loops = our_threads(), {id(one) for one in gc.get_objects() if isinstance(one, Loop)}
+        for make in made.values():
+            loader = make()
+            for _batch in loader:
+                if not ends:
+                    break
+            del loader
+        left = [one for one in gc.get_objects() if isinstance(one, Loop) and id(one) not in loops]
+        for thread in our_threads() - before:  # those that fetch end by themselves
+            thread.join(10)
+        assert (left, our_threads() - before) == ([], set())
+    finally:
+        gc.enable()
 
 
 @every_closable

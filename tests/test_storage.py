@@ -24,6 +24,7 @@ from streaming.storage import Storage, StoreWriter, join_url
 from streaming.storage.adapters import object as object_adapter
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.base.options import parse_options
+from streaming.storage.requests.transfer import Transfer
 
 DATA = np.random.default_rng(7).integers(0, 256, 3_000_001, np.uint8).tobytes()
 PART = 5 << 20
@@ -383,6 +384,24 @@ def test_listing_beyond_one_page(mini_s3, s3_bucket: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: storage.put(f"{s3_bucket}/p/{name}", b""), names))
     assert expand_urls(s3_bucket + "/p/", storage) == [f"{s3_bucket}/p/{name}" for name in names]
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_reads_leave_nothing_to_the_garbage_collector(mini_s3, s3_bucket: str, tmp_path, kind: str) -> None:
+    """Jobs that switch it off would grow with every request."""
+    base, options = (str(tmp_path), None) if kind == "local" else (s3_bucket, mini_s3.storage_options)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(one) for one in gc.get_objects()}
+        storage = Storage(options)
+        storage.put(f"{base}/x.bin", b"0123456789")
+        for _ in range(3):
+            assert bytes(storage.read(f"{base}/x.bin", 2, 5)) == b"234"
+        del storage
+        assert not [one for one in gc.get_objects() if isinstance(one, Storage | Transfer) and id(one) not in before]
+    finally:
+        gc.enable()
 
 
 def test_storage_shows_no_secret() -> None:

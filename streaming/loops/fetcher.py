@@ -83,7 +83,7 @@ class EpochLoop(BaseLoop):
         order = dataset.order_settings(config.shape.global_batch_size if ramp is None else ramp.size_for_lanes)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
-        super().__init__(dataset, order, config, self._sample_in_shard)
+        super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         self.config, self._peers = open_exchange(self.config, self.metrics)
         if dataset.is_packed:
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
@@ -504,13 +504,14 @@ class EpochLoop(BaseLoop):
         budget.check_slices(plan, batch_bytes, memory_limit_bytes=limit)
         return budget.chunks_limit_bytes(limit)
 
-    def _sample_in_shard(self, number: int) -> int:
-        """Return the number within its shard of a sample of the dataset."""
-        ends = np.cumsum(self.dataset.chunk_samples)
-        chunk = int(np.searchsorted(ends, number, side="right"))
-        offset = np.array([number - ends[chunk] + self.dataset.chunk_samples[chunk]])
-        wanted = self.dataset.chunk(chunk)
-        return wanted.first_sample + wanted.lead + int(self.dataset.samples_of(np.array([chunk]), offset)[0])
+
+def _sample_in_shard(dataset: Source, number: int) -> int:
+    """Return the number within its shard of a sample of the dataset."""
+    ends = np.cumsum(dataset.chunk_samples)
+    chunk = int(np.searchsorted(ends, number, side="right"))
+    offset = np.array([number - ends[chunk] + dataset.chunk_samples[chunk]])
+    wanted = dataset.chunk(chunk)
+    return wanted.first_sample + wanted.lead + int(dataset.samples_of(np.array([chunk]), offset)[0])
 
 
 def _close_all(crew: Crew, store: ChunkStore) -> None:

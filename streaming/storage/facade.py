@@ -62,6 +62,7 @@ class Storage:
         self._options = parse_options(self._given)
         self._observer = observer
         self.metrics = Metrics()
+        self._count = partial(_count, self.metrics, observer)
         for name in COUNTED:
             self.metrics.add(_METRICS.get(name, name), 0)
         self._connect()
@@ -237,10 +238,12 @@ class Storage:
         given = {name: value for name, value in self._given.items() if name != "mirrors"}
         return Store(parse_options({**given, **mirror.options}), self._active, self._count)
 
-    def _count(self, name: str, amount: int) -> None:
-        self.metrics.add(_METRICS.get(name, name), amount)
-        if self._observer is not None:
-            self._observer(name, amount)
+
+def _count(metrics: Metrics, observer: Observer | None, name: str, amount: int) -> None:
+    """Count under the name in ``metrics``, and tell the observer."""
+    metrics.add(_METRICS.get(name, name), amount)
+    if observer is not None:
+        observer(name, amount)
 
 
 @dataclass(frozen=True, slots=True)

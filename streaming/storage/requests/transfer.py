@@ -160,6 +160,7 @@ class Transfer:
             with self._changed:
                 for request in self._requests:
                     request.lost = True
+                self._requests = []  # what is lost never looks here again; a cycle would wait for garbage collection
 
     def take(self, request: _Request, put: Callable[[memoryview], int]) -> None:
         """Give room for a request's bytes, if it is still ahead; the others become lost.
