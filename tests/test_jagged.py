@@ -313,9 +313,13 @@ def test_ordinary_data_sets_too() -> None:
     ],
 )
 def test_what_cannot_be_laid_is_named_with_the_cure(values: list[Any], said: str) -> None:
+    """A sample without a key, which a transform may have left out, is named by its place in the batch."""
     samples = [{"__key__": key, "x": value} for key, value in zip("ab", values, strict=True)]
     with pytest.raises(ConfigError, match=said):
         default_collate(samples, jagged={"x": "values"})
+    without_keys = [{"x": value} for value in values]
+    with pytest.raises(ConfigError, match=said.replace("sample 'a'", "row 0").replace("sample 'b'", "row 1")):
+        default_collate(without_keys, jagged={"x": "values"})
 
 
 def test_wrong_options_are_refused(url: str, caplog: pytest.LogCaptureFixture) -> None:

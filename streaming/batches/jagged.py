@@ -251,4 +251,5 @@ def _unlike(
 
 
 def _sample(number: int, keys: Sequence[object]) -> str:
-    return f"sample {keys[number]!r}" if number < len(keys) else f"row {number}"
+    key = keys[number] if number < len(keys) else None  # a transform may have left the key out
+    return f"row {number}" if key is None else f"sample {key!r}"
