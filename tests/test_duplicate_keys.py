@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from tars import write_tar
@@ -14,6 +15,7 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 from shard_tools.cli import cli
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DuplicateKeyError
+from streaming.tar.keys import KeyLines, surely_unique
 
 TWICE = [("a.txt", b"1"), ("a.cls", b"1"), ("b.txt", b"2"), ("b.cls", b"2"), ("a.txt", b"3"), ("a.cls", b"3")]
 SIDE_BY_SIDE = [("a.txt", b"1"), ("a.cls", b"1"), ("a.txt", b"3"), ("a.cls", b"3"), ("b.txt", b"2"), ("b.cls", b"2")]
@@ -159,3 +161,14 @@ def test_thousands_of_them_end_in_a_sum(tmp_path: Path) -> None:
     findings = json.loads(run("verify", folder, "--json").stdout)["findings"]
     assert len(findings) == 1000
     assert findings[-1]["what"].endswith("and so do 500 more")
+
+
+def test_names_that_ascend_show_no_duplicates_if_they_end_alike() -> None:
+    def lines(*names: bytes, end: bytes) -> KeyLines:
+        return KeyLines(b"\n".join(names) + b"\n", end, len(names), np.array([names[0], names[-1]]))
+
+    first, same = lines(b"a.cls", b"b.cls", end=b".cls\n"), lines(b"c.cls", b"d.cls", end=b".cls\n")
+    assert surely_unique([first, same])
+    assert not surely_unique([same, first])
+    assert not surely_unique([first, lines(b"b.jpg", b"c.jpg", end=b".jpg\n")])
+    assert not surely_unique([first, ["e"]])

@@ -336,6 +336,9 @@ def test_the_fields_of_one_sample_are_counted() -> None:
     for read in (parse_chunk, feed_all):
         with pytest.raises(TarError, match=f"more than {MAX_FIELDS} fields"):
             read(shard)
+    scanner = TarScanner()
+    with pytest.raises(TarError, match=f"more than {MAX_FIELDS} fields"):
+        scanner.feed(shard[:-1024])  # not only when the sample ends
 
 
 def test_the_writer_does_not_write_what_readers_refuse(tmp_path: Path) -> None:

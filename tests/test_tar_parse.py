@@ -23,6 +23,7 @@ from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar.blocks import split_name
+from streaming.tar.keys import pack_keys
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 PIECES = (1, 511, 512, 513, 4096, 10_000, 1 << 30)
@@ -216,6 +217,28 @@ def test_uniform_path_agrees_with_the_rule(names: list[str]) -> None:
     assert sorted((key, field) for key, fields in samples for field in fields) == sorted(wanted)
 
 
+NEARLY_ALIKE = [
+    ["a\nb.jpg", "c\nd.jpg"],
+    ["a.b/x.jpg", "c.y.jpg"],
+    ["a.b/x.jpg", "a.b/.jpg"],
+    ["a.jpg", "b.jpgx"],
+    ["README", "a.jpg", "b.jpg"],
+    ["BZh91AY.jpg", "PK\3\4.jpg"],
+]
+
+
+@pytest.mark.parametrize("names", NEARLY_ALIKE)
+def test_names_that_are_nearly_alike(names: list[str]) -> None:
+    archive = tar_bytes([(name, name.encode()) for name in names])
+    samples = check_all(archive)
+    scanner = TarScanner()
+    layouts = [scanner.feed_packed(archive), scanner.finish_packed()]
+    packed = [pack_keys(layout.keys) for layout in layouts if len(layout.keys)]
+    ends = [keys[: stops[row]].decode() for keys, stops in packed for row in range(len(stops))]
+    assert "".join(keys.decode() for keys, _ in packed) == "".join(key for key, _ in samples)
+    assert [end.endswith(key) for end, (key, _) in zip(ends, samples, strict=True)] == [True] * len(samples)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("folder", ["", "./", "a.b/c/", "x" * 120 + "/"])
 @pytest.mark.parametrize("fields", [("jpg",), ("jpg", "seg.png", "CLS")])
@@ -390,6 +413,10 @@ def test_data_after_the_end_is_noticed() -> None:
     for read in (parse_chunk, scan_url, lambda data: list(iter_samples([data]))):
         with pytest.raises(TarError, match=r"after the end-of-archive"):
             read(joined)
+    scanner = TarScanner()
+    scanner.feed(archive)
+    with pytest.raises(TarError, match=r"after the end-of-archive"):
+        scanner.feed(bytes(1024) + b"x")
 
 
 def test_each_damaged_header_byte_is_noticed() -> None:
@@ -456,6 +483,8 @@ def test_gzip_streams() -> None:
             assert list(iter_samples(pieces_of(packed, size))) == expected
     two_members = gzip.compress(archive[:5000]) + gzip.compress(archive[5000:])
     assert list(iter_samples([two_members])) == expected
+    filled = gzip.compress(archive[:5000]) + bytes(700) + gzip.compress(archive[5000:]) + bytes(9)
+    assert list(iter_samples(pieces_of(filled, 300))) == expected
     for damaged in (packed[:-20], packed[: len(packed) // 2], packed[:5000] + b"???" + packed[5003:]):
         with pytest.raises(TarError, match="gzip"):
             list(iter_samples([damaged], "s.tar.gz"))
@@ -466,6 +495,8 @@ def test_a_decompression_bomb_is_stopped() -> None:
     assert len(bomb) < 100_000
     with pytest.raises(TarError, match="a sample of more than 1048576 bytes; cut it into smaller samples"):
         list(iter_samples([bomb], max_sample_bytes=1 << 20))
+    many = tar_bytes(plain_files(10))[: 22 << 10]  # in one piece, larger than each of them may be
+    assert len(list(iter_samples([many], max_sample_bytes=4096))) == 10
 
 
 def test_a_gzip_bomb_is_stopped_by_its_ratio() -> None:

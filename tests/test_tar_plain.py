@@ -137,6 +137,9 @@ sizes_of_samples = st.one_of(
 )
 @example(sizes=[4096] * 20, member=12, at=134, value=ord("1"))  # a size that differs within the padding
 @example(sizes=[4096] * 20, member=12, at=132, value=ord("3"))  # one that does not
+@example(sizes=[4000] * 200, member=12, at=134, value=ord("8"))  # a digit that is none, within the padding
+@example(sizes=[4096] * 200, member=12, at=135, value=ord("0"))  # a size of twelve digits
+@example(sizes=[4096] * 200, member=12, at=345, value=ord("x"))  # a prefix
 @settings(deadline=None)
 def test_a_byte_that_is_not_plain(sizes: list[int], member: int, at: int, value: int) -> None:
     """One byte of one header is another: the same members, or hands off."""

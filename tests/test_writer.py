@@ -114,6 +114,12 @@ def test_pax_only_where_ustar_cannot_hold_the_name(name, num_blocks):
     assert len(member_header(name, 1)) == 512 * num_blocks
 
 
+def test_a_pax_record_counts_the_digits_of_its_own_length():
+    for length in range(985, 1000):  # from 3 digits to 4
+        with tarfile.open(fileobj=io.BytesIO(member_header("n" * length, 0))) as tar:
+            assert tar.next().name == "n" * length
+
+
 @pytest.mark.parametrize(("size", "num_blocks"), [(8**11 - 1, 1), (8**11, 3), (10**12, 3)])
 def test_sizes_from_8_gib_on_need_pax(size, num_blocks):
     header = member_header("k.bin", size)
