@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 
-from streaming.engine.memory.arena import Arena, Extents
+from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
 from streaming.fetch.layout import UnitLayout
@@ -80,6 +80,10 @@ def test_pages_of_an_arena_in_pieces_keep_to_its_budget() -> None:
     assert take(4) == 8 * MIB, "beyond the budget"
     arena.free(starts[1], 2 * MIB)
     assert take(2) == 0
+    used = arena.used_bytes
+    arena.shrink(0, 2 * MIB, 2 * MIB - PAGE_BYTES)
+    arena.shrink(0, 2 * MIB - PAGE_BYTES, 2 * MIB - 2 * PAGE_BYTES + 1)  # no whole page
+    assert arena.used_bytes == used - PAGE_BYTES
     arena.close()
 
 
