@@ -71,7 +71,7 @@ def write_set(
     directory: str | os.PathLike[str],
     shard_sizes: Sequence[int] = (41, 7, 23, 1, 60, 40, 30),
     *,
-    chunk_samples: int = 4,
+    chunk_samples: int = 8,
     storage_options: Mapping[str, Any] | None = None,
     indexed: bool = True,
     first: int = 0,
@@ -150,9 +150,15 @@ def mesh_of(world_size: int, rank: int) -> DeviceMesh:
 
 
 def loaders(dataset: StreamingDataset, world_size: int, **options: Any) -> Iterator[DataLoader]:
-    """A loader for each rank in turn, closed when the next one is requested."""
+    """A loader for each rank in turn, closed when the next one is requested.
+
+    The last rank builds its batches as the options say, in threads by default; the others in the calling thread, which
+    takes a sixth less, unless worker processes build them.
+    """
+    here = {} if options.get("num_workers") else {"num_threads": 0}
     for rank in range(world_size):
-        with DataLoader(dataset, device_mesh=mesh_of(world_size, rank), **options) as loader:
+        means = here if rank < world_size - 1 else {}
+        with DataLoader(dataset, device_mesh=mesh_of(world_size, rank), **{**means, **options}) as loader:
             yield loader
 
 

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "repl
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks."""
+    """202 samples in 7 shards and 28 chunks."""
     return write_set(tmp_path_factory.mktemp("broadcast") / "train")
 
 

@@ -130,7 +130,7 @@ def test_training_fetches_no_more_than_it_says(
 chunk_lists = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20_000)), min_size=1, max_size=60)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(
     chunks=chunk_lists,
     ranks=st.integers(1, 9),

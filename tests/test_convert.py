@@ -303,7 +303,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 
 @given(start=st.integers(0, 60), seed=st.none() | st.integers(0, 9), group=st.integers(1, 20))
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_parquet_from_any_position(
     tmp_path_factory: pytest.TempPathFactory, start: int, seed: int | None, group: int
 ) -> None:

@@ -123,7 +123,7 @@ def thrown(at: int, throws: Callable[[], None], within: Callable[[FrameType, Any
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    return write_set(tmp_path_factory.mktemp("interrupts"), (30, 30))
+    return write_set(tmp_path_factory.mktemp("interrupts"), (30, 30), chunk_samples=4)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # finalizers throw to nobody

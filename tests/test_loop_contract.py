@@ -133,6 +133,21 @@ def make(
     assert leftovers() - before == {}
 
 
+@pytest.fixture
+def expected(make: Make, request: pytest.FixtureRequest, two_epochs: dict[str, list[Batches]]) -> list[Batches]:
+    """The batches of two epochs of an undisturbed loader of the kind, played once for all tests."""
+    kind = request.node.callspec.params["make"]
+    if kind not in two_epochs:
+        two_epochs[kind] = [taken(loader) for loader in [make()] for _ in range(2)]
+    return two_epochs[kind]
+
+
+@pytest.fixture(scope="module")
+def two_epochs() -> dict[str, list[Batches]]:
+    """Those of all kinds, as they are played."""
+    return {}
+
+
 def taken(loader: Any, count: int | None = None) -> Batches:
     """The next batches of one iteration; it is left behind the last of them."""
     return [rows_of(batch) for batch in islice(iter(loader), count)]
@@ -153,8 +168,9 @@ END = ("iterable", "dispatched")
 @pytest.mark.parametrize("make", [*GO_ON, *END], indirect=True)
 class TestEveryLoop:
     @pytest.mark.parametrize("count", [0, 1, NUM_BATCHES])
-    def test_closed_it_ends_at_once_and_can_be_used_again(self, make: Make, count: int) -> None:
-        expected = [taken(loader) for loader in [make()] for _ in range(2)]
+    def test_closed_it_ends_at_once_and_can_be_used_again(
+        self, make: Make, expected: list[Batches], count: int
+    ) -> None:
         loader = make()
         batches = iter(loader)
         assert [rows_of(next(batches)) for _ in range(count)] == expected[0][:count]
@@ -168,8 +184,7 @@ class TestEveryLoop:
         assert loader.epoch == (count == NUM_BATCHES)
         assert taken(loader) == expected[1 if count else 0]
 
-    def test_left_early_the_next_iteration_is_the_next_epoch(self, make: Make) -> None:
-        expected = [taken(loader) for loader in [make()] for _ in range(2)]
+    def test_left_early_the_next_iteration_is_the_next_epoch(self, make: Make, expected: list[Batches]) -> None:
         with make() as loader:
             assert taken(loader, 2) == expected[0][:2]
             assert (loader.epoch, loader.state_dict()["samples_seen"]) == (0, 2 * SIZE)
@@ -177,10 +192,11 @@ class TestEveryLoop:
             assert loader.epoch == 2
 
     @pytest.mark.parametrize("count", range(NUM_BATCHES + 1))
-    def test_a_state_goes_on_behind_the_batch_handed_out_last(self, make: Make, count: int) -> None:
-        expected = [batch for loader in [make()] for _ in range(2) for batch in taken(loader)]
+    def test_a_state_goes_on_behind_the_batch_handed_out_last(
+        self, make: Make, expected: list[Batches], count: int
+    ) -> None:
         with make() as loader:
-            assert taken(loader, count) == expected[:count]
+            assert taken(loader, count) == expected[0][:count]
             state = json.loads(json.dumps(loader.state_dict()))
         with make() as other:
             other.load_state_dict(state)
@@ -191,7 +207,7 @@ class TestEveryLoop:
                     inner.batches_left  # noqa: B018
             else:
                 assert inner.batches_left == (NUM_BATCHES - count or NUM_BATCHES)
-            assert taken(other) == expected[count : NUM_BATCHES if count < NUM_BATCHES else None]
+            assert taken(other) == (expected[0][count:] if count < NUM_BATCHES else expected[1])
 
     @pytest.mark.parametrize("seeds", [(), (8,)], ids=["", "in an epoch with a new seed"])
     def test_a_seed_given_while_all_batches_are_held_back_is_for_the_next_epoch(

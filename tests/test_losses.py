@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_fork_server")
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     """120 samples in 3 shards."""
-    return write_set(tmp_path_factory.mktemp("losses"), (50, 30, 40))
+    return write_set(tmp_path_factory.mktemp("losses"), (50, 30, 40), chunk_samples=4)
 
 
 @pytest.fixture

@@ -34,11 +34,20 @@ SIZES = {"code": 23, "math": 60, "web": 119}
 FIRST = {"web": 0, "code": 10_000, "math": 20_000}
 
 
+SHARDS = {"web": (41, 7, 23, 1, 47), "code": (20, 3), "math": (60,)}
+
+
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSet]:
     root = tmp_path_factory.mktemp("sets")
-    shards = {"web": (41, 7, 23, 1, 47), "code": (20, 3), "math": (60,)}
-    return {name: write_set(root / name, sizes, first=FIRST[name]) for name, sizes in shards.items()}
+    return {name: write_set(root / name, sizes, first=FIRST[name]) for name, sizes in SHARDS.items()}
+
+
+@pytest.fixture(scope="module")
+def fine_sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSet]:
+    """The same in chunks of four."""
+    root = tmp_path_factory.mktemp("fine")
+    return {name: write_set(root / name, sizes, chunk_samples=4, first=FIRST[name]) for name, sizes in SHARDS.items()}
 
 
 FEW_LANES = ShuffleConfig(lanes=2)
@@ -66,9 +75,11 @@ def take(loader: DataLoader, count: int) -> list[list[str]]:
     return found
 
 
-def world(mix: Mixture, ranks: int, count: int, state: Any = None, **options: Any) -> tuple[Batches, dict[str, Any]]:
-    """So many global batches of 12 from a state on, of all ranks, and the state behind them."""
-    return world_from(mix, ranks, lambda loader: take(loader, count), state, global_batch_size=12, **options)
+def world(
+    mix: Mixture, ranks: int, count: int, state: Any = None, *, size: int = 12, **options: Any
+) -> tuple[Batches, dict[str, Any]]:
+    """So many global batches from a state on, of all ranks, and the state behind them."""
+    return world_from(mix, ranks, lambda loader: take(loader, count), state, global_batch_size=size, **options)
 
 
 # --- P1 to P5 ---
@@ -135,11 +146,11 @@ def test_shares_hold_in_the_long_run(sets: dict[str, SampleSet]) -> None:
     assert state["num_samples"] == 202
 
 
-def test_a_source_is_drawn_from_pass_after_pass(sets: dict[str, SampleSet]) -> None:
-    batches, _ = world(mixture(sets, "web code", weights={"web": 1, "code": 1}), 1, 100)
+def test_a_source_is_drawn_from_pass_after_pass(fine_sets: dict[str, SampleSet]) -> None:
+    batches, _ = world(mixture(fine_sets, "web code", weights={"web": 1, "code": 1}), 1, 100)
     counts = total(batches)
     for name in ("web", "code"):
-        passes = {counts[key] for key in sets[name].keys}
+        passes = {counts[key] for key in fine_sets[name].keys}
         assert max(passes) - min(passes) <= 2
 
 
@@ -525,13 +536,13 @@ def test_the_line_at_the_start_says_when_passes_begin(
 
 
 def test_sources_too_small_for_whole_chunks_are_warned_about_once(
-    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
+    fine_sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Chunks have 4 of 179 samples; half the square root of 20 chunks are a twentieth of these, not quite."""
 
     def told(lanes: int, mesh: DeviceMesh | None = None, **options: Any) -> list[str]:
         caplog.clear()
-        mix = mixture(sets, "web math", shuffle=ShuffleConfig(lanes=lanes), **options)
+        mix = mixture(fine_sets, "web math", shuffle=ShuffleConfig(lanes=lanes), **options)
         with DataLoader(mix, global_batch_size=12, device_mesh=mesh) as loader:
             take(loader, 1)
             take_on(loader, 1)
@@ -604,7 +615,8 @@ def test_the_same_bytes_are_read_by_one_source_without_a_large_field(tmp_path: P
 
 
 def test_bad_samples_are_replaced_by_their_own_source_and_counted_by_it(tmp_path: Path) -> None:
-    good, bad = write_set(tmp_path / "good", (60,)), write_set(tmp_path / "bad", (60,), first=10_000)
+    good, bad = (write_set(tmp_path / name, (60,), chunk_samples=4, first=first) for name, first in
+                 (("good", 0), ("bad", 10_000)))  # fmt: skip
     data = bytearray((tmp_path / "bad" / "000000.tar").read_bytes())
     place = data.find(b"text of 10007")
     data[place : place + 4] = b"????"

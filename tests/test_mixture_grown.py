@@ -29,8 +29,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each set as it was, and grown."""
     root = tmp_path_factory.mktemp("sets")
     for name, sizes in SHARDS.items():
-        write_set(root / name, sizes, first=FIRST[name])
-        write_set(root / f"{name}-grown", sizes + MORE, first=FIRST[name])
+        write_set(root / name, sizes, chunk_samples=4, first=FIRST[name])
+        write_set(root / f"{name}-grown", sizes + MORE, chunk_samples=4, first=FIRST[name])
     return root
 
 
@@ -47,24 +47,26 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
 ) -> None:
     """Weights by a schedule, by set_weights and at a resume, a source added, two grown; then from row 0 again."""
     caplog.set_level(logging.INFO, "streaming")
+    size, begin, steps = (12, 30, 40) if dealt else (48, 8, 38)  # chunks are laid ahead, so more rows are played
     ramp = Schedule.linear({"web": 1, "code": 0}, {"web": 1, "code": 1}, over=240, segments=3)
     run: Batches = []
-    with DataLoader(opened(root, "web code", weights=ramp, **dealt), batch_size=12, num_threads=0) as loader:
-        run += merged([take(loader, 30)])
+    with DataLoader(opened(root, "web code", weights=ramp, **dealt), batch_size=size, num_threads=0) as loader:
+        run += merged([take(loader, begin)])
         row = loader.set_weights({"web": 1, "code": 4})
-        run += merged([take_on(loader, max(row // 12 + 10 - 30, 1))])
+        run += merged([take_on(loader, max((row + 120) // size - begin, 1))])
         state = loader.state_dict()
-    steps = 40 if dealt else 150  # chunks are laid ahead
     everything = {"weights": {"web": 2, "code": 1, "math": 1}, **dealt}
-    after, state = world(opened(root, "web code math", **everything), 2, steps, state)
+    after, state = world(opened(root, "web code math", **everything), 2, steps, state, size=size)
     run += after
     drawn = Counter(map(source_of, total(after[-steps // 2 :]).elements()))
-    assert all(abs(drawn[name] / (steps // 2 * 12) - share / 4) < 0.05 for name, share in everything["weights"].items())
+    assert all(
+        abs(drawn[name] / (steps // 2 * size) - share / 4) < 0.05 for name, share in everything["weights"].items()
+    )
     grown = opened(root, "web code math", more="code", **everything)
-    after, state = world(grown, 3, 10, state)
+    after, state = world(grown, 3, 120 // size + 1, state, size=size)
     run += after
     grown = opened(root, "web code math", more="code math", **everything)
-    with DataLoader(grown, batch_size=12) as loader:
+    with DataLoader(grown, batch_size=size) as loader:
         loader.load_state_dict(json.loads(json.dumps(state)))
         loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # resumed twice, it is said once
         run += merged([take(loader, 2 * steps)])
@@ -78,7 +80,7 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
             step for step, batch in enumerate(run)
             if any(source_of(key) == name and int(key) - FIRST[name] >= whole for key in batch)
         )  # fmt: skip
-        assert all(abs(int(told) - first) <= (3 if dealt else 40) for told in steps_told[-1:])
+        assert all(abs(int(told) - first) <= (3 if dealt else 10) for told in steps_told[-1:])
         assert steps_told
     assert caplog.text.count("'math' is added") == 2  # one rank, and the other
     assert caplog.text.count("'math' has grown from 1 to 3 shards") == 1
@@ -90,11 +92,11 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
     counts = total(run)
     for name, added in (("code", range(10_023, 10_062)), ("math", range(20_060, 20_099))):
         assert all(counts[f"{key:05d}"] for key in added), name
-    replayed, _ = world(grown, 2, len(run), {**state, "samples_seen": 0})
+    replayed, _ = world(grown, 2, len(run), {**state, "samples_seen": 0}, size=size)
     assert replayed == run
     # What tells who was in a step asks the same ledger, and finds the samples that came later.
     told_by = PlannedRun(
-        planned=grown, state=LoaderState.from_dict(state), global_batch_size=12, num_ranks=2, last_batch="drop"
+        planned=grown, state=LoaderState.from_dict(state), global_batch_size=size, num_ranks=2, last_batch="drop"
     )
     for step in (0, 35, len(run) - 1):
         assert Counter(row.key for row in told_by.who(range(step, step + 1)).rows) == run[step]
@@ -114,19 +116,19 @@ def test_what_was_seen_of_a_pass_is_not_repeated(
 
     def keys_of(more: str, count: int, state: Any = None) -> tuple[list[str], dict[str, Any]]:
         """The keys of so many batches, as they are due: one lane, without a window."""
-        with DataLoader(opened(root, "web code", more=more, **options), batch_size=12, num_threads=0) as loader:
+        with DataLoader(opened(root, "web code", more=more, **options), batch_size=36, num_threads=0) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             return [key for keys in take(loader, count) for key in keys], loader.state_dict()
 
-    before, state = keys_of("", 3)
+    before, state = keys_of("", 1)
     if not known:
         del state["ledger_text"]
         assert state["ledger"][0].pop("shards") == {"code": 2, "web": 3}
     with caplog.at_level(logging.INFO, "streaming"):
-        after, last = keys_of("web", 180, state)
+        after, last = keys_of("web", 60, state)
     assert "the source 'web' has grown" in caplog.text
-    whole, _ = keys_of("", 183)
+    whole, _ = keys_of("", 61)
     run, joins = before + after, last["ledger"][-1]["joins"]["web"]
     assert joins == 1 or not dealt  # chunks are laid in stretches, of some passes over so small a set
     drawn = [key for key in run if source_of(key) == "web"]
@@ -139,7 +141,7 @@ def test_what_was_seen_of_a_pass_is_not_repeated(
     assert len(passes_after) >= 5
     same = [at for at, key in enumerate(run) if source_of(key) == "web"][71 * joins]
     assert run[:same] == whole[:same]
-    with DataLoader(opened(root, "web code", more="web", **options), batch_size=12) as loader:
+    with DataLoader(opened(root, "web code", more="web", **options), batch_size=36) as loader:
         loader.load_state_dict(last)
         seen = loader.seen()["web"]
         assert seen == {"samples": len(drawn), "passes": pytest.approx(joins + len(rest) / 110)}

@@ -118,9 +118,7 @@ worlds = {
     "size": st.integers(1, 24), "ranks": st.integers(1, 5), "others": st.integers(1, 5), "stop": st.integers(0, 6),
     "lanes": st.sampled_from([None, 1, 3, 8]), "seed": st.integers(0, 2**64 - 1),
 }  # fmt: skip
-unhurried = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def check_worlds(mix: Mixture, size: int, ranks: int, others: int, stop: int, epoch_size: int | None) -> list[Any]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ LAST_BATCH = ("drop", "pad", "partial")
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks."""
+    """202 samples in 7 shards and 28 chunks."""
     return write_set(tmp_path_factory.mktemp("promises") / "train")
 
 
@@ -181,9 +182,9 @@ def test_timing_changes_nothing(samples: SampleSet, num_workers: int) -> None:
 @pytest.mark.parametrize(
     "world_size", [size if size in {1, 3, 8} else pytest.param(size, marks=pytest.mark.matrix) for size in WORLD_SIZES]
 )
-def test_the_memory_limit_changes_nothing_and_holds(samples: SampleSet, world_size: int) -> None:
+def test_the_memory_limit_changes_nothing_and_holds(world_size: int, tmp_path: Path) -> None:
     """At the least that the plan says it needs it runs and keeps to it; below that it refuses at the start."""
-    shuffled = samples.open(seed=5, shuffle=ShuffleConfig(lanes=24, window=4))
+    shuffled = write_set(tmp_path, chunk_samples=4).open(seed=5, shuffle=ShuffleConfig(lanes=24, window=4))
     options = {"global_batch_size": 24, "last_batch": "partial"}
     expected = play(shuffled, world_size, **options)
     for rank in range(world_size):
@@ -324,7 +325,7 @@ def test_replicas_agree_on_a_torch_mesh(shuffled: StreamingDataset, names: tuple
 def s3_samples(mini_s3: MiniS3Server) -> SampleSet:
     """400 samples in 100 chunks, in a bucket."""
     bucket = mini_s3.create_bucket("promises")
-    return write_set(f"{bucket}/train", (100,) * 4, storage_options=mini_s3.storage_options)
+    return write_set(f"{bucket}/train", (100,) * 4, chunk_samples=4, storage_options=mini_s3.storage_options)
 
 
 def bytes_read(mini_s3: MiniS3Server, samples: SampleSet, world_size: int, **options: Any) -> int:

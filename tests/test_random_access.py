@@ -18,7 +18,7 @@ from streaming.storage import Storage
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks."""
+    """202 samples in 7 shards and 28 chunks."""
     return write_set(tmp_path_factory.mktemp("access") / "train")
 
 
@@ -99,8 +99,8 @@ def test_one_sample_costs_its_span(mini_s3: MiniS3Server) -> None:
     sample = dataset[30]
     assert equal(sample, 30)
     (get,) = data_gets(mini_s3.log(), samples.url)
-    (chunk,) = np.flatnonzero((dataset.table.shard == 0) & (dataset.table.first_sample == 28))
-    assert int(str(get["bytes"])) == dataset.chunk(int(chunk)).num_bytes == 4 * 5 * 1024  # one span: it is below 64 KiB
+    (chunk,) = np.flatnonzero((dataset.table.shard == 0) & (dataset.table.first_sample == 24))
+    assert int(str(get["bytes"])) == dataset.chunk(int(chunk)).num_bytes == 8 * 5 * 1024  # one span: it is below 64 KiB
 
 
 def test_copies_in_other_processes_give_the_same(samples: SampleSet) -> None:

@@ -54,7 +54,7 @@ FEW = ShuffleConfig(lanes=2, window=8)  # of an order without end some 2,000 sam
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks."""
+    """202 samples in 7 shards and 28 chunks."""
     return write_set(tmp_path_factory.mktemp("remesh") / "train")
 
 

@@ -32,7 +32,7 @@ def server() -> Iterator[MiniS3Server]:
 def samples_in(server: MiniS3Server) -> SampleSet:
     """4 MB, of which a loader with the memory above holds an eighth."""
     folder = server.create_bucket(fresh_name()) + "/train"
-    return write_set(folder, (200,) * 4, storage_options=server.storage_options)
+    return write_set(folder, (200,) * 4, chunk_samples=4, storage_options=server.storage_options)
 
 
 def open_for(server: MiniS3Server, samples: SampleSet, unreachable_s: float) -> StreamingDataset:

@@ -41,7 +41,7 @@ SIZE = 24
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks."""
+    """202 samples in 7 shards and 28 chunks."""
     return write_set(tmp_path_factory.mktemp("resume") / "train")
 
 
@@ -392,7 +392,7 @@ def within_the_window(
 @pytest.fixture(scope="module")
 def long_samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     """640 samples in 160 chunks."""
-    return write_set(tmp_path_factory.mktemp("long") / "train", (160,) * 4)
+    return write_set(tmp_path_factory.mktemp("long") / "train", (160,) * 4, chunk_samples=4)
 
 
 @pytest.mark.parametrize(("window", "world_size"), [(0, 1), (1, 1), (4, 1), (10, 1), (10, 2), (4, 4)])

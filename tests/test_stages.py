@@ -25,7 +25,7 @@ TAILS = ["drop", "pad", "partial"]
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks; ``vec.npy`` is a sequence of 4."""
+    """202 samples in 7 shards and 28 chunks; ``vec.npy`` is a sequence of 4."""
     return write_set(tmp_path_factory.mktemp("stages") / "train")
 
 

@@ -17,7 +17,7 @@ from streaming.storage import Storage
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
-    return write_set(tmp_path_factory.mktemp("said"), (11, 3, 9))
+    return write_set(tmp_path_factory.mktemp("said"), (11, 3, 9), chunk_samples=4)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
