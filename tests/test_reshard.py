@@ -57,6 +57,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def source(data: Path) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str, Any]]]:
+    """The fields, and the lifted values, of each of its samples by key."""
+    return dict(samples(data)), columns(data)
+
+
 def samples(target: Path) -> list[tuple[str, dict[str, bytes]]]:
     """All samples in order, by Python's own tar reader."""
     found: dict[str, dict[str, bytes]] = {}
@@ -100,30 +106,37 @@ def numbers(target: Path) -> list[int]:
 # ------------------------------------------------------------------------------------------------ what comes when
 
 
+ORDERS: list[tuple[dict[str, Any], Any]] = [
+    ({}, range(COUNT)),
+    ({"max_samples": 7}, range(COUNT)),
+    ({"max_bytes": 50_000}, range(COUNT)),
+    ({"sort": "__key__", "descending": True}, range(COUNT - 1, -1, -1)),
+    ({"sort": "tokens"}, sorted(range(COUNT), key=lambda n: n * 7 % 30)),
+    ({"sort": "tokens", "descending": True}, sorted(range(COUNT), key=lambda n: -(n * 7 % 30))),
+    ({"sort": "lang"}, sorted(range(COUNT), key=lambda n: LANGUAGES[n % 3] or "~")),
+    ({"where": "tokens >= 20 and lang = 'en'"}, [n for n in range(0, COUNT, 3) if n * 7 % 30 >= 20]),
+    ({"where": "lang is null", "sort": "json.number", "descending": True}, range(98, 0, -3)),
+    ({"where": "__key__ = '00042'"}, [42]),
+]
+BOTH: list[dict[str, Any]] = [{}, {"sort": "tokens"}]
+"""Played with little memory and with much; the others take turns, except under ``--matrix``."""
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "expected", "memory_bytes"),
     [
-        ({}, range(COUNT)),
-        ({"max_samples": 7}, range(COUNT)),
-        ({"max_bytes": 50_000}, range(COUNT)),
-        ({"sort": "__key__", "descending": True}, range(COUNT - 1, -1, -1)),
-        ({"sort": "tokens"}, sorted(range(COUNT), key=lambda n: n * 7 % 30)),
-        ({"sort": "tokens", "descending": True}, sorted(range(COUNT), key=lambda n: -(n * 7 % 30))),
-        ({"sort": "lang"}, sorted(range(COUNT), key=lambda n: LANGUAGES[n % 3] or "~")),
-        ({"where": "tokens >= 20 and lang = 'en'"}, [n for n in range(0, COUNT, 3) if n * 7 % 30 >= 20]),
-        ({"where": "lang is null", "sort": "json.number", "descending": True}, range(98, 0, -3)),
-        ({"where": "__key__ = '00042'"}, [42]),
+        pytest.param(*order, size, marks=[] if order[0] in BOTH or (place + turn) % 2 else pytest.mark.matrix)
+        for place, order in enumerate(ORDERS)
+        for turn, size in enumerate((1, 1 << 30))
     ],
 )
-@pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
 def test_exactly_these_samples_in_this_order(
-    data: Path, tmp_path: Path, options: Mapping[str, Any], expected: Any, memory_bytes: int
+    data: Path, source: Any, tmp_path: Path, options: Mapping[str, Any], expected: Any, memory_bytes: int
 ) -> None:
     report = run(data, tmp_path / "out", memory_bytes=memory_bytes, **options)
-    source, found = dict(samples(data)), samples(tmp_path / "out")
+    (fields_of, known), found = source, samples(tmp_path / "out")
     assert [int(key) for key, _ in found] == list(expected)
-    assert all(fields == source[key] for key, fields in found)
-    known = columns(data)
+    assert all(fields == fields_of[key] for key, fields in found)
     assert columns(tmp_path / "out") == {key: known[key] for key, _ in found}
     assert verify([str(tmp_path / "out")], storage=Storage(), decode=True).findings == ()
     assert (report.num_source, report.num_dropped, report.num_filtered) == (COUNT, 0, COUNT - len(found))

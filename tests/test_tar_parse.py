@@ -115,6 +115,7 @@ def check_all(archive: bytes) -> Samples:
     for size in PIECES:
         if len(archive) / size < 3_200:  # byte by byte only the smallest archives
             assert scan(archive, size) == whole, size
+        if len(archive) / size < 2_100:  # of one member
             assert list(iter_samples(pieces_of(archive, size))) == expected
     return expected
 
@@ -243,9 +244,9 @@ def test_names_that_are_nearly_alike(names: list[str]) -> None:
 @pytest.mark.parametrize("folder", ["", "./", "a.b/c/", "x" * 120 + "/"])
 @pytest.mark.parametrize("fields", [("jpg",), ("jpg", "seg.png", "CLS")])
 def test_formats_folders_and_fields(form: str, folder: str, fields: tuple[str, ...]) -> None:
-    files = [(folder + name, content) for name, content in plain_files(12, fields)]
+    files = [(folder + name, content) for name, content in plain_files(6, fields)]
     samples = check_all(tar_bytes(files, FORMATS[form], mtime=1.25 if form == "pax" else 0))
-    assert len(samples) == 12
+    assert len(samples) == 6
     assert list(samples[0][1]) == [field.lower() for field in fields]
 
 
@@ -526,7 +527,7 @@ def test_gnu_tar_archives(tmp_path) -> None:
     source = tmp_path / "in"
     deep = source / ("deep" * 15) / ("deep" * 15)
     deep.mkdir(parents=True)
-    for i in range(20):
+    for i in range(10):
         (source / f"{i:03d}.jpg").write_bytes(os.urandom(i * 100))
         (source / f"{i:03d}.cls").write_text(str(i))
     (deep / ("n" * 90 + ".jpg")).write_bytes(b"long")
@@ -537,16 +538,16 @@ def test_gnu_tar_archives(tmp_path) -> None:
         names = ["--exclude=deep*"] if form == "v7" else []
         subprocess.run([tar, f"--format={form}", "--sort=name", *names, "-cf", out, "-C", source, "."], check=True)
         samples = check_all(out.read_bytes())
-        assert len(samples) == (20 if form == "v7" else 21)
+        assert len(samples) == (10 if form == "v7" else 11)
 
 
 def test_webdatasets_writer(tmp_path) -> None:
     wds = pytest.importorskip("webdataset")
     path = str(tmp_path / "a.tar")
     with wds.TarWriter(path) as writer:
-        for i in range(30):
+        for i in range(10):
             writer.write({"__key__": f"k/{i:04d}", "txt": f"text {i}", "cls": i, "bin": os.urandom(700)})
     with open(path, "rb") as file:
         samples = check_all(file.read())
-    assert [key for key, _ in samples] == [f"k/{i:04d}" for i in range(30)]
+    assert [key for key, _ in samples] == [f"k/{i:04d}" for i in range(10)]
     assert samples[7][1]["cls"] == b"7"

@@ -110,6 +110,9 @@ class TarScanner:
         """Return members in the kept tail and ``raw``, which follows it; offsets count from the tail."""
         bridge = None
         tail_bytes = len(self._tail)
+        if tail_bytes + raw.size < BLOCK_BYTES:  # less than a header
+            self._tail += raw.tobytes()
+            return replace(_NONE, end=0, ended=False)
         if tail_bytes and raw.size > 2 * _BRIDGE_BYTES:  # a tail is short: do not copy all of raw to join them
             joint = self._tail + raw[:_BRIDGE_BYTES].tobytes()
             bridge = read_members(joint, self._where(), partial=True, verify_headers=True)

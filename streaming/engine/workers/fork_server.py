@@ -269,6 +269,7 @@ def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, i
     what, number = _REQUEST.unpack_from(data)
     if len(data) > _REQUEST.size:
         import_module(data[_REQUEST.size :].decode())
+        gc.freeze()  # workers neither search nor copy what was imported
     if what in {_SPAWN, _SPAWN_PROCESS}:
         not_for_it = [control.fileno(), *([] if parent_fd is None else [parent_fd])]
         children[number] = _fork(fds[0], not_for_it, worker_main.run if what == _SPAWN else worker_main.run_process)
