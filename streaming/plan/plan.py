@@ -43,6 +43,8 @@ from streaming.types import Int64Array, LastBatch
 PASSES_LOOKED_AT = 8
 """In an epoch of many passes, the number of passes whose chunks are counted at its start. Others are planned when
 due."""
+_MANY_USES = 2**17  # of chunks: by then what they need at once has converged, unless it still grows
+_HARDLY_MORE = 1.01
 _CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more because reader and consumer may be apart
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
@@ -303,8 +305,10 @@ class Plan:
         """
         sizes = self._chunk_bytes(chunk_bytes)
         looked_at, is_all = self._looked_at()
+        if self.orders.is_endless and not is_all:
+            return self._live_of_stretches(looked_at, sizes, dp_rank)
         live = self._joined(self._look(looked_at, dp_rank)).live_bytes(sizes)
-        return live if is_all else min(live + -(-live // 9), int(sizes.sum()))
+        return live if is_all else _with_others(live, sizes)
 
     # --- batches ---
 
@@ -457,6 +461,30 @@ class Plan:
             self._looked = dp_rank, found
         return list(found.values())
 
+    def _live_of_stretches(self, looked_at: Sequence[tuple[int, range]], sizes: Int64Array, dp_rank: int) -> int:
+        """Return ``live_bytes`` of a pass without an end.
+
+        Stretches that follow each other are not all looked at if the others cannot change the result, or hardly: when
+        everything is needed at once, or when twice as many of them, with many uses of chunks, needed hardly more.
+        """
+        found: list[ChunkIntervals] = []
+        num_uses = num_stretches = behind = live = 0
+        is_enough = False
+        for each in looked_at:
+            if each[1].start != behind:
+                num_uses, num_stretches, is_enough = 0, 0, False
+            behind = each[1].stop
+            if is_enough:
+                continue
+            found.append(self._intervals(*each, dp_rank))
+            num_uses, num_stretches = num_uses + len(found[-1].chunk_ids), num_stretches + 1
+            if num_stretches & num_stretches - 1 == 0:  # 1, 2, 4, …
+                before, live = live, self._joined(found).live_bytes(sizes)
+                if _with_others(live, sizes) == sizes.sum():
+                    return _with_others(live, sizes)
+                is_enough = num_stretches > 1 and num_uses >= _MANY_USES and live <= before * _HARDLY_MORE
+        return _with_others(self._joined(found).live_bytes(sizes), sizes)
+
     def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
         """Merge intervals of passes, or of stretches of an endless pass, that may share chunks."""
         found = ChunkIntervals.joined(parts)
@@ -536,6 +564,11 @@ class _Slices:
     lows: Int64Array
     counts: Int64Array
     rows: Int64Array
+
+
+def _with_others(live_bytes: int, sizes: Int64Array) -> int:
+    """Return an upper bound for all passes and stretches, given that of those looked at."""
+    return min(live_bytes + -(-live_bytes // 9), int(sizes.sum()))
 
 
 def _below(position: int, lane: int, num_lanes: int) -> int:
