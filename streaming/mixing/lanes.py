@@ -23,10 +23,10 @@ from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
 from streaming.mixing.passes import Sources, Weights, keep_latest, keyed_number
-from streaming.mixing.source_lanes import Runs, SourceLanes
+from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
-from streaming.plan.permutation import permutations
+from streaming.plan.permutation import permutations_of
 from streaming.types import Int64Array
 
 _LEAST_GROUP = 16  # lanes laid out together: NumPy takes as long for one
@@ -34,6 +34,8 @@ _MOST_GROUPS = 32  # of all lanes: each group draws the rounds of all sources an
 _KEPT_BLOCKS = 256  # blocks that are laid out, each of one group of lanes
 _BLOCKS_AHEAD = 64  # number of blocks for which a source's runs are drawn together: one block costs as much
 _CHUNKS_AHEAD = 64  # of a source and lane that these are at most
+_RUNS_AHEAD = 2**17  # over all sources and lanes of a group: a thousand sources need far fewer blocks to be efficient
+_SOURCES_AT_ONCE = 512  # whose runs are drawn together: all of ten thousand would take hundreds of MB for a moment
 _KEPT_PARTS = 2**20  # of rounds, over all sources: groups of lanes ask for the same ones; some 32 MiB
 _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
@@ -58,10 +60,12 @@ class MixedLanes(Endless):
         settings = sources.settings
         kept = _KEPT_PARTS // len(names)
         self._lanes = {name: SourceLanes(sources.eras[name], settings, kept_parts=kept) for name in names}
+        self._in_order = list(self._lanes.values())
         self._mean_chunks = np.array([lanes.mean_chunk for lanes in self._lanes.values()])
         place_of = {name: place for place, name in enumerate(sources.names)}
         self._places = np.array([place_of[name] for name in names])
-        self._phases = {name: _phases(name, settings) for name in names}
+        self._phase_table = _phases(names, settings)
+        self._phases = dict(zip(names, self._phase_table, strict=True))
         self._group = max(_LEAST_GROUP, -(-settings.lanes // _MOST_GROUPS))
         self._block_time = max(_LEAST_BLOCK * _LEAST_GROUP // self._group, 2 * settings.window)
         super().__init__(sources, schedule, lock=lock)
@@ -316,24 +320,36 @@ class MixedLanes(Endless):
         until = np.where(due, due.astype(np.int64) + 2, 0)  # nothing of a source that has no share yet
         missing = np.flatnonzero((drawn.since > since) | (until > drawn.until))
         if len(missing):
-            windows = {source: self._window(source, group, int(since[source]), int(until[source]), int(more[source]))
-                       for source in missing.tolist()}  # fmt: skip
-            drawn = self._kept[group] = drawn.replaced(windows)
+            ahead = np.minimum(more, _CHUNKS_AHEAD * self._mean_chunks)[missing]
+            # All of them look as far ahead in time as together they have this many runs.
+            num_runs = float((ahead / self._mean_chunks[missing]).sum()) * self._group
+            ahead = (ahead * min(1.0, _RUNS_AHEAD / max(num_runs, 1.0))).astype(np.int64)
+            ahead = np.maximum(until[missing] + ahead, since[missing] + 4 * self._mean_chunks[missing])
+            for some in np.array_split(np.arange(len(missing)), -(-len(missing) // _SOURCES_AT_ONCE)):
+                rows = missing[some]
+                drawn = drawn.replaced(rows, *self._windows(rows, group, since[rows], ahead[some]))
+            self._kept[group] = drawn
         return drawn
 
-    def _window(self, source: int, group: int, start: int, stop: int, more: int) -> tuple[int, int, Runs, Floats]:
-        """Return ``start``, an end of at least ``stop + more``, one source's runs between them, and their stamps."""
-        name, group_lanes = self._names[source], self._lanes_of(group)
-        lanes = self._lanes[name]
-        ahead = max(stop + min(more, _CHUNKS_AHEAD * lanes.mean_chunk), start + 4 * lanes.mean_chunk)
-        runs = lanes.runs(group_lanes.start, group_lanes.stop, start, ahead)
+    def _windows(
+        self, sources: Int64Array, group: int, starts: Int64Array, stops: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Runs, Int64Array, Floats]:
+        """Return starts, stops, the runs of some sources between them, how many of each, and their stamps."""
+        lanes, drawn = self._lanes_of(group), [self._in_order[place] for place in sources.tolist()]
+        runs, counts = runs_of(drawn, lanes.start, lanes.stop, starts, stops)
+        source = np.repeat(sources, counts)
         # The phase is in units of the mean chunk, not of the actual one, or small chunks would come first everywhere.
-        marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
-        return start, ahead, runs, self._growths[name].stamps(marks)
+        marks = runs.begins + self._mean_chunks[source] * self._phase_table[source, runs.lanes]
+        return starts, stops, runs, counts, self._growth.stamps_of(source, marks)
 
 
-def _phases(name: str, settings: OrderSettings) -> Floats:
-    """Return the fraction of a chunk at which a source begins in each lane: a permutation of ``(i + 1/2) / lanes``."""
-    places = permutations(keyed_number(settings.seed, "phases", name), np.array([0]), settings.lanes)[0]
+def _phases(names: Sequence[str], settings: OrderSettings) -> Floats:
+    """Return the fraction of a chunk at which each source begins in each lane, float64 [names, L].
+
+    For each source, they are a permutation of ``(i + 1/2) / L``.
+    """
+    keys = np.array([keyed_number(settings.seed, "phases", name) for name in names], np.uint64)
+    sizes = np.full(len(names), settings.lanes)
+    places = permutations_of(keys, np.zeros(len(names), np.int64), sizes).reshape(len(names), settings.lanes)
     phases: Floats = (2 * places + 1) / (2 * settings.lanes)
     return phases

@@ -148,7 +148,7 @@ def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -
     owner = np.repeat(np.arange(len(listings)), num_passes)
     number = np.arange(len(owner)) + np.repeat(low - np.cumsum(num_passes) + num_passes, num_passes)
     source = np.repeat(owner, chunks[owner])
-    chosen = _orders_of(listings, owner, number) + (np.cumsum(chunks) - chunks)[source]
+    chosen = orders_of(listings, owner, number) + (np.cumsum(chunks) - chunks)[source]
     sizes = np.concatenate([one.sizes for one in listings])[chosen]
     laid = np.cumsum(sizes)
     passed = num_passes * per_pass
@@ -166,10 +166,10 @@ def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -
     return parts, np.bincount(source[kept], minlength=len(listings))
 
 
-def _orders_of(listings: Sequence[Listing], owner: Int64Array, number: Int64Array) -> Int64Array:
+def orders_of(listings: Sequence[Listing], owner: Int64Array, number: Int64Array) -> Int64Array:
     """Return the places of the chunks in some passes, each of the list ``owner``, in their orders, end to end.
 
-    The orders of small sources are computed together.
+    The orders of small sources are computed together. ``number`` counts from each list's first pass.
     """
     passes = number + np.array([one.first_pass for one in listings])[owner]
     drawn = np.array([one.is_small for one in listings])[owner]

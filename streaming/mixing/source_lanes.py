@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from streaming.arrays import IntColumns, sums
 from streaming.errors import ConfigError
-from streaming.mixing.passes import Listing, keep_latest, keyed_number
+from streaming.mixing.passes import Listing, keep_latest, keyed_number, orders_of
 from streaming.plan.order import OrderSettings
-from streaming.plan.permutation import hash_table
+from streaming.plan.permutation import hash_tables
 from streaming.types import Int64Array
 
 _BUNDLED_PARTS = 2**12  # several rounds of a small source are laid out together
+_BUNDLES = 4  # of one source that ``kept_parts`` allow
 _KEPT_BUNDLES = 3  # of each source at least
 _NEVER = 2**62
 
@@ -35,6 +37,7 @@ class Rounds:
         lanes: L.
         first_round: Number of the listing's first round.
         first_draw: The source's draws before that.
+        lay: False: :func:`lay_rounds` computes the attributes.
 
     Attributes:
         chunk_ids: int64 [P], the chunk of each part.
@@ -46,32 +49,87 @@ class Rounds:
             not come in all lanes of all sources at the same time.
     """
 
+    chunk_ids: Int64Array
+    starts: Int64Array
+    lane_starts: Int64Array
+    first_draws: Int64Array
+    turns: Int64Array
+
     def __init__(
         self, listing: Listing, numbers: range, num_passes: int, lanes: int, *, first_round: int = 0,
-        first_draw: int = 0,
+        first_draw: int = 0, lay: bool = True,
     ) -> None:  # fmt: skip
-        self.numbers = numbers
-        places = np.arange(numbers.start, numbers.stop + 1, dtype=np.int64) - first_round
-        passes = np.arange(places[0] * num_passes, places[-1] * num_passes) + listing.first_pass
-        chunks = listing.orders(passes).ravel()
-        self.chunk_ids = listing.chunk_ids[chunks]
-        self.starts = sums(listing.sizes[chunks])
-        # The source's draws in each round, by lane: draw n belongs to lane n % L.
-        size = num_passes * listing.samples_per_pass
-        draws = first_draw + places[:, None] * size
-        self.first_draws: Int64Array = draws[:-1, 0]
-        lane = np.arange(lanes + 1, dtype=np.int64)
-        dealt = draws // lanes * lane + np.minimum(draws % lanes, lane)
-        self.lane_starts: Int64Array = np.diff(dealt, axis=0) + (draws[:-1] - draws[0])
-        begins, ends = self.lane_starts[:, :-1], self.lane_starts[:, 1:]
-        draw = hash_table(keyed_number(listing.seed, "turns", listing.name), np.array(numbers), 0, lanes) >> np.uint64(
-            33
-        )
-        sizes, drawn = ends - begins, draw.astype(np.int64)
-        # drawn * sizes >> 31, whose product would not fit for lanes of 2**32 samples.
-        anywhere = begins + drawn * (sizes >> 31) + (drawn * (sizes & (1 << 31) - 1) >> 31)
-        borders = [self.starts[np.searchsorted(self.starts, place)] for place in (anywhere, begins)]
-        self.turns = np.where(borders[0] < ends, borders[0], np.where(borders[1] < ends, borders[1], begins))
+        self.listing, self.numbers, self.num_passes, self.lanes = listing, numbers, num_passes, lanes
+        self.first_round, self.first_draw = first_round, first_draw
+        if lay:
+            lay_rounds([self])
+
+
+def lay_rounds(some: Sequence[Rounds]) -> None:
+    """Compute the attributes of rounds over several sources, or of several of one source, with equal lanes.
+
+    All at once: one by one, each would take thirty calls into NumPy.
+    """
+    listings, lanes = [one.listing for one in some], some[0].lanes
+    num_rounds = np.array([len(one.numbers) for one in some])
+    num_passes = np.array([one.num_passes for one in some])
+    owner = np.repeat(np.arange(len(some)), num_rounds)  # of each round
+    number = np.concatenate([np.array(one.numbers) for one in some])
+    place = number - np.array([one.first_round for one in some])[owner]
+    # The chunks of all passes, end to end; the linear positions of each of the rounds given begin with 0 again.
+    owners = np.repeat(np.arange(len(some)), num_rounds * num_passes)  # of each pass
+    before = place[sums(num_rounds)[:-1]] * num_passes - sums(num_rounds * num_passes)[:-1]
+    chunks = orders_of(listings, owners, np.arange(len(owners)) + before[owners])
+    num_chunks = np.array([one.num_chunks for one in listings])
+    num_parts = num_chunks * num_passes * num_rounds
+    if len(some) > 1:
+        chunks += np.repeat(sums(num_chunks)[:-1], num_parts)
+    chunk_ids = _end_to_end([one.chunk_ids for one in listings])[chunks]
+    ends = sums(_end_to_end([one.sizes for one in listings])[chunks])
+    cuts = sums(num_parts)
+    # The source's draws in each round, by lane: draw n belongs to lane n % L.
+    size = (num_passes * np.array([one.samples_per_pass for one in listings]))[owner]
+    draws = np.array([one.first_draw for one in some])[owner] + place * size
+    first = np.repeat(draws[sums(num_rounds)[:-1]], num_rounds)
+    lane = np.arange(lanes + 1, dtype=np.int64)
+    lane_starts = _dealt(draws + size, lane, lanes) - _dealt(draws, lane, lanes) + (draws - first)[:, None]
+    turns = _turns(some, owner, number, lane_starts, ends, ends[cuts[:-1]])
+    rows = sums(num_rounds).tolist()
+    for one, (low, high), (top, bottom) in zip(some, pairwise(cuts.tolist()), pairwise(rows), strict=True):
+        is_all = len(some) == 1  # otherwise copies, or each would keep the arrays of all
+        one.chunk_ids = chunk_ids if is_all else chunk_ids[low:high].copy()
+        one.starts = ends if is_all else ends[low : high + 1] - ends[low]
+        one.lane_starts = lane_starts if is_all else lane_starts[top:bottom].copy()
+        one.first_draws = draws if is_all else draws[top:bottom].copy()
+        one.turns = turns if is_all else turns[top:bottom].copy()
+
+
+def _end_to_end(some: Sequence[Int64Array]) -> Int64Array:
+    return some[0] if len(some) == 1 else np.concatenate(some)
+
+
+def _dealt(draws: Int64Array, lane: Int64Array, lanes: int) -> Int64Array:
+    """Return how many of the first draws belong to lanes before each ``lane``: int64 [draws, lane]."""
+    whole, rest = np.divmod(draws[:, None], lanes)
+    return whole * lane + np.minimum(rest, lane)
+
+
+def _turns(
+    some: Sequence[Rounds], owner: Int64Array, number: Int64Array, lane_starts: Int64Array, ends: Int64Array,
+    shifts: Int64Array,
+) -> Int64Array:  # fmt: skip
+    """Return ``Rounds.turns`` of all rounds; ``ends`` are shifted to ``shifts``, where those of each source begin."""
+    lanes = some[0].lanes
+    keys = np.array([keyed_number(one.listing.seed, "turns", one.listing.name) for one in some], np.uint64)
+    drawn = (hash_tables(keys[owner], number, 0, lanes) >> np.uint64(33)).astype(np.int64)
+    shifted = lane_starts + shifts[owner][:, None]
+    begins, stops = shifted[:, :-1], shifted[:, 1:]
+    sizes = stops - begins
+    # drawn * sizes >> 31, whose product would not fit for lanes of 2**32 samples.
+    anywhere = begins + drawn * (sizes >> 31) + (drawn * (sizes & (1 << 31) - 1) >> 31)
+    borders = [ends[np.searchsorted(ends, place)] for place in (anywhere, begins)]
+    found = np.where(borders[0] < stops, borders[0], np.where(borders[1] < stops, borders[1], begins))
+    return found - shifts[owner][:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,10 +171,9 @@ class _Era:
     stop_round: int
     stop_draw: int
 
-    @property
-    def num_bundled(self) -> int:
-        """Number of rounds that are made together."""
-        return max(_BUNDLED_PARTS // (self.num_passes * self.listing.num_chunks), 1)
+    def num_bundled(self, num_parts: int) -> int:
+        """Return the number of rounds that are made together, of about so many parts."""
+        return max(num_parts // (self.num_passes * self.listing.num_chunks), 1)
 
 
 def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
@@ -145,6 +202,22 @@ def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
         first_round, first_draw = stop_round, stop_draw
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Those of the rounds of a bundle that hold some positions."""
+
+    source: SourceLanes
+    era: _Era
+    rounds: Rounds
+    numbers: range
+    is_new: bool
+
+    @property
+    def rows(self) -> slice:
+        """The rounds, counted from the first of the bundle."""
+        return slice(self.numbers.start - self.rounds.numbers.start, self.numbers.stop - self.rounds.numbers.start)
+
+
 class SourceLanes:
     """One source as L endless streams. Thread-safe, and immutable except for caches.
 
@@ -165,7 +238,8 @@ class SourceLanes:
 
     def __init__(self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0) -> None:
         self._lanes = settings.lanes
-        self._kept = max(_KEPT_BUNDLES, kept_parts // max(_BUNDLED_PARTS, settings.lanes))
+        self._bundled = min(_BUNDLED_PARTS, max(kept_parts // _BUNDLES, 1)) if kept_parts else _BUNDLED_PARTS
+        self._kept = max(_KEPT_BUNDLES, kept_parts // max(self._bundled, settings.lanes))
         self.eras = list(_eras(listings, settings.lanes))
         self.mean_chunk = listings[0].mean_chunk
         self.largest_chunk = max(listing.largest_chunk for listing in listings)
@@ -173,18 +247,40 @@ class SourceLanes:
 
     def bundle(self, era: _Era, number: int) -> Rounds:
         """Return the consecutive rounds made together with a round of an era; the latest are cached."""
-        within = (number - era.first_round) // era.num_bundled
-        key = era.first_round, within
-        found = self._bundles.get(key)
+        found = self._known(era, number)
         if found is None:
-            first = era.first_round + within * era.num_bundled
-            numbers = range(first, min(first + era.num_bundled, era.stop_round))
-            found = Rounds(
-                era.listing, numbers, era.num_passes, self._lanes, first_round=era.first_round,
-                first_draw=era.first_draw,
-            )  # fmt: skip
-            keep_latest(self._bundles, key, found, self._kept)
+            found = self._asked(era, number)
+            lay_rounds([found])
+            self.keep(era, found)
         return found
+
+    def _known(self, era: _Era, number: int) -> Rounds | None:
+        return self._bundles.get((era.first_round, (number - era.first_round) // era.num_bundled(self._bundled)))
+
+    def _asked(self, era: _Era, number: int) -> Rounds:
+        """Return a bundle whose rounds are yet to be laid."""
+        num_bundled = era.num_bundled(self._bundled)
+        first = number - (number - era.first_round) % num_bundled
+        return Rounds(
+            era.listing, range(first, min(first + num_bundled, era.stop_round)), era.num_passes, self._lanes,
+            first_round=era.first_round, first_draw=era.first_draw, lay=False,
+        )  # fmt: skip
+
+    def keep(self, era: _Era, rounds: Rounds) -> None:
+        """Cache a bundle."""
+        within = (rounds.numbers.start - era.first_round) // era.num_bundled(self._bundled)
+        keep_latest(self._bundles, (era.first_round, within), rounds, self._kept)
+
+    def bundles_of(self, low: int, high: int, start: int, stop: int) -> Iterator[_Part]:
+        """Yield the rounds that hold these positions (see :meth:`rounds_of`), by bundle; some are yet to be laid."""
+        for era, numbers in self.rounds_of(low, high, start, stop):
+            number = numbers.start
+            while number < numbers.stop:
+                known = self._known(era, number)
+                rounds = self._asked(era, number) if known is None else known
+                stop_here = min(numbers.stop, rounds.numbers.stop)
+                yield _Part(self, era, rounds, range(number, stop_here), known is None)
+                number = stop_here
 
     def rounds_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
         """Yield the rounds, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
@@ -204,50 +300,11 @@ class SourceLanes:
 
     def runs(self, low: int, high: int, start: int, stop: int) -> Runs:
         """Return the runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
-        found = []
-        for era, numbers in self.rounds_of(low, high, start, stop):
-            number = numbers.start
-            while number < numbers.stop:
-                bundle = self.bundle(era, number)
-                found.append(self._runs_of(bundle, numbers, (low, high), (start, stop)))
-                number = bundle.numbers.stop
-        if len(found) == 1:
-            return found[0]
-        whole = Runs.joined(found)
-        return whole.taken(np.argsort(whole.lanes, kind="stable"))
+        return runs_of([self], low, high, np.array([start]), np.array([stop]))[0]
 
-    def _runs_of(self, bundle: Rounds, numbers: range, lane_range: tuple[int, int], positions: tuple[int, int]) -> Runs:
-        """Return the runs of those rounds that a bundle holds, by lane."""
-        rounds = range(max(numbers.start, bundle.numbers.start), min(numbers.stop, bundle.numbers.stop))
-        # One row for each lane, round, and side of its turn, in order.
-        lanes = np.repeat(np.arange(*lane_range, dtype=np.int64), 2 * len(rounds))
-        number = np.tile(np.repeat(np.arange(rounds.start, rounds.stop, dtype=np.int64), 2), len(range(*lane_range)))
-        within, is_late = number - bundle.numbers.start, np.arange(len(lanes)) % 2 == 1
-        turn = bundle.turns[within, lanes]
-        lows = np.where(is_late, bundle.lane_starts[within, lanes], turn)
-        highs = np.where(is_late, turn, bundle.lane_starts[within, lanes + 1])
-        first = self._first_of(bundle, within, lanes)
-        first[1::2] += (highs - lows)[::2]
-        here = np.flatnonzero((highs > lows) & (first < positions[1]) & (first + highs - lows > positions[0]))
-        # One row for each part in it.
-        from_low = np.maximum(lows[here], lows[here] + positions[0] - first[here])
-        to_high = np.minimum(highs[here], lows[here] + positions[1] - first[here])
-        low_part = np.searchsorted(bundle.starts, from_low, side="right") - 1
-        counts = np.searchsorted(bundle.starts, to_high, side="left") - low_part
-        row = np.repeat(here, counts)
-        part = np.arange(len(row)) + np.repeat(low_part - (np.cumsum(counts) - counts), counts)
-        begins = np.maximum(bundle.starts[part], lows[row])
-        return Runs(
-            lanes=lanes[row],
-            chunk_ids=bundle.chunk_ids[part],
-            firsts=begins - bundle.starts[part],
-            sizes=np.minimum(bundle.starts[part + 1], highs[row]) - begins,
-            begins=first[row] + begins - lows[row],
-        )
-
-    def _first_of(self, bundle: Rounds, within: Int64Array | int, lanes: Int64Array) -> Int64Array:
-        """Return where rounds of a bundle begin in the streams of lanes; any shape."""
-        return (bundle.first_draws[within] - lanes + self._lanes - 1) // self._lanes
+    def _first_of(self, bundle: Rounds, within: int, lanes: Int64Array) -> Int64Array:
+        """Return where a round of a bundle begins in the streams of lanes."""
+        return (int(bundle.first_draws[within]) - lanes + self._lanes - 1) // self._lanes
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source is."""
@@ -267,3 +324,71 @@ class SourceLanes:
             due = (places >= start) & (places < stop)
             found += zip(lanes[due].tolist(), places[due].tolist(), strict=True)
         return found
+
+
+def runs_of(
+    sources: Sequence[SourceLanes], low: int, high: int, starts: Int64Array, stops: Int64Array
+) -> tuple[Runs, Int64Array]:
+    """Return ``runs(low, high, starts[i], stops[i])`` of each source, one after the other, and the number of each.
+
+    All sources are handled at once, like :func:`lay_rounds`.
+    """
+    bounds = zip(sources, starts.tolist(), stops.tolist(), strict=True)
+    found = [list(source.bundles_of(low, high, start, stop)) for source, start, stop in bounds]
+    parts = [part for some in found for part in some]
+    new = [part for part in parts if part.is_new]
+    if new:
+        lay_rounds([part.rounds for part in new])
+        for part in new:
+            part.source.keep(part.era, part.rounds)
+    whose = np.repeat(np.arange(len(sources)), [len(some) for some in found])
+    runs, of = _runs_of(parts, (low, high), starts[whose], stops[whose])
+    owner = whose[of]
+    if len(parts) > len(sources):  # the bundles of a source come lane by lane
+        runs = runs.taken(np.lexsort((runs.lanes, owner)))
+    return runs, np.bincount(owner, minlength=len(sources))
+
+
+def _runs_of(
+    parts: Sequence[_Part], lane_range: tuple[int, int], starts: Int64Array, stops: Int64Array
+) -> tuple[Runs, Int64Array]:
+    """Return the runs of each part that hold ``[starts[i], stops[i])`` of the streams, by lane, and its number."""
+    low, high = lane_range
+    num_lanes, bundles = parts[0].rounds.lanes, [part.rounds for part in parts]
+    counts = np.array([len(part.numbers) for part in parts])
+    # One row for each lane and round, in order. Linear positions of each bundle come behind those of the previous one.
+    of = np.repeat(np.arange(len(parts)), counts * (high - low))
+    lanes, place = np.divmod(np.arange(len(of)) - sums(counts * (high - low))[of], counts[of])
+    lanes += low
+    draws = _end_to_end([part.rounds.first_draws[part.rows] for part in parts])
+    first = (draws[sums(counts)[of] + place] - lanes + num_lanes - 1) // num_lanes
+    shifts = sums([int(one.starts[-1]) for one in bundles])
+    begins, ends, turns = (
+        _end_to_end([table[part.rows, cut].T.ravel() for part, table in zip(parts, tables, strict=True)]) + shifts[of]
+        for tables, cut in (
+            ([one.lane_starts for one in bundles], slice(low, high)),
+            ([one.lane_starts for one in bundles], slice(low + 1, high + 1)),
+            ([one.turns for one in bundles], slice(low, high)),
+        )
+    )
+    # Two for each side of the turn, of which those are kept that hold some of the positions.
+    lows, highs = np.stack([turns, begins], axis=1).ravel(), np.stack([ends, turns], axis=1).ravel()
+    first = np.stack([first, first + ends - turns], axis=1).ravel()
+    of, lanes = np.repeat(of, 2), np.repeat(lanes, 2)
+    here = np.flatnonzero((highs > lows) & (first < stops[of]) & (first + highs - lows > starts[of]))
+    lows, highs, first, of, lanes = lows[here], highs[here], first[here], of[here], lanes[here]
+    # One row for each chunk in it.
+    borders = _end_to_end([one.starts + shift for one, shift in zip(bundles, shifts.tolist(), strict=False)])
+    low_border = np.searchsorted(borders, np.maximum(lows, lows + starts[of] - first), side="right") - 1
+    nums = np.searchsorted(borders, np.minimum(highs, lows + stops[of] - first), side="left") - low_border
+    row = np.repeat(np.arange(len(nums)), nums)
+    border = np.arange(len(row)) + np.repeat(low_border - (np.cumsum(nums) - nums), nums)
+    start, owner = np.maximum(borders[border], lows[row]), of[row]
+    runs = Runs(
+        lanes=lanes[row],
+        chunk_ids=_end_to_end([one.chunk_ids for one in bundles])[border - owner],  # each has one border more
+        firsts=start - borders[border],
+        sizes=np.minimum(borders[border + 1], highs[row]) - start,
+        begins=first[row] + start - lows[row],
+    )
+    return runs, owner

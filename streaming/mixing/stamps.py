@@ -7,7 +7,7 @@ arithmetic, and so does the time at which an amount is due. What some lanes lay 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
@@ -23,6 +23,7 @@ from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
 Floats = npt.NDArray[np.float64]
+_COMPARED = 8  # segments: with more of them, each source's samples are looked up by bisection
 _SORTED_FROM = 8  # blocks: sorting all runs takes as long as scanning them this many times
 
 
@@ -63,9 +64,27 @@ class Growth:
         Monotone despite rounding. What is due before a segment starts does not depend on that segment.
         """
         segment = np.searchsorted(self.dues, samples, side="left") - 1
-        share = self.shares[segment]
+        return self._stamps_in(segment, samples, self.shares[segment], self.dues[segment])
+
+    def stamps_of(self, sources: Int64Array, samples: Floats) -> Floats:
+        """Return ``stamps`` of each of the samples, of sources given ascending, in a growth of several."""
+        if len(self.times) > _COMPARED:
+            borders = np.searchsorted(sources, np.arange(self.dues.shape[1] + 1))
+            found = np.empty(len(samples))
+            for source in np.flatnonzero(np.diff(borders)).tolist():
+                rows = slice(borders[source], borders[source + 1])
+                one = Growth(times=self.times, shares=self.shares[:, source], dues=self.dues[:, source])
+                found[rows] = one.stamps(samples[rows])
+            return found
+        segment = np.zeros(len(samples), np.int64)
+        for dues in self.dues[1:]:
+            segment += dues[sources] < samples
+        return self._stamps_in(segment, samples, self.shares[segment, sources], self.dues[segment, sources])
+
+    def _stamps_in(self, segment: Int64Array, samples: Floats, share: Floats, due: Floats) -> Floats:
+        """Return ``stamps`` of samples that are due in given segments, whose shares and dues at the start are given."""
         after = np.full(len(samples), np.inf)
-        np.divide(samples - self.dues[segment], share, out=after, where=share > 0)
+        np.divide(samples - due, share, out=after, where=share > 0)
         ends = np.append(self.times[1:], np.inf)
         stamps: Floats = np.minimum(self.times[segment] + after, ends[segment])
         return stamps
@@ -142,18 +161,20 @@ class Drawn:
         splits = np.zeros(num_sources + 1, np.int64)
         return cls(since=nothing, until=nothing, splits=splits, runs=Runs.joined([]), stamps=np.empty(0))
 
-    def replaced(self, windows: Mapping[int, tuple[int, int, Runs, Floats]]) -> Drawn:
-        """Replace the runs of some sources: first position, end, runs, and their stamps."""
-        since, until = self.since.copy(), self.until.copy()
-        parts = [
-            windows[source][2:] if source in windows else (self.runs.taken(slice(low, high)), self.stamps[low:high])
-            for source, (low, high) in enumerate(pairwise(self.splits.tolist()))
-        ]
-        for source, (start, stop, *_) in windows.items():
-            since[source], until[source] = start, stop
+    def replaced(
+        self, sources: Int64Array, starts: Int64Array, stops: Int64Array, runs: Runs, counts: Int64Array, stamps: Floats
+    ) -> Drawn:
+        """Replace the runs of some sources, given ascending: first positions, ends, runs, how many of each, stamps."""
+        since, until, sizes = self.since.copy(), self.until.copy(), np.diff(self.splits)
+        since[sources], until[sources], sizes[sources] = starts, stops, counts
+        is_kept = np.ones(len(since), np.bool_)
+        is_kept[sources] = False
+        rows = np.flatnonzero(is_kept[self.sources])
+        order = np.argsort(np.concatenate([self.sources[rows], np.repeat(sources, counts)]), kind="stable")
         return Drawn(
-            since=since, until=until, splits=sums([len(stamps) for _, stamps in parts]),
-            runs=Runs.joined([runs for runs, _ in parts]), stamps=np.concatenate([stamps for _, stamps in parts]),
+            since=since, until=until, splits=sums(sizes),
+            runs=Runs.joined([self.runs.taken(rows), runs]).taken(order),
+            stamps=np.concatenate([self.stamps[rows], stamps])[order],
         )  # fmt: skip
 
     def stamped(self, start: int, stop: int, lanes: range) -> tuple[Int64Array, Runs, Floats]:
