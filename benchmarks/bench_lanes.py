@@ -1,24 +1,34 @@
-"""Many lanes, and small sources: what an endless mixture costs at its start, and how far its shares stray.
+"""Many lanes, many and small sources: what an endless mixture costs at its start, and how far its shares stray.
 
-Run: ``python benchmarks/bench_lanes.py [--lanes 1024] [--seeds 12] [--data FOLDER]``. Both parts read chunks of four
-samples from disk, in this process, with ``quotas="chunks"``. The first takes three sources of 1,250 samples together
-in global batches of one sample a lane, and prints the seconds of CPU that opening with the first five batches,
-``set_weights`` and ``seen()`` take, with 128 lanes, 256, 512 and so on up to ``--lanes``. The second counts, by
+Run: ``python benchmarks/bench_lanes.py [--lanes 1024] [--seeds 12] [--classes 1000] [--data FOLDER]``. Two parts read
+chunks of four samples from disk, in this process, with ``quotas="chunks"``. The first takes three sources of 1,250
+samples together in global batches of one sample a lane, and prints the seconds of CPU that opening with the first five
+batches, ``set_weights`` and ``seen()`` take, with 128 lanes, 256, 512 and so on up to ``--lanes``. The second counts by
 arithmetic, the samples drawn from one of two sources of 512 samples at nine rows under each seed, against its share.
+
+With ``--classes`` only this is measured: the seconds of CPU that ``Balanced`` over as many classes of three samples
+takes to be made, to its first batch of 64, and per thousand rows planned (32,768 of them, one rank); and the same of a
+mixture of as many sources of 64 chunks of a hundred samples, which exist as a plan only. Twice, since the first one of
+a process also loads code.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 
 import common
 import numpy as np
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
+from streaming import Balanced, DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.mixing.forecast import drawn_before
+from streaming.mixing.lanes import MixedLanes
+from streaming.mixing.passes import Sources, Weights
+from streaming.plan.order import OrderSettings
+from streaming.plan.plan import Plan
 
 SOURCES = {"web": 800, "code": 300, "math": 150}
 EQUAL = {"left": 512, "right": 512}
@@ -61,8 +71,58 @@ def strayed(folder: str, lanes: int, share: float, num_seeds: int) -> tuple[floa
     return math.sqrt(np.mean(np.square(found))), float(np.abs(found).max()), chunk * math.sqrt(lanes) / 2
 
 
+def classes(folder: str, count: int) -> str:
+    """Seconds of CPU of a set balanced over this many classes, and the peak of memory."""
+
+    def make_classes(folder: str) -> None:
+        order = np.random.default_rng(0).permutation(count * 3)
+        with ShardWriter(os.path.join(folder, "{:06d}.tar"), max_samples=1000, columns=["cls"]) as writer:
+            for number, cls in enumerate((order % count).tolist()):
+                writer.write({"__key__": f"{number:07d}", "cls": cls})
+
+    data = common.made_once(folder, f"classes-{count}", make_classes)
+    times = [time.process_time()]
+    balanced = Balanced(StreamingDataset(data), by="cls")
+    times.append(time.process_time())
+    with DataLoader(balanced, 64, num_threads=0) as loader:
+        next(iter(loader))
+        times.append(time.process_time())
+    orders = balanced.orders(balanced.order_settings(64))
+    return (
+        f"to make {times[1] - times[0]:.2f} s of CPU, to the first batch {times[2] - times[1]:.2f}; {planned(orders)}"
+    )
+
+
+def many(count: int) -> str:
+    """Seconds of CPU of the plan of a mixture of this many sources of 64 chunks each."""
+    settings = OrderSettings(seed=1, lanes=64, window=200)
+    tables = {f"{number:06d}": np.full(64, 100) for number in range(count)}
+    began = time.process_time()
+    orders = MixedLanes(Sources(tables, settings), [Weights(start=0, weights=dict.fromkeys(tables, 1.0))])
+    made = time.process_time() - began
+    return f"to make {made:.2f} s of CPU; {planned(orders)}"
+
+
+def planned(orders: object) -> str:
+    """Seconds of CPU to look at the memory of a plan and to plan its first rows."""
+    began = time.process_time()
+    plan = Plan(orders.chunk_samples, orders.settings, global_batch_size=64, dp_world_size=1, orders=orders)  # type: ignore[attr-defined]
+    plan.live_bytes(np.full(len(orders.chunk_samples), 1 << 20), 0)  # type: ignore[attr-defined]
+    looked = time.process_time()
+    for first in range(0, 512, 64):
+        plan.rank_batches(first, first + 64, 0)
+    rows = time.process_time() - looked
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return f"memory check {looked - began:.2f}, a thousand rows {rows / 32.768 * 1000:.1f} ms; peak {peak:,} MiB"
+
+
 def main() -> None:
-    args = common.arguments(__doc__ or "", lanes=1024, seeds=12)
+    args = common.arguments(__doc__ or "", lanes=1024, seeds=12, classes=0)
+    if args.classes:
+        for _ in range(2):
+            print(f"{args.classes:,} classes: {classes(args.data, args.classes)}", flush=True)
+            print(f"{args.classes:,} sources: {many(args.classes)}", flush=True)
+        return
     folder = common.made_once(args.data, "lanes-4", make)
     print(common.machine())
     lanes = 128

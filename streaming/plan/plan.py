@@ -43,7 +43,7 @@ from streaming.types import Int64Array, LastBatch
 PASSES_LOOKED_AT = 8
 """In an epoch of many passes, the number of passes whose chunks are counted at its start. Others are planned when
 due."""
-_MANY_USES = 2**17  # of chunks: by then what they need at once has converged, unless it still grows
+_MANY_USES = 2**15  # of chunks: by then what they need at once has converged, unless it still grows
 _HARDLY_MORE = 1.01
 _CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more because reader and consumer may be apart
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
