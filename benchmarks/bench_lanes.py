@@ -18,6 +18,7 @@ import math
 import os
 import resource
 import time
+from typing import Any
 
 import common
 import numpy as np
@@ -103,11 +104,11 @@ def many(count: int) -> str:
     return f"to make {made:.2f} s of CPU; {planned(orders)}"
 
 
-def planned(orders: object) -> str:
+def planned(orders: Any) -> str:
     """Seconds of CPU to look at the memory of a plan and to plan its first rows."""
     began = time.process_time()
-    plan = Plan(orders.chunk_samples, orders.settings, global_batch_size=64, dp_world_size=1, orders=orders)  # type: ignore[attr-defined]
-    plan.live_bytes(np.full(len(orders.chunk_samples), 1 << 20), 0)  # type: ignore[attr-defined]
+    plan = Plan(orders.chunk_samples, orders.settings, global_batch_size=64, dp_world_size=1, orders=orders)
+    plan.live_bytes(np.full(len(orders.chunk_samples), 1 << 20), 0)
     looked = time.process_time()
     for first in range(0, 512, 64):
         plan.rank_batches(first, first + 64, 0)

@@ -21,7 +21,7 @@ from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
-from streaming.mixing.source_lanes import Rounds, Runs, SourceLanes
+from streaming.mixing.source_lanes import Rounds, Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import growths
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
@@ -516,6 +516,78 @@ def inside(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
     """(chunk, offset) of the samples of runs at positions ``[start, stop)`` of the lane's stream."""
     rows = zip(runs.begins.tolist(), runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True)
     return [(chunk, first + k) for at, chunk, first, size in rows for k in range(size) if start <= at + k < stop]
+
+
+@unhurried
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 8, 20]), st.data(),
+)  # fmt: skip
+def test_runs_of_sources_drawn_at_once_are_those_of_each(
+    tables: list[list[int]], lanes: int, data: st.DataObject
+) -> None:
+    """In bundles of one round or of many, also for one that has grown."""
+    order = OrderSettings(seed=1, lanes=lanes, window=0)
+    named = {f"{number}": table for number, table in enumerate(tables)}
+    grown = SourceLanes(Sources(named, order).eras["0"], order).free_pass(data.draw(st.integers(1, 30)))
+    named["0"] = [*tables[0], 3, 5]
+    eras = Sources(named, order, eras={"0": [(0, len(tables[0])), (grown, len(tables[0]) + 2)]}).eras
+    low = data.draw(st.integers(0, lanes - 1))
+    high = data.draw(st.integers(low + 1, lanes))
+    starts = np.array(data.draw(st.lists(st.integers(0, 200), min_size=len(tables), max_size=len(tables))))
+    stops = starts + data.draw(st.integers(1, 60))
+    alone = [
+        SourceLanes(eras[name], order).runs(low, high, start, stop)
+        for name, start, stop in zip(named, starts.tolist(), stops.tolist(), strict=True)
+    ]
+    for kept_parts in (0, 1):
+        some = [SourceLanes(eras[name], order, kept_parts=kept_parts) for name in named]
+        some[-1].runs(0, lanes, 0, 5)  # one whose first bundle is known already
+        runs, counts = runs_of(some, low, high, starts, stops)
+        assert counts.tolist() == [len(each.lanes) for each in alone]
+        for name in ("lanes", "chunk_ids", "firsts", "sizes", "begins"):
+            assert getattr(runs, name).tolist() == getattr(Runs.joined(alone), name).tolist()
+
+
+@pytest.mark.parametrize("segments", [1, 3, 20])
+def test_stamps_of_several_sources_are_those_of_each(segments: int) -> None:
+    draw = np.random.default_rng(segments)
+    names = ["a", "b", "c", "none"]
+    schedule = [
+        Weights(start=30 * at, weights={name: int(draw.integers(0, 4)) for name in names[:-1]} | {"a": 1})
+        for at in range(segments)
+    ]
+    each = list(stamps.growths(names, schedule).values())
+    sources = np.repeat([0, 1, 3], 50)
+    samples = draw.random(150) * 40 * segments + 0.01
+    found = stamps.Growth.of_all(each).stamps_of(sources, samples)
+    assert found.tolist() == np.concatenate([each[at].stamps(samples[sources == at]) for at in (0, 1, 3)]).tolist()
+
+
+def test_memory_that_has_converged_is_not_looked_at_any_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of 32 stretches then give the same bound, to a ninth; it is not cut short as long as it grows."""
+    sources = {f"{number}": [1 + number % 3] * 40 for number in range(50)}
+    order = OrderSettings(seed=1, lanes=2, window=20)
+    orders = MixedLanes(Sources(sources, order), [Weights(start=0, weights=dict.fromkeys(sources, 1))])
+    rare = MixedLanes(
+        Sources({"small": [20] * 100, "large": [4000] * 99}, order),
+        [Weights(start=0, weights={"small": 99, "large": 1})],
+    )
+
+    def looked_at(orders: MixedLanes) -> tuple[int, int]:
+        plan = Plan(orders.chunk_samples, order, orders=orders, global_batch_size=4, dp_world_size=1)
+        seen: list[range] = []
+        monkeypatch.setattr(plan, "_intervals", lambda *each: seen.append(each[1]) or Plan._intervals(plan, *each))
+        return plan.live_bytes(np.maximum(orders.chunk_samples, 1) ** 2, 0), len(seen)
+
+    monkeypatch.setattr("streaming.plan.plan._MANY_USES", 10**9)
+    whole, all_stretches = looked_at(orders)
+    grown, _ = looked_at(rare)
+    monkeypatch.setattr("streaming.plan.plan._MANY_USES", 100)
+    part, few_stretches = looked_at(orders)
+    assert (few_stretches, all_stretches) == (2, 32)
+    assert part <= whole <= part * 10 / 9
+    assert looked_at(rare)[0] == grown
 
 
 @pytest.mark.parametrize("lanes", [1, 8])

@@ -36,6 +36,7 @@ class Endless(ABC):
 
     is_endless = True
     samples_per_pass = ENDLESS
+    mixed_after = ENDLESS  # not known
 
     def __init__(
         self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None

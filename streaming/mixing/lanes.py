@@ -62,6 +62,8 @@ class MixedLanes(Endless):
         self._lanes = {name: SourceLanes(sources.eras[name], settings, kept_parts=kept) for name in names}
         self._in_order = list(self._lanes.values())
         self._mean_chunks = np.array([lanes.mean_chunk for lanes in self._lanes.values()])
+        # A chunk of a source begins at most this many of its samples after the previous one, or after the start.
+        self._chunks_between = self._mean_chunks + np.array([lanes.largest_chunk for lanes in self._in_order])
         place_of = {name: place for place, name in enumerate(sources.names)}
         self._places = np.array([place_of[name] for name in names])
         self._phase_table = _phases(names, settings)
@@ -74,6 +76,8 @@ class MixedLanes(Endless):
         """See ``Endless``."""
         self._growths = growths(sorted(self.sources.names), self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
+        shares = np.where(self._growth.shares > 0, self._growth.shares, np.inf)
+        self.mixed_after = int(np.ceil((self._chunks_between / shares).max()))
         self._weigh_absent()
         # What is laid beyond the frontier has not been handed out; the rest is laid out again exactly as before.
         self._kept: dict[int, Drawn] = {}  # separate from those that an order for looking ahead still has

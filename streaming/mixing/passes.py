@@ -366,7 +366,7 @@ class MixedPasses:
 
     is_endless = False
     borders: tuple[int, ...] = ()
-    stretch = ENDLESS
+    stretch = mixed_after = ENDLESS
 
     def __init__(self, sources: Sources, *, quotas: Mapping[str, int] | None = None) -> None:
         self.sources, self.settings, self.chunk_samples = sources, sources.settings, sources.chunk_samples

@@ -231,6 +231,8 @@ class Orders(Protocol):
         is_endless: Whether pass 0 has no end.
         borders: Ascending stream positions at which the mix changes; usually ().
         stretch: Lane positions of an endless pass that are planned at once; the mix may change after them.
+        mixed_after: Lane positions of an endless pass, after its start or a change of the mix, by which every source of
+            the mix has begun in every lane.
     """
 
     @property
@@ -250,6 +252,9 @@ class Orders(Protocol):
 
     @property
     def stretch(self) -> int: ...  # noqa: D102
+
+    @property
+    def mixed_after(self) -> int: ...  # noqa: D102
 
     def of_pass(self, number: int) -> Order:
         """Return the order of one pass."""
@@ -271,7 +276,7 @@ class EpochOrders:
 
     is_endless = False
     borders: tuple[int, ...] = ()
-    stretch = ENDLESS
+    stretch = mixed_after = ENDLESS
 
     def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings) -> None:
         self.chunk_samples = checked_chunk_samples(chunk_samples)

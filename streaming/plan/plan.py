@@ -465,7 +465,8 @@ class Plan:
         """Return ``live_bytes`` of a pass without an end.
 
         Stretches that follow each other are not all looked at if the others cannot change the result, or hardly: when
-        everything is needed at once, or when twice as many of them, with many uses of chunks, needed hardly more.
+        everything is needed at once, or when twice as many of them, with many uses of chunks of all sources, needed
+        hardly more.
         """
         found: list[ChunkIntervals] = []
         num_uses = num_stretches = behind = live = 0
@@ -482,7 +483,8 @@ class Plan:
                 before, live = live, self._joined(found).live_bytes(sizes)
                 if _with_others(live, sizes) == sizes.sum():
                     return _with_others(live, sizes)
-                is_enough = num_stretches > 1 and num_uses >= _MANY_USES and live <= before * _HARDLY_MORE
+                is_mixed = num_stretches * len(each[1]) >= self._batches_on(self.orders.mixed_after)
+                is_enough = num_uses >= _MANY_USES and is_mixed and num_stretches > 1 and live <= before * _HARDLY_MORE
         return _with_others(self._joined(found).live_bytes(sizes), sizes)
 
     def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
