@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,13 +25,24 @@ from streaming.cache.paths import CachePaths
 from streaming.metrics import Metrics
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload([__name__])  # one process imports it all, once
 NUM_PROCESSES = 8
 NUM_CHUNKS = 120
 CHUNK_BYTES = 256 * 1024 - 64
 CHARGE = charged_bytes(file_bytes(CHUNK_BYTES))
 DATA_BYTES = NUM_CHUNKS * CHARGE
 PATTERN = np.random.Generator(np.random.PCG64(1)).integers(0, 256, 2 * CHUNK_BYTES, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process_imports_it_all() -> Iterator[None]:
+    """Where the fork server does not find a module to preload, as without our import path, it says nothing."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  one of an earlier file
+    FORKED.set_forkserver_preload([__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    yield
+    FORKED.set_forkserver_preload(["__main__"])  # as it is by itself
 
 
 def content(number: int, version: int) -> np.ndarray:
@@ -232,7 +245,7 @@ def test_a_kill_costs_at_most_the_fetch_that_it_hits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["fetching", "writing"])
 def test_whoever_waits_takes_over_when_the_holder_is_killed(tmp_path: Path, stage: str) -> None:
     here, there = FORKED.Pipe()
-    holder = FORKED.Process(target=hold, args=(str(tmp_path), there, stage))
+    holder = FORKED.Process(target=hold, args=(str(tmp_path), there, stage), daemon=True)  # ends with this process
     holder.start()
     assert here.poll(60)
     assert here.recv() == stage
