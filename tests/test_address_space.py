@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import re
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from data_sets import SampleSet, write_set
 from forked import Forked
 
+from streaming import DataLoader
 from streaming.engine.memory import arena
 from streaming.engine.memory.arena import Arena
 from streaming.errors import MemoryLimitError
@@ -54,3 +59,36 @@ def test_a_limited_address_space_gets_a_smaller_reserve(monkeypatch: pytest.Monk
         made.close()
     with pytest.raises(MemoryLimitError, match=r"ulimit -v.*Lower memory_limit"):
         Arena(4 << 20, shared=shared)
+
+
+def test_freed_memory_is_kept_only_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only saves time; under ``ulimit -v 2000000`` it ended the first epoch."""
+
+    def full(*_: object) -> NoReturn:
+        raise MemoryError
+
+    monkeypatch.setattr(arena.np, "empty", full)
+    arena.keep_freed_memory.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (RuntimeError("can't start new thread"), r"ulimit -u.*num_threads=0"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), r"ulimit -v.*lower memory_limit"),
+    ],
+)
+def test_what_the_system_refuses_comes_with_a_cure(
+    samples: SampleSet, monkeypatch: pytest.MonkeyPatch, error: Exception, cure: str
+) -> None:
+    def refused(thread: threading.Thread) -> NoReturn:
+        raise error
+
+    with DataLoader(samples.open(), batch_size=8, num_threads=1) as loader:
+        batches = iter(loader)
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(type(error)) as caught:
+            next(batches)
+        monkeypatch.undo()
+    (note,) = caught.value.__notes__
+    assert re.search(cure, note)

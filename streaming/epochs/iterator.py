@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import weakref
@@ -281,8 +282,8 @@ class Batches:
         if self._failure is not None:
             raise IteratorEndedError(self._failure)
         begun_s = time.thread_time()
-        self._watchdog.begin()
         try:
+            self._watchdog.begin()
             return self._next()
         except BaseException as error:
             self._fail(error)
@@ -362,6 +363,7 @@ class Batches:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = failed(error)  # has no effect if the iterator is exhausted
+        _add_cure(error)
         if not isinstance(error, StopIteration) and is_interrupt(error) and not self._turn.has_ended:
             self._loop.running = None
             self._loop.clean_up()
@@ -389,6 +391,20 @@ class Batches:
 def failed(error: BaseException) -> str:
     """Return the message for an iterator that is used again after ``error``."""
     return f"this iterator has already ended with an error ({type(error).__name__}: {error}); call iter() again"
+
+
+def _add_cure(error: BaseException) -> None:
+    """Add a note to an error that only says what the system refused: which limits to raise, and which options help."""
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        error.add_note(
+            "The system allows no further thread. Raise the limit of threads (ulimit -u, or the container's limit of "
+            "processes) or of address space (ulimit -v); num_threads=0 needs fewer threads"
+        )
+    elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        error.add_note(
+            "The system allows no further memory. Raise the limit (ulimit -v, or the container's memory), or lower "
+            "memory_limit and num_workers; num_threads=0 needs less address space"
+        )
 
 
 def close_at_exit(this: weakref.ref[Any]) -> None:

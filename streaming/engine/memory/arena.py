@@ -9,6 +9,7 @@ import os
 import resource
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
 
@@ -291,4 +292,5 @@ def keep_freed_memory() -> None:
     ever freed, so freeing a single block of 32 MB, which is never touched, raises it permanently; in any program that
     frees a tensor of that size this has already happened.
     """
-    np.empty(_HIGHEST_BYTES, np.uint8)
+    with suppress(MemoryError):  # under a tight `ulimit -v`
+        np.empty(_HIGHEST_BYTES, np.uint8)
