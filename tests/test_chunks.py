@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from itertools import pairwise, permutations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from data_sets import write_set
 
+from streaming import DataLoader, ShuffleConfig
+from streaming.engine.memory import mapped
 from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
@@ -113,6 +119,8 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
     damage = ChecksumError("damaged")
 
     def fetch(wanted: FetchRange, _: memoryview) -> UnitLayout:
+        if wanted.first_sample == 3:
+            raise damage
         where = np.zeros((1, 1), np.int64)
         return UnitLayout(
             keys=[str(wanted.first_sample)], fields=("x",), starts=where, sizes=where + 1,
@@ -154,4 +162,78 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
     assert chunks.rows.damage(np.arange(2)) == {}, "its rows went with it"
     assert {second.first_row, third.first_row} == {0, 1}
     assert chunks.rows.select(np.array([third.first_row]), None)[0] == ["2"]
+    release(third)
+    release(second)  # which takes half
+    with changed:
+        assert chunks.keep_first([wanted(2, MIB), wanted(1, MIB)]) == 2
+    release(get(4))
+    assert [chunks.holds(wanted(number, MIB)) for number in (1, 2, 4)] == [False, True, True], "the last gave way"
+    release(get(5))
+    assert [chunks.holds(wanted(number, MIB)) for number in (2, 4, 5)] == [False, True, True], "the oldest gave way"
+    lost, again = get(3), None
+    assert lost is not None
+    assert lost.damage is damage
+    release(lost)
+    again = get(3)
+    assert again is not lost, "what is damaged is fetched again"
     chunks.close()
+
+
+def check(store: ChunkStore) -> None:
+    units = list(store._units.values())
+    used = [-(-(unit.skew_bytes + unit.num_bytes) // PAGE_BYTES) * PAGE_BYTES for unit in units]
+    assert store.arena.used_bytes == sum(used) <= store.limit_bytes
+    assert all(store._units[key] is unit and unit.ready and not unit.users for key, unit in store._cold.items())
+    assert all(unit.users or not unit.ready or unit.wanted.key in store._cold for unit in units)
+
+
+@pytest.fixture
+def checked_stores(monkeypatch: pytest.MonkeyPatch) -> set[ChunkStore]:
+    """Stores that were used, each checked after every step."""
+    found = set[ChunkStore]()
+
+    def checked(step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(store: ChunkStore, *given: Any) -> Any:
+            result = step(store, *given)
+            if not store._closed:
+                check(store)
+            found.add(store)
+            return result
+
+        return stepped
+
+    for name in ("admit", "hold", "release"):
+        monkeypatch.setattr(ChunkStore, name, checked(getattr(ChunkStore, name)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fields": ["cls", "txt"]}, {"on_error": "substitute"}, {"on_error": "substitute", "transform": dict}],
+    ids=["mapped", "fields", "substitutes", "threads"],
+)
+def test_what_is_held_is_accounted_for_after_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_stores: set[ChunkStore], options: dict[str, Any]
+) -> None:
+    """The arena holds the units and nothing else; a unit is needed, on its way, or kept, and gives way if kept."""
+    samples = write_set(tmp_path)
+    if "transform" not in options:
+        monkeypatch.setattr(mapped, "LEAST_BYTES", 1)  # pieces begin where they do in a page of their file
+    if "on_error" in options:
+        tar = min(tmp_path.glob("*.tar"))
+        with tar.open("r+b") as file:
+            file.seek(tar.stat().st_size // 2)
+            file.write(b"?" * 30_000)
+
+    dataset = samples.open(shuffle=ShuffleConfig(lanes=2, window=20), max_bad_samples=99, **options)
+    with DataLoader(dataset, batch_size=10, memory_limit="1MiB", num_threads=2) as loader:
+        for batches in (None, 3, None, 1, None):
+            for number, _ in enumerate(loader, 1):
+                if number == batches:
+                    break
+            if batches is None:
+                (store,) = checked_stores
+                with store.changed:
+                    assert store.changed.wait_for(lambda: not store.pending(), 60)  # noqa: B023
+                    check(store)
+                assert sum(unit.users for unit in store._units.values()) == 0, "nothing is held for an epoch that ended"
