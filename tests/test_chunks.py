@@ -143,11 +143,19 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
         with changed:
             chunks.release(unit)
 
-    first, second = get(0), get(1)
+    chunks.limit_bytes = MIB
+    first = get(0)
+    assert get(1) is None, "the arena is larger than the limit"
+    chunks.limit_bytes = 2 * MIB
+    second = get(1)
     assert first is not None
     assert second is not None
     assert get(2) is None, "both are in use"
     assert chunks.arena.used_bytes == MIB + MIB // 2, "what was not read is given back"
+    release(first)
+    with changed:
+        assert chunks.hold(wanted(0, MIB)) == [first]
+    assert get(2) is None, "somebody reads it"
     release(first)
     assert get(0) is first, "kept"
     assert get(2) is None, "in use again"
@@ -176,6 +184,7 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
     release(lost)
     again = get(3)
     assert again is not lost, "what is damaged is fetched again"
+    check(chunks)
     chunks.close()
 
 
