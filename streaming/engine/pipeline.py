@@ -198,10 +198,8 @@ class Pipeline(Delivery):
         self._first_rows[need.unit] = -1 if unit.first_row < 0 else unit.first_row + lead
         if unit.damage is not None:
             self._damage[need.unit] = unit.damage
-        if need.last_batch < self._num_built:
-            self._store.release(unit)
-        else:
-            self._releases[need.last_batch].append(unit)
+        # Invariant: no batch from first_batch on is built before this, so the last one will release the unit.
+        self._releases[need.last_batch].append(unit)
 
     def _plan_block(self) -> None:
         first = self._planned
