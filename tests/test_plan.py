@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from sample_numbers import samples_at
 
 from streaming.errors import ConfigError
+from streaming.plan.memory import _largest_run
 from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan, RankBatches
 from streaming.types import LastBatch
@@ -420,3 +422,21 @@ def test_nothing_left_to_do() -> None:
     assert list(plan.passes) == []
     assert len(plan.rank_batches(0, 0, 1).positions) == 0
     assert plan.live_bytes([1, 1], 0) == chunks_read(plan) == 0
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_the_largest_run_of_pieces_is_that_of_all_runs(wraps: bool) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        counts, sizes = rng.integers(1, 5, 8), rng.integers(1, 9, 8)
+        rows, num_samples = int(rng.integers(1, counts.sum())), int(counts.sum())
+        plan: Any = SimpleNamespace(
+            shape=SimpleNamespace(most_rows=rows), samples_per_pass=num_samples, chunk_samples=counts,
+            num_samples=num_samples + wraps,
+        )  # fmt: skip
+        found = _largest_run(plan, np.cumsum(counts) - counts, np.cumsum(sizes) - sizes, int(sizes.sum()))
+        piece_of = np.repeat(np.arange(8), counts)
+        starts = range(num_samples if wraps else num_samples - rows + 1)
+        runs = [np.unique(piece_of[np.arange(start, start + rows) % num_samples]) for start in starts]
+        exact = max(int(sizes[pieces].sum()) for pieces in runs)
+        assert found == exact or (wraps and found > exact and rows > num_samples - int(counts.max()))
