@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,10 +15,10 @@ from unittest import mock
 import psutil
 import ray
 import ray_worker
+from forked import Forked
 from ray.cluster_utils import Cluster
 from ray.experimental import get_local_object_locations
 
-ROOT = Path(__file__).resolve().parent.parent
 STORE_BYTES = 80 << 20
 
 
@@ -28,7 +26,13 @@ class TwoNodes:
     """The driver's node ``home`` and another one, ``away``, each with one CPU and a small object store.
 
     To run on one of them, a task asks for a little of the resource of that name.
+
+    Args:
+        forked: Starts the process from which Ray's workers fork.
     """
+
+    def __init__(self, forked: Forked) -> None:
+        self._forked = forked
 
     def __enter__(self) -> Self:
         self._before = shared_files()
@@ -39,21 +43,16 @@ class TwoNodes:
             os.path.join(usual, "ray"), exist_ok=True
         )  # Cluster writes its address there, whatever temp_dir says
         workers = f"{self._folder}/workers"
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._workers = subprocess.Popen(
-            [sys.executable, ray_worker.__file__, "serve", workers],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        output = Path(self._folder, "output")
+        self._workers = self._forked.start(Path(ray_worker.__file__), "serve", workers, output=output)
         common = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "setup_worker_path": ray_worker.__file__}
         common |= {"include_log_monitor": False, "no_monitor": True}  # nobody reads logs here, nothing is scaled
         head = {**common, "resources": {"home": 1}, "temp_dir": self._folder, "include_dashboard": False}
         with mock.patch.dict(os.environ, {ray_worker.SOCKET: workers}):  # of Ray's processes
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self._cluster.add_node(**common, resources={"away": 1})
-        assert self._workers.stdout is not None
-        assert self._workers.stdout.readline() == b"ready\n", "no worker can start, and ray.init would wait for one"
+        while output.read_text() != "ready\n":  # no worker could start, and ray.init would wait for one
+            assert self._workers.poll_for(0.05) is None, output.read_text()
         self.address: str = self._cluster.address
         ray.init(address=self.address, log_to_driver=False)
         return self
@@ -63,7 +62,8 @@ class TwoNodes:
     ) -> None:
         ray.shutdown()
         self._cluster.shutdown()
-        self._workers.communicate()  # Ray's are gone with their nodes; were one left, it would end now
+        self._workers.kill()  # Ray's are gone with their nodes; were one left, it would end now
+        self._workers.wait(60)
         shutil.rmtree(self._folder)
         children = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._children]
         assert children == []

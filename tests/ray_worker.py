@@ -2,8 +2,9 @@
 
 A worker is an interpreter that imports Ray, torch and us: five seconds of a core, and the tests of Ray start thirty.
 ``TwoNodes`` has Ray start this file in place of its own ``setup_worker.py``: it hands its arguments, variables and
-output to the process that forks, and ends. As ``ray_worker.py serve SOCKET`` it is that process, until its standard
-input ends; its workers end with it. What a worker does from then on is Ray's ``default_worker.py``, as ever.
+output to the process that forks, and ends. As ``ray_worker.py serve SOCKET`` it is that process, itself forked by
+``forked.py``, until it is killed; its workers end with it. What a worker does from then on is Ray's
+``default_worker.py``, as ever.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ def hand_over() -> None:
 def serve(path: str) -> None:
     """Fork a worker for each that connects; those that come while this imports are kept waiting."""
     import gc  # noqa: PLC0415  what hands over is to start fast: so everywhere in here
-    import select  # noqa: PLC0415
     import signal  # noqa: PLC0415
     from importlib import import_module  # noqa: PLC0415
 
@@ -54,9 +54,6 @@ def serve(path: str) -> None:
         gc.enable()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they ended
         while True:
-            ready, _, _ = select.select([0, listener], [], [])
-            if 0 in ready:
-                return
             with listener.accept()[0] as connection:
                 data, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
             if os.fork() == 0:

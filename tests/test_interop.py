@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 
 from shard_tools import ShardWriter
 from shard_tools.write.encode import encode_field
@@ -191,34 +191,31 @@ def test_webdataset_decodes_our_values(shards):
 
 HUGGING_FACE = """
 import json, sys
+assert "datasets" not in sys.modules  # it reads its variables as it is imported
 import datasets
 datasets.disable_progress_bars()
-cache, *files = sys.argv[1:]
+found, cache, *files = sys.argv[1:]
 rows = datasets.load_dataset("webdataset", data_files=files, split="train", streaming=True, cache_dir=cache)
-for row in rows:
-    row = {k: v.hex() if isinstance(v, bytes) else v for k, v in row.items()}
-    print(json.dumps(row, default=float))  # NumPy scalars
+with open(found, "w") as file:
+    for row in rows:
+        row = {k: v.hex() if isinstance(v, bytes) else v for k, v in row.items()}
+        print(json.dumps(row, default=float), file=file)  # NumPy scalars
 """
 
 
-def test_hugging_face_datasets_reads_our_shards(shards, tmp_path):
+def test_hugging_face_datasets_reads_our_shards(shards, tmp_path, forked: Forked):
     pytest.importorskip("datasets")
-    environment = {
-        **os.environ,
+    environ = {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": str(tmp_path / "home"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", HUGGING_FACE, str(tmp_path / "cache"), *shards],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    (tmp_path / "program.py").write_text(HUGGING_FACE)
+    words, output, found = [str(tmp_path / "cache"), *shards], tmp_path / "output", tmp_path / "found"
+    done = forked.start(tmp_path / "program.py", str(found), *words, output=output, environ=environ)
+    assert done.wait() == 0, output.read_text()
+    rows = [json.loads(line) for line in found.read_text().splitlines()]
     assert [row["__key__"] for row in rows] == KEYS
     for row, original, (_, raw) in zip(rows, SAMPLES, EXPECTED, strict=True):
         assert bytes.fromhex(row["bin"]) == raw["bin"]

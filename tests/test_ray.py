@@ -63,7 +63,7 @@ def _ctrl_c_stays_pythons() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def nodes(forked: Forked) -> Iterator[TwoNodes]:  # what ``forked`` starts is no child that the cluster leaves behind
-    with TwoNodes() as nodes:
+    with TwoNodes(forked) as nodes:
         yield nodes
 
 
