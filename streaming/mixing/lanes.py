@@ -329,18 +329,18 @@ class MixedLanes(Endless):
             num_runs = float((ahead / self._mean_chunks[missing]).sum()) * self._group
             ahead = (ahead * min(1.0, _RUNS_AHEAD / max(num_runs, 1.0))).astype(np.int64)
             ahead = np.maximum(until[missing] + ahead, since[missing] + 4 * self._mean_chunks[missing])
-            for some in np.array_split(np.arange(len(missing)), -(-len(missing) // _SOURCES_AT_ONCE)):
-                rows = missing[some]
-                drawn = drawn.replaced(rows, *self._windows(rows, group, since[rows], ahead[some]))
-            self._kept[group] = drawn
+            drawn = self._kept[group] = drawn.replaced(missing, *self._windows(missing, group, since[missing], ahead))
         return drawn
 
     def _windows(
         self, sources: Int64Array, group: int, starts: Int64Array, stops: Int64Array
     ) -> tuple[Int64Array, Int64Array, Runs, Int64Array, Floats]:
         """Return starts, stops, the runs of some sources between them, how many of each, and their stamps."""
-        lanes, drawn = self._lanes_of(group), [self._in_order[place] for place in sources.tolist()]
-        runs, counts = runs_of(drawn, lanes.start, lanes.stop, starts, stops)
+        lanes, found = self._lanes_of(group), []
+        for some in np.array_split(np.arange(len(sources)), -(-len(sources) // _SOURCES_AT_ONCE)):
+            drawn = [self._in_order[place] for place in sources[some].tolist()]
+            found.append(runs_of(drawn, lanes.start, lanes.stop, starts[some], stops[some]))
+        runs, counts = Runs.joined([runs for runs, _ in found]), np.concatenate([counts for _, counts in found])
         source = np.repeat(sources, counts)
         # The phase is in units of the mean chunk, not of the actual one, or small chunks would come first everywhere.
         marks = runs.begins + self._mean_chunks[source] * self._phase_table[source, runs.lanes]

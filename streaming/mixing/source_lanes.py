@@ -22,6 +22,7 @@ from streaming.plan.permutation import hash_tables
 from streaming.types import Int64Array
 
 _BUNDLED_PARTS = 2**12  # several rounds of a small source are laid out together
+_LEAST_BUNDLED = 2**7
 _BUNDLES = 4  # of one source that ``kept_parts`` allow
 _KEPT_BUNDLES = 3  # of each source at least
 _NEVER = 2**62
@@ -170,14 +171,12 @@ class _Era:
     first_draw: int
     stop_round: int
     stop_draw: int
-
-    def num_bundled(self, num_parts: int) -> int:
-        """Return the number of rounds that are made together, of about so many parts."""
-        return max(num_parts // (self.num_passes * self.listing.num_chunks), 1)
+    num_bundled: int
+    """Number of rounds that are made together."""
 
 
-def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
-    """Yield the eras of a source, the last one without an end.
+def _eras(listings: Sequence[Listing], lanes: int, bundled: int) -> Iterator[_Era]:
+    """Yield the eras of a source, the last one without an end, whose bundles have about so many parts.
 
     Raises:
         ConfigError: One does not begin with a round of the previous one.
@@ -198,6 +197,7 @@ def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
         yield _Era(
             listing=listing, num_passes=num_passes, round_samples=size, first_round=first_round, first_draw=first_draw,
             stop_round=stop_round, stop_draw=stop_draw,
+            num_bundled=max(bundled // (num_passes * listing.num_chunks), 1),
         )  # fmt: skip
         first_round, first_draw = stop_round, stop_draw
 
@@ -238,9 +238,9 @@ class SourceLanes:
 
     def __init__(self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0) -> None:
         self._lanes = settings.lanes
-        self._bundled = min(_BUNDLED_PARTS, max(kept_parts // _BUNDLES, 1)) if kept_parts else _BUNDLED_PARTS
-        self._kept = max(_KEPT_BUNDLES, kept_parts // max(self._bundled, settings.lanes))
-        self.eras = list(_eras(listings, settings.lanes))
+        bundled = min(_BUNDLED_PARTS, max(kept_parts // _BUNDLES, _LEAST_BUNDLED)) if kept_parts else _BUNDLED_PARTS
+        self._kept = max(_KEPT_BUNDLES, kept_parts // max(bundled, settings.lanes))
+        self.eras = list(_eras(listings, settings.lanes, bundled))
         self.mean_chunk = listings[0].mean_chunk
         self.largest_chunk = max(listing.largest_chunk for listing in listings)
         self._bundles: dict[tuple[int, int], Rounds] = {}
@@ -255,20 +255,19 @@ class SourceLanes:
         return found
 
     def _known(self, era: _Era, number: int) -> Rounds | None:
-        return self._bundles.get((era.first_round, (number - era.first_round) // era.num_bundled(self._bundled)))
+        return self._bundles.get((era.first_round, (number - era.first_round) // era.num_bundled))
 
     def _asked(self, era: _Era, number: int) -> Rounds:
         """Return a bundle whose rounds are yet to be laid."""
-        num_bundled = era.num_bundled(self._bundled)
-        first = number - (number - era.first_round) % num_bundled
+        first = number - (number - era.first_round) % era.num_bundled
         return Rounds(
-            era.listing, range(first, min(first + num_bundled, era.stop_round)), era.num_passes, self._lanes,
+            era.listing, range(first, min(first + era.num_bundled, era.stop_round)), era.num_passes, self._lanes,
             first_round=era.first_round, first_draw=era.first_draw, lay=False,
         )  # fmt: skip
 
     def keep(self, era: _Era, rounds: Rounds) -> None:
         """Cache a bundle."""
-        within = (rounds.numbers.start - era.first_round) // era.num_bundled(self._bundled)
+        within = (rounds.numbers.start - era.first_round) // era.num_bundled
         keep_latest(self._bundles, (era.first_round, within), rounds, self._kept)
 
     def bundles_of(self, low: int, high: int, start: int, stop: int) -> Iterator[_Part]:
@@ -354,21 +353,22 @@ def _runs_of(
 ) -> tuple[Runs, Int64Array]:
     """Return the runs of each part that hold ``[starts[i], stops[i])`` of the streams, by lane, and its number."""
     low, high = lane_range
-    num_lanes, bundles = parts[0].rounds.lanes, [part.rounds for part in parts]
+    num_lanes, bundles, cuts = parts[0].rounds.lanes, [part.rounds for part in parts], [part.rows for part in parts]
     counts = np.array([len(part.numbers) for part in parts])
     # One row for each lane and round, in order. Linear positions of each bundle come behind those of the previous one.
     of = np.repeat(np.arange(len(parts)), counts * (high - low))
     lanes, place = np.divmod(np.arange(len(of)) - sums(counts * (high - low))[of], counts[of])
     lanes += low
-    draws = _end_to_end([part.rounds.first_draws[part.rows] for part in parts])
+    draws = _end_to_end([one.first_draws[rows] for one, rows in zip(bundles, cuts, strict=True)])
     first = (draws[sums(counts)[of] + place] - lanes + num_lanes - 1) // num_lanes
     shifts = sums([int(one.starts[-1]) for one in bundles])
+    lane_starts = [one.lane_starts[rows, low : high + 1] for one, rows in zip(bundles, cuts, strict=True)]
     begins, ends, turns = (
-        _end_to_end([table[part.rows, cut].T.ravel() for part, table in zip(parts, tables, strict=True)]) + shifts[of]
-        for tables, cut in (
-            ([one.lane_starts for one in bundles], slice(low, high)),
-            ([one.lane_starts for one in bundles], slice(low + 1, high + 1)),
-            ([one.turns for one in bundles], slice(low, high)),
+        _end_to_end([table.T.ravel() for table in tables]) + shifts[of]
+        for tables in (
+            [table[:, :-1] for table in lane_starts],
+            [table[:, 1:] for table in lane_starts],
+            [one.turns[rows, low:high] for one, rows in zip(bundles, cuts, strict=True)],
         )
     )
     # Two for each side of the turn, of which those are kept that hold some of the positions.
