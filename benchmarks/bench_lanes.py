@@ -120,7 +120,7 @@ def planned(orders: Any) -> str:
 def main() -> None:
     args = common.arguments(__doc__ or "", lanes=1024, seeds=12, classes=0)
     if args.classes:
-        for _ in range(2):
+        for _ in range(2 if args.classes < 5000 else 1):
             print(f"{args.classes:,} classes: {classes(args.data, args.classes)}", flush=True)
             print(f"{args.classes:,} sources: {many(args.classes)}", flush=True)
         return

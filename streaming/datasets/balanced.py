@@ -28,7 +28,7 @@ from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule
 
 MAX_CLASSES = 10_000
-"""Maximum number of classes. Each is a source and costs about 4 ms of CPU when an epoch starts (docs/design/0030)."""
+"""Maximum number of classes. Each is a source and costs about 1 ms of CPU when an epoch starts (docs/design/0030)."""
 _UNIT = 2**32  # weights computed from power are rounded to this grid, so that they are the same on every machine
 _SHOWN = 8
 _ELSEWHERE = ELSEWHERE | {
