@@ -23,7 +23,6 @@ from typing import Any, Self
 
 import psutil
 import torch
-from ready_server import have_a_server
 
 import streaming.catalog.open
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
@@ -139,8 +138,6 @@ def loader_of(
 
 def main(found_path: str, folder: str, num_workers: int, name: str = "large") -> None:
     SHARED.linger = True  # one process forks the workers of both loaders
-    if num_workers:
-        have_a_server()
     with loader_of(f"{folder}/tiny/", Counted(decode, num_workers), num_workers) as tiny:
         for batch in tiny:
             del batch
