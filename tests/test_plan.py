@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample_numbers import samples_at
 
 from streaming.errors import ConfigError
-from streaming.plan.memory import _largest_run
+from streaming.plan import memory as budget
 from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan, RankBatches
 from streaming.types import LastBatch
@@ -434,9 +434,16 @@ def test_the_largest_run_of_pieces_is_that_of_all_runs(wraps: bool) -> None:
             shape=SimpleNamespace(most_rows=rows), samples_per_pass=num_samples, chunk_samples=counts,
             num_samples=num_samples + wraps,
         )  # fmt: skip
-        found = _largest_run(plan, np.cumsum(counts) - counts, np.cumsum(sizes) - sizes, int(sizes.sum()))
+        found = budget._largest_run(plan, np.cumsum(counts) - counts, np.cumsum(sizes) - sizes, int(sizes.sum()))
         piece_of = np.repeat(np.arange(8), counts)
         starts = range(num_samples if wraps else num_samples - rows + 1)
         runs = [np.unique(piece_of[np.arange(start, start + rows) % num_samples]) for start in starts]
         exact = max(int(sizes[pieces].sum()) for pieces in runs)
         assert found == exact or (wraps and found > exact and rows > num_samples - int(counts.max()))
+
+
+@pytest.mark.parametrize("mib", [1, 47, 48, 49, 10_000])
+def test_limits_that_messages_recommend_are_enough(mib: int) -> None:
+    recommended = budget.needed_mib(mib << 20) << 20
+    assert budget.chunks_limit_bytes(recommended) * budget.EPOCHS_VARY >= mib << 20
+    assert budget.batches_limit_bytes(budget.enough_for_batches_mib(mib << 20) << 20) >= mib << 20

@@ -245,8 +245,11 @@ def test_no_batch_takes_more_than_the_bound_that_is_checked(
     largest = 0
     for rank in range(plan.dp_world_size):
         units, batches = BatchSlices(plan, rank, view), Counter[int]()
+        units._step = 3  # batches at once, of which the last may be fewer
+        splits = units.block(0, plan.num_batches).rows.row_splits
         for need in units.needs():
             batches[need.first_batch] += int(budget.whole_pages(units.wanted(need.unit).num_bytes))
+        assert sorted(batches) == np.flatnonzero(np.diff(splits)).tolist(), "each batch with rows is fetched"
         largest = max(largest, *batches.values())
     assert largest <= exact
 
