@@ -54,6 +54,8 @@ def test_documents_of_all_sizes_weigh_about_their_sum() -> None:
 def test_tensors_arrays_and_bytes_weigh_exactly() -> None:
     batch = {"x": torch.zeros(8, 1000), "y": np.zeros((3, 500)), "z": [bytes(size) for size in (10, 10**6, 5)] * 32}
     assert 0 < weigh(batch) - (32_000 + 12_000 + 32 * 1_000_015) < 8_000
+    small = [bytes(size % 9) for size in range(10_000)]  # of which most is not their content
+    assert 0 <= weigh(small) - sum(map(sys.getsizeof, small)) - sys.getsizeof(small) <= 8 * 10_000
 
 
 def test_what_is_shared_counts_once() -> None:
