@@ -175,6 +175,7 @@ def test_no_rows() -> None:
         ("n / 2 = 0", [0]),  # integers divide to integers
         ("n / 2.0 = 0.5", [0]),
         ("n / 0 is null and n is not null", [0, 1, 3, 4]),
+        ("x / 0 is null and x % 0 is null and x is not null", [0, 1, 3, 4]),
         ("n % 3 = -2", [4]),  # the sign of the first, as in SQL
         ("x % 1 = 0.5", [0]),
         ("x % 1 = -0.5", [1]),
