@@ -217,6 +217,12 @@ def test_the_same_condition_is_the_same_text() -> None:
     assert parse_where(texts[1].replace("a  b", "a b")).text != texts[1]
 
 
+def test_numbers_that_are_equal_hash_alike() -> None:
+    hashes = [stable_hash(pa.array(one)).to_pylist() for one in ([0, 7], [0.0, 7.0], [-0.0, 7.0], [False])]
+    assert hashes[0] == hashes[1] == hashes[2]
+    assert hashes[3] == hashes[0][:1]
+
+
 def test_hash_is_that_of_its_description() -> None:
     """The formula of ``stable_hash`` in plain integers; and numbers that no release may change."""
 
