@@ -344,3 +344,8 @@ def test_lengths_that_cannot_be(lengths: Any) -> None:
 def test_lengths_have_a_column_for_each_budget(lengths: Any) -> None:
     with pytest.raises(ConfigError, match="lengths"):
         pack(np.array(lengths), PackRules(length=8, overlong="drop", budgets=(4,)))
+
+
+def test_padded_packs_take_rounded_widths() -> None:
+    found = pack(np.array([3, 5, 9]), PackRules(length=16, multiple=4, padded=True))
+    assert (found.sizes.tolist(), found.fill) == ([12, 16], 17 / 28)

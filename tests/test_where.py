@@ -221,6 +221,9 @@ def test_numbers_that_are_equal_hash_alike() -> None:
     hashes = [stable_hash(pa.array(one)).to_pylist() for one in ([0, 7], [0.0, 7.0], [-0.0, 7.0], [False])]
     assert hashes[0] == hashes[1] == hashes[2]
     assert hashes[3] == hashes[0][:1]
+    texts = pa.array([f"{number}" for number in range(20_000)])  # more than are hashed at once
+    parts = [stable_hash(texts[first : first + 5000]).to_pylist() for first in range(0, 20_000, 5000)]
+    assert stable_hash(texts).to_pylist() == [one for part in parts for one in part]
 
 
 def test_hash_is_that_of_its_description() -> None:
