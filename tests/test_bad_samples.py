@@ -211,7 +211,7 @@ def test_dropping_under_raise_is_an_error(tmp_path: Path) -> None:
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[SampleSet, set[str]]:
     """202 samples; one bit of a payload in shard 4 is flipped after indexing. Also: the keys of the chunk it is in."""
-    samples = write_set(tmp_path / "train")
+    samples = write_set(tmp_path / "train", chunk_samples=4)
     dataset = samples.open()
     (chunk, *_) = np.flatnonzero(dataset.table.shard == 4)[5:].tolist()
     wanted = dataset.chunk(chunk)

@@ -62,6 +62,7 @@ RUN_ELSEWHERE = {
     "lanes": "test_cures.py::fewer_lanes_fit_into_less_memory",
     "max_gzip_ratio": "test_cures.py::an_archive_that_inflates_far_is_allowed",
     "memory_limit": "test_cures.py::a_memory_limit_that_is_named_is_enough",
+    "num_threads": "test_thread_faults.py::test_close_from_another_thread_while_the_consumer_builds",
     "region": "test_storage_faults.py::test_a_wrong_region",
     "overlap_labels": "test_packed_windows.py::test_a_token_bears_loss_once_if_asked",
     "transforms": "test_plan_mixtures.py::test_training_and_tool_read_the_same_file",
