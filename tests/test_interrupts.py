@@ -36,12 +36,13 @@ STEPS: dict[str, Callable[[Monitor], object]] = {
     "wake": Monitor.notify_all,
 }
 ENDS = {one.__code__ for one in (Batches._let_go, Delivery.close, Delivery._begin_to_close)}
+STARTS_THREAD = getattr(_thread, "start_joinable_thread", _thread.start_new_thread)  # the first is Python 3.13's
 PLACES: dict[str, Callable[[FrameType, Any], bool]] = {
     "anywhere": lambda frame, _: frame.f_code.co_filename.startswith(OURS),
     "rows get room": lambda frame, _: frame.f_back is not None and frame.f_back.f_code is RowTable._grow.__code__,
     "a batch counts": lambda frame, _: frame.f_code is Position.advance.__code__,
     "the run ends": lambda frame, _: frame.f_code in ENDS or (frame.f_back is not None and frame.f_back.f_code in ENDS),
-    "threads have started": lambda _, called: called is _thread.start_new_thread,
+    "threads have started": lambda _, called: called is STARTS_THREAD,
 }
 """By the frame, and the function of C that has returned to it."""
 
