@@ -8,7 +8,7 @@ class MeshError(ValueError):
 
 
 class RankUnknownError(MeshError):
-    """The number of processes is known, but not this process's rank until torch.distributed is initialised.
+    """The number of processes is known, but not this process's rank until torch.distributed is initialized.
 
     Attributes:
         world_size: The number of processes.

@@ -16,7 +16,7 @@ class MeshFinder:
     The one rule for everything that reads a share of the data.
 
     1. A mesh that was given is used as it is.
-    2. Otherwise torch.distributed gives rank and world size if it is initialised; if not, the launcher does: see
+    2. Otherwise torch.distributed gives rank and world size if it is initialized; if not, the launcher does: see
       `infra.launch`.
     3. The result is provisional until the first iteration, and is looked up again on each use before it. Loaders are
       often made before ``init_process_group`` is called (Lightning and Accelerate call it late, and under

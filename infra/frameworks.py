@@ -16,7 +16,7 @@ class DefaultGroup:
 
 
 def process_group() -> DefaultGroup | None:
-    """Return this process's place according to torch.distributed, or None if it is not initialised."""
+    """Return this process's place according to torch.distributed, or None if it is not initialized."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None

@@ -5,7 +5,7 @@ environment variables and are tried only if `discover` gets no ``environ``: torc
 process that has ``ray.train`` loaded, as its workers have.
 
 ====  =================  ==========================================================  =================================
- #    launcher           recognised by                                               before the next because it
+ #    launcher           recognized by                                               before the next because it
 ====  =================  ==========================================================  =================================
  0    torch.distributed  ``torch.distributed.is_initialized()``                      numbers the ranks that train
  1    ray                a Ray Train worker (``ray.train.get_context``)              inherits its node's environment
@@ -18,7 +18,7 @@ process that has ``ray.train`` loaded, as its workers have.
  8    single             nothing of the above
 ====  =================  ==========================================================  =================================
 
-If torch.distributed is initialised, its numbers are used, wherever it got them from: the environment often knows
+If torch.distributed is initialized, its numbers are used, wherever it got them from: the environment often knows
 nothing (``torch.multiprocessing.spawn``), or counts nodes instead of processes. An environment that cannot be
 reconciled with them raises an error that names both, since otherwise ranks might read each other's samples.
 

@@ -156,7 +156,7 @@ class DeviceMesh:
 
         Args:
             torch_device_mesh: The mesh; it is not kept.
-            data_axes: Axes whose ranks read different data; the first varies slowest. None: recognised by name (dp,
+            data_axes: Axes whose ranks read different data; the first varies slowest. None: recognized by name (dp,
                 fsdp, dp_replicate, dp_shard, data, batch, …), in the mesh's order.
             rank: Rank to use instead of this process's own; None: the mesh's ``get_rank()``.
             allow_subset: Accept a mesh with fewer ranks than the launcher started. By default this is refused, because
@@ -164,7 +164,7 @@ class DeviceMesh:
             environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: A data axis does not exist, axis names are missing or not recognised, or ranks are missing.
+            MeshError: A data axis does not exist, axis names are missing or not recognized, or ranks are missing.
         """
         names = torch_device_mesh.mesh_dim_names
         if names is None:
@@ -197,7 +197,7 @@ class DeviceMesh:
             data_axes: As for `from_torch`.
 
         Raises:
-            MeshError: The nest is not rectangular, names do not fit or are not recognised, or ``rank`` is not in it.
+            MeshError: The nest is not rectangular, names do not fit or are not recognized, or ``rank`` is not in it.
         """
         names = tuple(axis_names)
         flat, shape = axes.flatten(axes.nested_list(ranks), len(names))

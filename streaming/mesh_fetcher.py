@@ -245,7 +245,7 @@ class DeviceMeshFetcher(Closable):
         Raises:
             AgreementError: Ranks differ (the message names them and their values), or some did not arrive within
                 ``timeout``.
-            ConfigError: torch.distributed is not initialised, this is an ordinary dataset, or ``timeout`` is not a
+            ConfigError: torch.distributed is not initialized, this is an ordinary dataset, or ``timeout`` is not a
                 number.
         """
         self._look_again()
@@ -328,7 +328,7 @@ class DeviceMeshFetcher(Closable):
         return self._loop.set_weights(weights, at=at, timeout_s=seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch received: a small JSON-serialisable dict, the same on every rank.
+        """Return the position after the last batch received: a small JSON-serializable dict, the same on every rank.
 
         After the last batch of an epoch, the position is the start of the next epoch. Batches that a wrapper such as
         ``DevicePrefetcher`` is still holding back do not count as received.

@@ -125,7 +125,7 @@ class TorchIterable(IterableDataset[Sample]):
         self._epochs.set(checked_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this rank and worker in the current iteration: a small JSON-serialisable dict.
+        """Return the position of this rank and worker in the current iteration: a small JSON-serializable dict.
 
         Raises:
             StateError: No iteration has begun in this process; with torch workers, only the workers know their

@@ -70,7 +70,7 @@ class ShardCheck:
         task: The shard, and its index.
         storage: Store of the shard.
         decoder: Decodes every field too, if given.
-        whose_checksum: First-chunk checksums of all shards, to recognise shards that were swapped.
+        whose_checksum: First-chunk checksums of all shards, to recognize shards that were swapped.
         progress: Receives the number of bytes.
     """
 

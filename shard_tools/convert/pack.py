@@ -58,7 +58,7 @@ def pack(
         reader: The records.
         place: Destination of the shards.
         options: The options.
-        identity: JSON-serialisable; everything that determines the bytes of the result, except the source and the names
+        identity: JSON-serializable; everything that determines the bytes of the result, except the source and the names
             of the shards. Another run continues only if it is equal.
         columns: Metadata of the records to store in the sample table.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a

@@ -128,7 +128,7 @@ class Source(Protocol):
         """What was left out so far."""
 
     def identity(self) -> dict[str, object]:
-        """Return JSON-serialisable facts that identify this source; a conversion continues only if they are equal."""
+        """Return JSON-serializable facts that identify this source; a conversion continues only if they are equal."""
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""

@@ -18,7 +18,7 @@ from streaming.types import SHARD_SUFFIXES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How data of one layout is recognised and read.
+    """How data of one layout is recognized and read.
 
     Attributes:
         open: Makes the source; called with what the user named, the store and the options.
@@ -57,7 +57,7 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
     """Detect the format of ``spec`` from the names of its files.
 
     Raises:
-        ConfigError: The names are not recognised, or belong to several formats.
+        ConfigError: The names are not recognized, or belong to several formats.
         NotFoundError: There is nothing.
     """
     kinds = {

@@ -62,7 +62,7 @@ class RayExecutor(Executor):
             with self._lock:
                 self._under_way.discard(ref)
             error = inner.exception()
-            with suppress(InvalidStateError):  # cancelled meanwhile
+            with suppress(InvalidStateError):  # canceled meanwhile
                 if error is None:
                     future.set_result(inner.result())
                 else:

@@ -58,7 +58,7 @@ class BadRecord:
         return self.url, self.key, self.sample_in_shard, -1 if self.key else self.byte_start
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
     def to_line(self) -> bytes:

@@ -31,7 +31,7 @@ LENGTH = "length"
 """Stage of a document whose number of tokens differs from its column; it can be read, so it is not a bad sample."""
 Mask: TypeAlias = "npt.NDArray[np.bool_] | None"
 MAX_SUBSTITUTES = 256
-"""Number of neighbours tried in place of an unreadable sample before giving up: a few damaged chunks."""
+"""Number of neighbors tried in place of an unreadable sample before giving up: a few damaged chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from streaming.arguments import is_list
 from streaming.errors import ConfigError
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Returns an uninitialised, contiguous CPU tensor of a given shape and dtype, perhaps in page-locked memory."""
+"""Returns an uninitialized, contiguous CPU tensor of a given shape and dtype, perhaps in page-locked memory."""
 Form: TypeAlias = Literal["values", "nested", "flat"]
 """Form of a jagged field in a batch. ``"values"``: a ``Jagged`` of rows that differ along their first axis only;
 ``"nested"``: the same as torch's nested tensor; ``"flat"``: a ``Jagged`` of flattened rows with the shape of each."""

@@ -49,7 +49,7 @@ class SequenceSlice:
             error.
         dim: Axis of the sequence; 1 for ``[batch, sequence, …]``.
         layout: How the ring cuts: ``"contiguous"`` or ``"zigzag"``.
-        axes: Names of the ring axis and the Ulysses axis, in this order, if they cannot be recognised; ``""``: none.
+        axes: Names of the ring axis and the Ulysses axis, in this order, if they cannot be recognized; ``""``: none.
         position_ids: Name of an entry to add: int64 ``[length of the slice]``, the position of each element in the full
             sequence; with ``borders``, int64 ``[batch, length of the slice]``, its position in its row. With
             ``stage_fields``, only on stages that use one of ``fields``.

@@ -96,7 +96,7 @@ class NodeCache:
         """Fill ``out`` with bytes [start, start + len(out)) of the object, from the cache or by ``fetch``.
 
         Args:
-            url: The object; normalised by :func:`streaming.cache.key.normalised`. Never written to disk.
+            url: The object; normalized by :func:`streaming.cache.key.normalized`. Never written to disk.
             version: Everything else that identifies these bytes at that URL: the store's endpoint, ETag or generation,
                 or the index's size and fingerprint. Any text.
             start: First byte.

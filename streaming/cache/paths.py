@@ -116,11 +116,11 @@ class CachePaths:
             raise OSError(f"{self.marker}: expected {marker!r}, got {found!r}; not a cache of this release")
 
     def part_paths(self) -> Iterator[str]:
-        """List unfinished entries, recognised as ours by name."""
+        """List unfinished entries, recognized as ours by name."""
         return (entry.path for entry in _scan(self.parts) if is_part_name(entry.name))
 
     def entry_files(self) -> Iterator[os.DirEntry[str]]:
-        """List whole entries, recognised as ours by name."""
+        """List whole entries, recognized as ours by name."""
         for folder in _scan(self.entries):
             if folder.is_dir(follow_symlinks=False):
                 yield from (entry for entry in _scan(folder.path) if is_entry_name(entry.name))

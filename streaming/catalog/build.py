@@ -202,7 +202,7 @@ def _gather(
 ) -> list[ChunkTable]:
     """Return the results.
 
-    After a damaged shard the others continue; after any other error, calls that have not begun are cancelled.
+    After a damaged shard the others continue; after any other error, calls that have not begun are canceled.
     """
     tables: list[ChunkTable] = []
     errors: list[DataError] = []

@@ -1,4 +1,4 @@
-"""Find shards in few round trips, and serialise the result for ranks that did not search themselves."""
+"""Find shards in few round trips, and serialize the result for ranks that did not search themselves."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def open_shards(
         IndexMismatchError: The index does not cover or match these shards.
     """
     if peers is None:
-        found = _find(storage, urls, index)  # not serialised: for a large table the round trip takes a second
+        found = _find(storage, urls, index)  # not serialized: for a large table the round trip takes a second
     else:
         name = digest_of([str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls)), index])
         data = shared(peers, f"open/{name}", lambda: _find(storage, urls, index).to_bytes())

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
 """Number of sample tables requested in parallel."""
 _RECENT_CHUNKS = 4
-"""Number of chunks cached for random access, because neighbours are usually requested together."""
+"""Number of chunks cached for random access, because neighbors are usually requested together."""
 _RECENT_TABLES_BYTES = 128 << 20
 """Size of the sample table cache: four tables of a million samples, or ten thousand tables of a hundred videos."""
 

@@ -174,7 +174,7 @@ class ChunkSource(OneOrder):
 
     @property
     def can_grow(self) -> bool:
-        """Whether the set can be recognised after shards were appended; not for ranges and groups of samples."""
+        """Whether the set can be recognized after shards were appended; not for ranges and groups of samples."""
         return self._window is None and (self._selected is None or self._selected.is_whole)
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:

@@ -39,7 +39,7 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several URLs; a
     prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and
-    folders (whose names begin with a dot). Different spellings of a URL, and symbolic links, are recognised as the same
+    folders (whose names begin with a dot). Different spellings of a URL, and symbolic links, are recognized as the same
     shard.
 
     Raises:

@@ -119,11 +119,11 @@ class StreamingDataset(ChunkSource):
             count samples and stay exact; a lookup by key finds the first.
         max_gzip_ratio: Refuse a ``.tar.gz`` that inflates to more than this many times its size (and to more than 64
             MiB).
-        on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour
+        on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor
             replaces it; ``"skip"``: likewise, but the replacement is False in ``batch["__valid__"]``; ``"raise"``:
             raise the error.
         max_bad_samples: Stop the run when there are more bad samples than this number (int) or fraction of the epoch
-            (float), counted over all data-parallel ranks if torch.distributed is initialised, else on this rank; 1.0:
+            (float), counted over all data-parallel ranks if torch.distributed is initialized, else on this rank; 1.0:
             no limit.
         bad_samples_file: Path of a file to which bad samples are appended, one JSON object per line with the entries of
             ``loader.metrics()["bad"]``; ``{rank}`` is replaced by this process's rank. Each sample is written once per

@@ -27,7 +27,7 @@ _EMPTY_BYTES = sys.getsizeof(b"")
 _MOST_OBJECTS = 20_000
 """Maximum number of objects followed per level: some milliseconds."""
 _RUN = 100
-"""Neighbours examined together, so that alternating objects (a key, its value) are both seen."""
+"""Neighbors examined together, so that alternating objects (a key, its value) are both seen."""
 _ROUNDING_BYTES = 8
 """Python allocates in steps of 16 bytes, so half a step is lost per object on average."""
 _HEADER_BYTES = 96

@@ -25,7 +25,7 @@ _NAMED = 8
 _log = logging.getLogger(__name__)
 
 Facts = Mapping[str, Any]
-"""What must agree: JSON-serialisable values by the names that users know."""
+"""What must agree: JSON-serializable values by the names that users know."""
 
 
 class Board(Protocol):

@@ -100,7 +100,7 @@ def part_of(count: int, rank: int, world_size: int) -> range:
 
 
 def framed(head: Mapping[str, Any], *body: bytes) -> bytes:
-    """Put a JSON-serialisable head before bytes, for ``unframed``."""
+    """Put a JSON-serializable head before bytes, for ``unframed``."""
     text = json.dumps(head).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *body])
 

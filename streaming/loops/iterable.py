@@ -71,7 +71,7 @@ class IterableState(LoaderState):
     data_world_size: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict, which is JSON-serialisable if the dataset's own state is."""
+        """Return a dict, which is JSON-serializable if the dataset's own state is."""
         return {
             **LoaderState.to_dict(self),
             "cursors": [cursor.to_dict() for cursor in self.cursors],
@@ -409,7 +409,7 @@ class _Packets:
 
 
 class _IterableRun:
-    """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to recognise the last one.
+    """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to recognize the last one.
 
     Attributes:
         cursors: Positions after the latest batch.

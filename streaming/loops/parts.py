@@ -57,7 +57,7 @@ class Cursor:
     ended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for a checkpoint, which is JSON-serialisable if the dataset's own state is."""
+        """Return a dict for a checkpoint, which is JSON-serializable if the dataset's own state is."""
         return {**asdict(replace(self, state=None)), "state": self.state}
 
     @classmethod

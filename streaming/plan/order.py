@@ -99,7 +99,7 @@ class OrderSettings:
         return cls(seed=0, lanes=1, window=0, shuffle=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict that :meth:`from_dict` reads.
+        """Return a JSON-serializable dict that :meth:`from_dict` reads.
 
         ``scope`` is included only if it is not ``"global"``.
         """
@@ -131,7 +131,7 @@ def default_lanes(global_batch_size: int) -> int:
     It must not depend on the world size, or the order would change with it. If the lanes divide the global batch, every
     lane gives equally many samples to every batch, so each world size that divides the lanes owns whole lanes. A batch
     size whose divisors are all less than half of that bound (257, 254, 1018) gets the bound itself: ranks then share
-    lanes at their borders, but batches mix as well as those of 256. With a single lane, a batch would hold neighbours.
+    lanes at their borders, but batches mix as well as those of 256. With a single lane, a batch would hold neighbors.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
     most = min(size, max(16, size // 8), MAX_LANES)

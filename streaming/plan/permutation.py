@@ -5,7 +5,7 @@ number generators", 2014; constants: Stafford's variant 13). Not from :mod:`nump
 between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
 ``tests/test_sampler.py``.
 
-In a map-style dataset no neighbours are read together, so its order can be a true permutation of all samples, a
+In a map-style dataset no neighbors are read together, so its order can be a true permutation of all samples, a
 different one for each pass, evaluated sample by sample:
 
 - up to :data:`MAX_SORTED` samples: sorted by their hashes, as the chunks of a pass are;

@@ -235,7 +235,7 @@ class DeviceMeshSampler(Sampler[Any]):
         )  # fmt: skip
 
     def state_dict(self, *, num_consumed: int | None = None) -> dict[str, Any]:
-        """Return the position: a small JSON-serialisable dict, the same on every rank, valid for any world size.
+        """Return the position: a small JSON-serializable dict, the same on every rank, valid for any world size.
 
         Args:
             num_consumed: Number of batches of the latest iteration that were consumed. Needed only without ``follow``

@@ -99,7 +99,7 @@ class RetrySampler(Sampler[Any]):
 
     - over a ``DeviceMeshSampler``: a random sample of the dataset that depends only on the seed and the position, so
       that a batch holds the same samples on any world size;
-    - over any other sampler: a neighbour in the same batch (for single indices, one of the nearby ones), so that no
+    - over any other sampler: a neighbor in the same batch (for single indices, one of the nearby ones), so that no
       sample comes from outside that sampler's selection.
 
     Wrapper and dataset are sent to worker processes as they are (by fork, or pickled). Use it from one thread.
@@ -115,7 +115,7 @@ class RetrySampler(Sampler[Any]):
             ``max_substitutes`` others have failed too; this is not possible with torch's ``batch_size=None``, and a
             batch that becomes empty is an error. ``"raise"``: raise its error after the retries.
         max_bad_samples: Stop the iteration when there are more bad samples than this number (int) or fraction of the
-            epoch (float, rounded up), counted over all ranks if torch.distributed is initialised, else on this rank.
+            epoch (float, rounded up), counted over all ranks if torch.distributed is initialized, else on this rank.
         metrics: Where to count ``bad_samples``; default: a new ``Metrics``.
 
     Attributes:

@@ -33,7 +33,7 @@ def iter_samples(
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield key and fields of each sample of a tar that arrives in ``pieces``, in the order of the archive.
 
-    A gzip stream is recognised by its first bytes and inflated on the way. A sample is yielded as soon as the next
+    A gzip stream is recognized by its first bytes and inflated on the way. A sample is yielded as soon as the next
     one begins; memory is that of one sample and two pieces, in one copy. Samples before a damaged place are
     yielded before the error is raised.
 
