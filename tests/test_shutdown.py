@@ -278,7 +278,7 @@ def test_an_interrupt_in_the_middle_of_our_own_work(samples: SampleSet, monkeypa
     add, num_added = RowTable.add, count(1)
 
     def interrupted(*args: Any) -> int:
-        if next(num_added) == 10:  # of a later batch
+        if next(num_added) == 20:  # the chunk of the last of 20 batches
             raise KeyboardInterrupt
         return add(*args)
 
@@ -287,6 +287,6 @@ def test_an_interrupt_in_the_middle_of_our_own_work(samples: SampleSet, monkeypa
     with DataLoader(samples.open(shuffle=False), batch_size=BATCH, num_threads=0) as loader:
         with pytest.raises(KeyboardInterrupt):
             sum(1 for _ in loader)
-        assert loader.metrics().get("batches", 0) < 5
+        assert loader.metrics().get("batches", 0) < 19
         assert [row for batch in loader for row in batch["cls"].tolist()] == list(range(160))
     assert leftovers() - before == {}
