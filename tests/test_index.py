@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
 from streaming.index import files
-from streaming.index.chunk_table import ChunkTable, ShardInfo
+from streaming.index.chunk_table import ChunkTable, ShardInfo, numbers
 from streaming.index.columns import KEY, read_sample_columns
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.layout import chunks_path, samples_path
