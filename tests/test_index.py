@@ -386,6 +386,16 @@ def test_headers_of_pages_that_make_no_sense_leave_the_file_to_arrow() -> None:
         assert begun_at_page(file, memoryview(data), 0, "key", 45_000) == (file, 0)
 
 
+def test_missing_numbers_get_a_value_also_in_a_part_of_a_column() -> None:
+    """Which are missing is read from the bits that Arrow keeps, which may begin before the part."""
+    column = pa.array([None, 3, None, 7, 9], pa.uint32())
+    found = numbers(pa.chunked_array([column, column[1:], column[:0]]), np.int64, missing=-1)
+    assert found.tolist() == [-1, 3, -1, 7, 9, 3, -1, 7, 9]
+    assert found.dtype == np.int64
+    with pytest.raises(ValueError, match="2 missing values"):
+        numbers(column, np.int64)
+
+
 def _many(keys: list[str]) -> bytes:
     starts = np.arange(len(keys) + 1, dtype=np.int64) * 1024
     bounds = np.array([0, len(keys)])
