@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.iterator import Batches
 from streaming.epochs.position import Position
 from streaming.monitor import Monitor
+from streaming.storage.adapters.local import LocalAdapter
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -168,6 +169,21 @@ def test_thrown_at_any_moment(samples: SampleSet, kind: str, place: str, alarmed
         loader.close()
     assert leftovers() - before == {}  # what earlier tests left may end meanwhile
     assert num_thrown > min(20, len(moments) // 2)  # runs differ in their length, and see above
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # finalizers throw to nobody
+def test_a_file_that_is_written_is_whole_or_leaves_nothing_at_any_moment(tmp_path: Path) -> None:
+    def write(at: int) -> int:
+        with suppress(KeyboardInterrupt), thrown(at, ctrl_c, lambda *_: True) as seen:
+            LocalAdapter().put(f"{tmp_path}/a", memoryview(b"abc"))
+        return seen[0]
+
+    moments = write(0)
+    assert moments > 30
+    for at in range(1, moments + 1):
+        (tmp_path / "a").unlink(missing_ok=True)
+        write(at)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} in ({}, {"a": b"abc"}), at
 
 
 def test_what_an_interrupt_is(alarmed: Callable[[], None]) -> None:

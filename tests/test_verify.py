@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -117,6 +119,27 @@ def test_missing_shard(data: Path) -> None:
     index([str(data)], storage=Storage(), prune=True)
     assert check(data).findings == ()
     assert not (data / "_shardstream" / "samples" / "000003.tar.parquet").exists()
+
+
+def test_a_run_that_prunes_and_is_killed_is_continued(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data / "000002.tar").unlink()
+    (data / "000003.tar").unlink()
+    calls = 0
+
+    def change(storage: Storage, url: str, *data: Any, work: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        work(storage, url, *data)
+
+    with monkeypatch.context() as patch:
+        for name in ("put", "delete"):
+            patch.setattr(Storage, name, partialmethod(change, work=getattr(Storage, name)))
+        with pytest.raises(KeyboardInterrupt):
+            index([str(data)], storage=Storage(), prune=True)
+    assert index([str(data)], storage=Storage(), prune=True).num_pruned == 2
+    assert not list(data.glob("_shardstream/samples/00000[23]*"))
 
 
 def test_missing_shard_named_in_a_list(data: Path) -> None:

@@ -139,7 +139,7 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
     gone = [name for name, place in places.items() if name not in named and not storage.exists(place)]
     if gone:
         left = [shard.name for shard in table.shards if shard.name not in set(gone)]
-        storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
-        for name in gone:
+        for name in gone:  # before the table that names them: a run that is killed is continued by the next one
             storage.delete(join_url(home, samples_path(name)))
+        storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
     return len(gone)

@@ -163,6 +163,8 @@ def _unless_missing(error: OSError) -> None:
 class _FileWriter(StoreWriter):
     """Write beside the target, then rename over it; a killed process leaves at most a hidden temporary file.
 
+    A writer that is dropped before it is closed aborts: Ctrl-C can come before ``with`` has begun, or after its body.
+
     Small pieces are collected and written together: a system call takes as long as copying 20 kB. They are kept in a
     buffer of our own, since a forked child would also write out that of a file object when it drops the object.
     """
@@ -173,6 +175,8 @@ class _FileWriter(StoreWriter):
         self._path = local_path(url)
         self.num_bytes = 0
         self._held = bytearray()
+        self._descriptor: int | None = None
+        self._is_done = True  # nothing to remove
         directory, name = os.path.split(self._path)
         self._directory = directory or "."
         self._temporary = os.path.join(self._directory, f"{_TEMPORARY}{name[:80]}.{secrets.token_hex(6)}.tmp")
@@ -181,7 +185,8 @@ class _FileWriter(StoreWriter):
             if os.path.isdir(self._path):
                 raise StorageError(f"creating {url}: a directory has this name; choose another name")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._descriptor: int | None = os.open(self._temporary, flags, 0o666)
+            self._is_done = False
+            self._descriptor = os.open(self._temporary, flags, 0o666)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """See :class:`StoreWriter`."""
@@ -223,13 +228,19 @@ class _FileWriter(StoreWriter):
             self.abort()
             raise
         self._release()
+        self._is_done = True
 
     def abort(self) -> None:
         """See :class:`StoreWriter`."""
-        if self._descriptor is not None and self._maker.is_here:
+        if not self._is_done and self._maker.is_here:
             self._release()
             with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
                 os.unlink(self._temporary)
+            self._is_done = True
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, StorageError):  # of one that was not made; what nobody could handle here
+            self.abort()
 
     def _release(self) -> None:
         if self._descriptor is not None:
