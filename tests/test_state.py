@@ -75,7 +75,7 @@ def test_numpy_integers_become_plain_ones() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": STATE_VERSION + 1}, "versions 1 to 4, got 5"),
+        ({"version": STATE_VERSION + 1}, "versions 1 to 5, got 6"),
         ({"version": None}, "got None"),
         ({"version": True}, "got True"),
         ({"epoch": -1}, "epoch.*got -1"),

@@ -36,6 +36,8 @@ class JoinedSource(OneOrder):
     indexed = True
 
     def __init__(self, sets: Mapping[str, ChunkSource | PackedSource]) -> None:
+        for name in ("chunk_samples", "chunk_bytes", "byte_starts", "_shown_urls", "_have_gaps"):
+            self.__dict__.pop(name, None)  # of a copy that is made over other sets
         self._sets = [sets[name] for name in sorted(sets)]
         self._joined = _sharing_storages(self._sets)
         self.names = tuple(sorted(sets))

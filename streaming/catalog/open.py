@@ -38,7 +38,7 @@ from streaming.errors import (
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts
 from streaming.index.layout import TOKENS_FILE, chunks_path
-from streaming.index.sample_table import Records, SampleTable
+from streaming.index.sample_table import Records, SampleTable, Spans
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.types import SHARD_SUFFIXES, DuplicateKeys
@@ -207,6 +207,18 @@ def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Seq
     records = Records.from_parquet(data, fields, path)
     _check_is_of(records.chunks, shards, shard, path)
     return records
+
+
+def spans_of_shard(storage: Storage, shards: OpenShards, shard: int) -> Spans | None:
+    """Return the spans of one shard, or None if there is no sample table."""
+    if shards.scanned is not None:
+        return Spans.of_table(shards.scanned[shard])
+    found = _read_samples(storage, shards, shard)
+    if found is None:
+        return None
+    spans = Spans.from_parquet(*found)
+    _check_is_of(spans.chunks, shards, shard, found[1])
+    return spans
 
 
 def _read_samples(storage: Storage, shards: OpenShards, shard: int) -> tuple[memoryview, str] | None:

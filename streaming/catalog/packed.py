@@ -74,7 +74,7 @@ class PackedSource(OneOrder):
     """
 
     is_packed = indexed = True
-    can_grow = has_gaps = False
+    can_grow = has_gaps = can_be_cut = False
     fields: tuple[str, ...] | None
 
     def __init__(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,24 +53,31 @@ other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The part of the shards that a view covers: samples ``[first, stop)``, which begin in chunk ``first_chunk``."""
+    """The part of the shards that a view covers: samples ``[first, stop)``, which begin in chunk ``first_chunk``.
+
+    ``table`` has the rows of these samples: of their chunks, which ``chunks`` has anyway, or of the units of a cut set.
+    """
 
     first: int
     stop: int
     first_chunk: int
     table: ChunkTable
+    chunks: ChunkTable
 
     @classmethod
-    def of(cls, shards: OpenShards, first: int, stop: int) -> Window:
-        """Return samples ``[first, stop)`` of some shards.
+    def of(cls, shards: OpenShards, first: int, stop: int, units: ChunkTable | None = None) -> Window:
+        """Return samples ``[first, stop)`` of some shards, or of the ``units`` that these are cut into.
 
         Raises:
             IndexMissingError: They have no chunk table.
         """
         if shards.table is None:
             raise IndexMissingError(shards.missing_index)
-        first_chunk, table = shards.table.between(first, stop)
-        return cls(first=first, stop=stop, first_chunk=first_chunk, table=table)
+        first_chunk, chunks = shards.table.between(first, stop)
+        if units is None:
+            return cls(first=first, stop=stop, first_chunk=first_chunk, table=chunks, chunks=chunks)
+        first_chunk, table = units.between(first, stop)
+        return cls(first=first, stop=stop, first_chunk=first_chunk, table=table, chunks=chunks)
 
 
 class OneOrder(ABC):
@@ -143,6 +152,7 @@ class ChunkSource(OneOrder):
     _selected: Selected | None
     _versions: Versions
     _recent: RandomAccess
+    _units: ChunkTable | None = None
 
     @property
     def table(self) -> ChunkTable:
@@ -151,11 +161,36 @@ class ChunkSource(OneOrder):
         Raises:
             IndexMissingError: The set has no index and is too large to index on the fly.
         """
-        if self.shards.table is None:
-            raise IndexMissingError(self.shards.missing_index)
         if self._selected is not None:
             return self._selected.table
-        return self.shards.table if self._window is None else self._window.table
+        return self.whole_table if self._window is None else self._window.table
+
+    @property
+    def whole_table(self) -> ChunkTable:
+        """The rows of all shards, of which ``table`` has those that this set reads: chunks, or units.
+
+        Raises:
+            IndexMissingError: The set has no index and is too large to index on the fly.
+        """
+        if self.shards.table is None:
+            raise IndexMissingError(self.shards.missing_index)
+        return self.shards.table if self._units is None else self._units
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether ``in_units`` works: not for groups of samples, each of which reads parts of the same chunks."""
+        return self._selected is None or self._selected.can_be_cut
+
+    def in_units(self, units: ChunkTable) -> Self:
+        """Return the same set with rows of a finer table of its shards as its chunks (``streaming.catalog.cut``)."""
+        made = copy.copy(self)
+        made._units = units
+        if self._selected is not None:
+            made._selected = self._selected.over(units)
+        elif self._window is not None:
+            made._window = Window.of(self.shards, self._window.first, self._window.stop, units)
+        made._recent = RandomAccess(made, self._recent)
+        return made
 
     @property
     def indexed(self) -> bool:
@@ -170,7 +205,10 @@ class ChunkSource(OneOrder):
     @property
     def fingerprint(self) -> str:
         """See ``ChunkTable.fingerprint``, and ``Selected.fingerprint`` of a filtered set."""
-        return self.table.fingerprint if self._selected is None else self._selected.fingerprint
+        if self._selected is not None:
+            return self._selected.fingerprint
+        chunks = self.shards.table if self._window is None else self._window.chunks
+        return self.table.fingerprint if chunks is None else chunks.fingerprint
 
     @property
     def can_grow(self) -> bool:
@@ -208,9 +246,9 @@ class ChunkSource(OneOrder):
     @property
     def stored_samples(self) -> Int64Array:
         """int64 [C], samples in the bytes of each chunk, including those that a filter leaves out."""
-        if self._selected is None or self.shards.table is None:
+        if self._selected is None:
             return self.chunk_samples
-        return self.shards.table.num_samples[self._selected.chunks]
+        return self.whole_table.num_samples[self._selected.chunks]
 
     @property
     def chunk_bytes(self) -> Int64Array:
@@ -294,9 +332,9 @@ class ChunkSource(OneOrder):
 
         Samples count from the first one in the first chunk's bytes: there is no ``lead``.
         """
-        head, whole = self.chunk(first), self.shards.table
+        head, whole = self.chunk(first), self.whole_table
         low, high = self._whole_id(first), self._whole_id(stop - 1) + 1
-        if high - low == 1 or whole is None:
+        if high - low == 1:
             return replace(head, lead=0)
         ends, sums = (whole.byte_end[low:high] - head.byte_start).tolist(), whole.crc32c[low:high].tolist()
         return replace(
@@ -307,11 +345,11 @@ class ChunkSource(OneOrder):
     def chunk(self, chunk_id: int) -> FetchRange:
         """Return the byte range of a whole chunk; in a view, a chunk that crosses its border includes other samples."""
         table, lead = self.table, 0
-        if self._selected is not None and self.shards.table is not None:
-            table, chunk_id = self.shards.table, int(self._selected.chunks[chunk_id])
-        elif self._window is not None and self.shards.table is not None:
+        if self._selected is not None:
+            table, chunk_id = self.whole_table, int(self._selected.chunks[chunk_id])
+        elif self._window is not None:
             first = int(table.first_sample[chunk_id])
-            table, chunk_id = self.shards.table, self._window.first_chunk + chunk_id
+            table, chunk_id = self.whole_table, self._window.first_chunk + chunk_id
             lead = first - int(table.first_sample[chunk_id])
         shard = int(table.shard[chunk_id])
         return FetchRange(

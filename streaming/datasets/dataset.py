@@ -261,7 +261,7 @@ class StreamingDataset(ChunkSource):
             view._selected = self._selected.between(first, stop)
             return view
         before = 0 if self._window is None else self._window.first
-        view._window = Window.of(self.shards, before + first, before + max(first, stop))
+        view._window = Window.of(self.shards, before + first, before + max(first, stop), self._units)
         return view
 
     def of_group(self, selected: Selected, words: str) -> StreamingDataset:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 
+from infra import agent_store
 from streaming.arguments import (
     check_choice,
     checked_limit,
@@ -25,12 +26,17 @@ from streaming.arguments import (
 )  # fmt: skip
 from streaming.arrays import sums
 from streaming.batches.build import OnError, Part
+from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
 from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.fetch_units import FetchBytes, unit_sizes
 from streaming.datasets.mixture_file import arguments_of, read_description
 from streaming.datasets.packed import Packed
 from streaming.datasets.units import Unit, units_per_sample
 from streaming.errors import ConfigError, ShardstreamError, StateError
+from streaming.index.chunk_table import ChunkTable
+from streaming.job.once import Peers
+from streaming.job.store import job_peers
 from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.forecast import Forecast, Passes
@@ -104,6 +110,12 @@ class Mixture(JoinedSource):
             a single source, and shares are exact counts of batches; memory is that of ``quotas="exact"``, whatever
             ``quotas`` says. The number of lanes must divide the global batch size, which must divide ``epoch_size``. An
             epoch that ends holds only whole batches of each source; the rest comes first in the next epoch.
+        fetch_bytes: For ``quotas="exact"`` and ``batches="one_source"``: read units of about this size instead of whole
+            chunks, so that hundreds of sources fit into memory. A total such as ``"32MiB"`` is the sum of the sizes of
+            one unit of each source, divided so that it takes the fewest requests; a dict gives sizes by name
+            (``"text/en"`` for a source of a nested mixture), and sources that it does not name are read in whole
+            chunks. At least 64 KiB per source. The sample tables are read when the mixture is made. The sizes are part
+            of a run: a resumed one keeps those that it began with.
         max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; each
             source's own limit applies as well. None: only the sources' own limits and, over all ranks, their sum.
         bad_samples_file: As for ``StreamingDataset``, for all sources.
@@ -125,13 +137,21 @@ class Mixture(JoinedSource):
         shuffle: bool | ShuffleConfig = True,
         seed: int = 0,
         batches: Batches = "mixed",
+        fetch_bytes: FetchBytes | None = None,
         max_bad_samples: float | None = None,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
         _check_sources(sources)
         _check_choices(quotas, unit, ends, batches)
+        if fetch_bytes is not None and quotas == "chunks" and batches == "mixed":
+            raise ConfigError(
+                'fetch_bytes: quotas="chunks" already reads as much at a time as a single data set; smaller units are '
+                'for quotas="exact" and batches="one_source", which keep units of every source in memory. Leave it out'
+            )
         self.sources = dict(sources)
         self.leaves: dict[str, StreamingDataset | Packed] = _leaves(sources)
+        self._units: dict[str, ChunkTable] = {}
+        self.fetch_bytes: dict[str, int] = {}
         _check_packs(self.leaves)
         super().__init__(self.leaves)
         self.quotas: Quotas = quotas
@@ -141,7 +161,11 @@ class Mixture(JoinedSource):
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         self.max_bad_samples = 1.0 if max_bad_samples is None else checked_limit(max_bad_samples)
         self._take_over()
-        self._blend = blend_of(self._blends, self.sizes, weights=weights, repeats=repeats, ends=ends, units=self._units)
+        self._blend = blend_of(
+            self._blends, self.sizes, weights=weights, repeats=repeats, ends=ends, units=self._unit_means
+        )
+        if fetch_bytes is not None:
+            self._cut(unit_sizes(fetch_bytes, self.leaves, self._blend), job_peers(agent_store()))
 
     @classmethod
     def from_file(
@@ -260,11 +284,39 @@ class Mixture(JoinedSource):
         return made._of_sources()
 
     def _of_sources(self) -> Self:
-        """Rebuild this mixture, which is a copy, over the current ``sources``."""
+        """Rebuild this mixture, which is a copy, over the current ``sources``, cut as before."""
         self.leaves = _leaves(self.sources)
+        for name, table in self._units.items():
+            self.leaves[name] = _documents(self.leaves[name]).in_units(table)
         JoinedSource.__init__(self, self.leaves)
         self._take_over()
         return self
+
+    def _cut(self, sizes: Mapping[str, int], peers: Peers | None) -> None:
+        """Cut the chunks of some sources into units of these sizes; those of others stay whole."""
+        self.leaves = _leaves(self.sources)
+        cuts = []
+        for name in sizes:
+            one = _documents(self.leaves[name])
+            cuts.append(Cut(storage=one.storage, shards=one.shards, table=one.whole_table, unit_bytes=sizes[name]))
+        # Tables that stay as they are would only be copied.
+        self._units = {
+            name: table for name, table, cut in zip(sizes, cut_tables(cuts, peers), cuts, strict=True)
+            if table is not cut.table
+        }  # fmt: skip
+        self.fetch_bytes = dict(sizes)
+        self._of_sources()
+
+    def cut_as(self, ledger: Ledger) -> Self:
+        """Return this mixture with the fetch units of a run's ledger; sources that are new there keep their own."""
+        was = ledger.fetch_bytes
+        known = {name: was.get(name, self.fetch_bytes.get(name)) for name in self.names}
+        sizes = {name: size for name, size in known.items() if size is not None}
+        if sizes == self.fetch_bytes:
+            return self
+        made = copy.copy(self)
+        made._cut(sizes, None)
+        return made
 
     def __repr__(self) -> str:
         parts = [f"{len(self.names)} sources: {some_names(self.names)}"]
@@ -361,7 +413,7 @@ class Mixture(JoinedSource):
         return units_per_sample(self.leaves, self.unit)
 
     @property
-    def _units(self) -> Units | None:
+    def _unit_means(self) -> Units | None:
         return None if self.unit == "samples" else lambda: self.units_per_sample
 
     def weighed(self, weights: Any) -> Schedule:
@@ -381,7 +433,7 @@ class Mixture(JoinedSource):
             hint = "; give a Schedule when resuming: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
-        return by_weight(self._blends, weights, self._units)
+        return by_weight(self._blends, weights, self._unit_means)
 
     def begun(self, global_batch_size: int | None = None) -> Ledger:
         """Return the ledger of a run that begins now.
@@ -398,6 +450,7 @@ class Mixture(JoinedSource):
             dealt="batches" if self.batches == "one_source" else dealt,
             batch_size=global_batch_size if self.batches == "one_source" else None,
             shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
+            fetch_bytes=self.fetch_bytes,
         )  # fmt: skip
         return Ledger((entry,))
 
@@ -541,13 +594,20 @@ class Mixture(JoinedSource):
 
 
 def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
+    """Return the sources that hold samples, in whole chunks: how a mixture inside is dealt out has no effect."""
     found: dict[str, StreamingDataset | Packed] = {}
     for name, one in sources.items():
         if isinstance(one, Mixture):
-            found.update({f"{name}/{leaf}": dataset for leaf, dataset in one.leaves.items()})
+            found.update({f"{name}/{leaf}": dataset for leaf, dataset in _leaves(one.sources).items()})
         else:
             found[name] = one
     return dict(sorted(found.items()))
+
+
+def _documents(one: StreamingDataset | Packed) -> StreamingDataset:
+    if not isinstance(one, StreamingDataset):
+        raise TypeError("packs are not cut")
+    return one
 
 
 def _check_sources(sources: Any) -> None:

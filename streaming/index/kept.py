@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,15 @@ class Kept:
         self._bits = np.concatenate([*bits, padding]).reshape(-1, _BLOCK)
         counts = [_POPCOUNT[part].sum(axis=1, dtype=np.int64) for part in _parts(self._bits)]
         self._before = sums(np.concatenate(counts))
+        self._count(table)
+
+    def over(self, table: ChunkTable) -> Kept:
+        """Return the same choice, counted by the rows of another table of the same shards."""
+        made = copy.copy(self)
+        made._count(table)
+        return made
+
+    def _count(self, table: ChunkTable) -> None:
         self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
         ends = self.ranks(self.chunk_places + table.num_samples)
         self.chunk_ranks: Int64Array = self.ranks(self.chunk_places)
@@ -268,6 +278,18 @@ class Selected:
             kept=kept, table=rows, chunks=chunks, ranks=kept.chunk_ranks[chunks], first=0, stop=kept.total,
             fingerprint=fingerprint,
         )  # fmt: skip
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether :meth:`over` knows the same samples in another table: not of groups."""
+        return isinstance(self.kept, Kept)
+
+    def over(self, whole: ChunkTable) -> Selected:
+        """Return the same samples, as rows of another table of the same shards."""
+        if not isinstance(self.kept, Kept):
+            raise TypeError("groups are not cut")
+        every = Selected.of(whole, self.kept.over(whole), self.fingerprint)
+        return replace(every.between(self.first, self.stop), fingerprint=self.fingerprint)
 
     def between(self, first: int, stop: int) -> Selected:
         """Return samples ``[first, stop)`` of these."""

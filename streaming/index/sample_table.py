@@ -359,6 +359,59 @@ class Records:
         return cls(chunks=chunks, keys=Keys(keys), fields=found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spans:
+    """The spans of one shard: the part of a sample table that this takes, and no more.
+
+    Attributes:
+        chunks: The shard and its chunk rows.
+        firsts: int64 ``[S]``, the first sample of each span; none in an index of format 1.0.
+        byte_starts: int64 ``[S]``, offset of each span in the shard.
+        crc32c: uint32 ``[S]``, CRC32C of the bytes of each span.
+    """
+
+    chunks: ChunkTable
+    firsts: Int64Array
+    byte_starts: Int64Array
+    crc32c: NDArray[np.uint32]
+
+    @classmethod
+    def of_table(cls, table: SampleTable) -> Spans:
+        """Take the spans from a whole table."""
+        firsts = table.span_starts[: table.num_spans]
+        return cls(
+            chunks=table.chunks, firsts=firsts, byte_starts=table.record_starts[firsts], crc32c=table.span_crc32c
+        )
+
+    @classmethod
+    def from_parquet(cls, buffer: Any, source: str) -> Spans:
+        """Take the spans from the bytes of a sample file, of which little else is unpacked.
+
+        Raises:
+            IndexFormatError: The bytes are damaged, not a sample table, or of a newer major version; or a chunk does
+                not begin with a span.
+        """
+
+        def wanted(facts: dict[str, Any]) -> list[str]:
+            return ["record_start", *([_SPAN_CRC32C] if facts.get("version") != "1.0" else [])]
+
+        rows, facts = read_table(buffer, KIND, source, columns=wanted)
+        with content_errors(source, "not a sample table"):
+            chunks = _chunks_of_facts(facts, source)
+            starts, sums = _spans(rows, facts)
+            records = numbers(rows.column("record_start"), np.int64)
+        firsts = starts[: sums.size]
+        if len(records) != chunks.shards[0].num_samples:
+            raise damaged(source, f"{chunks.shards[0].num_samples} samples, but {len(records)} records")
+        byte_starts = records[firsts]
+        if sums.size and not (
+            np.isin(chunks.first_sample, firsts).all() and np.isin(chunks.byte_start, byte_starts).all()
+            and (np.diff(byte_starts) > 0).all()
+        ):  # fmt: skip
+            raise damaged(source, "a chunk that does not begin with a span")
+        return cls(chunks=chunks, firsts=firsts, byte_starts=byte_starts, crc32c=sums)
+
+
 def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
     """Return the chunk rows of one shard from its sample file, or from any tail of it that contains the footer.
 

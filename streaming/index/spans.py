@@ -93,6 +93,20 @@ def separate(running: UInt32s, sizes: Int64Array, chunk_firsts: NDArray[np.bool_
     return running ^ followed_by_zeros(before.astype(np.uint32), sizes)
 
 
+def joined_crc32c(crcs: UInt32s, sizes: Int64Array, begins: Int64Array) -> UInt32s:
+    """Return the CRC32C of each of ``U`` runs of consecutive pieces, from those of the ``S`` pieces.
+
+    Args:
+        crcs: uint32 ``[S]``.
+        sizes: int64 ``[S]``, bytes of each piece.
+        begins: int64 ``[U]``, the first piece of each run, increasing from 0; a run ends where the next one begins.
+    """
+    ends = np.cumsum(sizes)
+    runs = np.repeat(np.append(ends[begins[1:] - 1], ends[-1:]), np.diff(np.append(begins, len(crcs))))
+    found: UInt32s = np.bitwise_xor.reduceat(followed_by_zeros(crcs, runs - ends), begins)
+    return found
+
+
 def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
     """Return what remains of a prefix's CRC32C in that of the whole when ``num_bytes`` bytes follow."""
     bit = 0

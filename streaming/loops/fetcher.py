@@ -41,6 +41,7 @@ from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.exchange import PackExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
+from streaming.types import Int64Array
 
 _log = logging.getLogger(__name__)
 
@@ -92,10 +93,6 @@ class EpochLoop(BaseLoop):
         self._loaded_at: Place | None = None
         self._seeded_at: Place | None = None
         self._num_runs = 0
-        sizes = dataset.chunk_bytes
-        if self._is_mapped:
-            sizes = sizes + np.where(sizes < LEAST_BYTES, 0, dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
-        self._room_bytes = budget.whole_pages(sizes)
         self.shape.check_enough(self.samples_per_epoch)
         self.position.is_endless = self.samples_per_epoch >= ENDLESS
 
@@ -103,6 +100,14 @@ class EpochLoop(BaseLoop):
     def samples_per_epoch(self) -> int:
         """Samples of an epoch, over all ranks; used for every batch."""
         return self.shape.epoch_size or self._samples_per_pass
+
+    @cached_property
+    def _room_bytes(self) -> Int64Array:
+        """int64 [C], memory that each chunk takes."""
+        sizes = self.dataset.chunk_bytes
+        if self._is_mapped:
+            sizes = sizes + np.where(sizes < LEAST_BYTES, 0, self.dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
+        return budget.whole_pages(sizes)
 
     @property
     def _samples_per_pass(self) -> int:
@@ -196,8 +201,18 @@ class EpochLoop(BaseLoop):
         place = Place.of(state)
         if self.shares is not None:
             self.shares.load(state, self.row_of(place))
+            self._read_of(self.shares.mixture)
         self._loaded_at, self.order, self._is_resumed = place, state.order, True
         return place
+
+    def _read_of(self, mixture: Mixture) -> None:
+        """Read ``mixture`` from the next run on: the same samples, cut into the fetch units of the loaded run."""
+        if mixture is self.dataset:
+            return
+        self.dataset = self._read_set = mixture
+        self.__dict__.pop("_room_bytes", None)
+        self.stop()  # what it holds are other units
+        self._drop_machinery()
 
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""

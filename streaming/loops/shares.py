@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from infra import DeviceMesh
-from streaming.arguments import checked_int, some_names
+from streaming.arguments import checked_int, format_bytes, some_names
 from streaming.datasets.mixture import Mixture
 from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.job.agreement import gathered
@@ -42,6 +42,7 @@ class RunShares:
         shape: Shape of its batches.
 
     Attributes:
+        mixture: The mixture; after a state was loaded, with the fetch units of its run.
         ledger: Ledger of the run.
         samples_per_pass: Samples of an epoch without ``epoch_size``; ``ENDLESS`` if it has no end.
 
@@ -50,7 +51,7 @@ class RunShares:
     """
 
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
-        self._mixture = mixture
+        self.mixture = mixture
         self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
         if mixture.batches == "one_source" and shape.ramp is not None:
             raise ConfigError(
@@ -80,7 +81,7 @@ class RunShares:
         The object is the same as long as the settings are, so that weights can be appended to it.
         """
         if self._orders is None or self._orders.settings != settings:
-            self._orders = self._mixture.orders(settings, self.ledger)
+            self._orders = self.mixture.orders(settings, self.ledger)
         return self._orders
 
     def apart(self, settings: OrderSettings) -> Orders:
@@ -90,7 +91,7 @@ class RunShares:
         """
         if self._ahead is None or self._ahead[0] != self.ledger or self._ahead[1].settings != settings:
             orders: Any = self.orders(settings)
-            self._ahead = self.ledger, orders.apart() if self._mixture.is_endless else orders
+            self._ahead = self.ledger, orders.apart() if self.mixture.is_endless else orders
         return self._ahead[1]
 
     def load(self, state: LoaderState, row: int) -> None:
@@ -110,9 +111,12 @@ class RunShares:
                 f"this state was saved with one-source batches of {was} samples, but this loader's global batch has "
                 f"{self._batch_size}; give global_batch_size={was}"
             )
-        ledger = resumed(self._mixture, state.ledger, state.order, row)
-        if ledger != self.ledger:
-            self.ledger, self._orders = ledger, None
+        mixture = self.mixture.cut_as(state.ledger)
+        ledger = resumed(mixture, state.ledger, state.order, row)
+        if mixture is not self.mixture:
+            _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
+        if ledger != self.ledger or mixture is not self.mixture:
+            self.mixture, self.ledger, self._orders, self._ahead = mixture, ledger, None, None
 
     def set_weights(
         self, weights: Any, settings: OrderSettings, row: int, mesh: DeviceMesh, *, at: int | None, timeout_s: float
@@ -124,7 +128,7 @@ class RunShares:
                 planned.
             AgreementError: Ranks gave different weights, or did not arrive in time.
         """
-        schedule = self._mixture.weighed(weights)
+        schedule = self.mixture.weighed(weights)
         orders: Any = self.orders(settings)
         orders.first_free_row(row)
         lanes = settings.lanes
@@ -141,14 +145,14 @@ class RunShares:
             ledger = self.ledger.changed(schedule, start)
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
             # Invariant: the orders have the weights of the ledger, from the same row on.
-            self.ledger = _with_laid(self._mixture, ledger, lambda: orders)
+            self.ledger = _with_laid(self.mixture, ledger, lambda: orders)
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
         """Return the counts drawn from each source before ``row``; see ``DataLoader.seen``."""
-        passes, units = self._mixture.forecast(self.ledger).passes, self._mixture.units_per_sample
+        passes, units = self.mixture.forecast(self.ledger).passes, self.mixture.units_per_sample
         orders: Any = self.apart(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
@@ -156,15 +160,15 @@ class RunShares:
             if name not in passes:
                 continue  # dropped since, so nothing more is known about it
             found[name]["passes"] = passes[name].read(count)
-            if self._mixture.unit == "tokens":
+            if self.mixture.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
         return found
 
     def what_follows(self, row: int, global_batch_size: int) -> str:
         """Describe which sources open, and which begin which pass, at which step; "" if none does."""
-        if not self._mixture.is_endless:
+        if not self.mixture.is_endless:
             return ""
-        forecast = self._mixture.forecast(self.ledger)
+        forecast = self.mixture.forecast(self.ledger)
         coming = sorted((at, name, number) for name, rows in forecast.pass_rows(row).items() for at, number in rows)
         opening = forecast.openings(row)[:_PASSES_TOLD]
         told = [f"{names} is drawn from at step {-(-at // global_batch_size):,}" for at, names in opening]
@@ -182,9 +186,9 @@ class RunShares:
         """
         last, is_first = self.ledger.last, not self._has_begun
         self._has_begun = True
-        if not is_first or last.dealt != "chunks" or not self._mixture.is_endless:
+        if not is_first or last.dealt != "chunks" or not self.mixture.is_endless:
             return
-        tables = {name: self._mixture.leaves[name].chunk_samples for name in sorted(last.drawn) if last.weights[name]}
+        tables = {name: self.mixture.leaves[name].chunk_samples for name in sorted(last.drawn) if last.weights[name]}
         total = sum(int(table.sum()) for table in tables.values())
         mean, name = max((float(table.mean()), name) for name, table in tables.items())
         strays = mean * math.sqrt(lanes) / 2
@@ -195,7 +199,7 @@ class RunShares:
             "in %d lanes, so at any step a source may be up to about %d samples ahead of or behind its share. "
             '%s(…, quotas="exact") keeps the shares at every step; smaller shards (shard_tools reshard --max-bytes) '
             "come closer to them",
-            name, round(mean), total, lanes, round(strays), type(self._mixture).__name__,
+            name, round(mean), total, lanes, round(strays), type(self.mixture).__name__,
         )  # fmt: skip
 
     def _agreed(
@@ -251,6 +255,12 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
     if changes:
         _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
+
+
+def in_words(mixture: Mixture) -> str:
+    """Describe the fetch units of a mixture."""
+    sizes = [f"{name} {format_bytes(size)}" for name, size in mixture.fetch_bytes.items()]
+    return some_names([*sizes, *(["whole chunks of the others"] if len(sizes) < len(mixture.names) else [])])
 
 
 def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:

@@ -12,6 +12,8 @@ arithmetic.
 ``laid`` gives, for a source dealt in chunks that no longer has a weight, how many of its samples are in each lane, so
 that the positions of the others can be computed without it once those samples have been read.
 
+``fetch_bytes`` gives the size of the units into which the chunks of a source are cut; it never changes in a run.
+
 ``shards`` gives the number of shards of each source. If a source has grown, ``joins`` of the entry gives the first pass
 over the source that includes the new shards: ``"joins": {"web": 3}``.
 """
@@ -58,6 +60,7 @@ class Entry:
         shards: Number of shards of each source that can grow; {}: not recorded.
         joins: For each source that has grown, the first pass over it with the new shards.
         laid: For sources without a weight from here on, samples in each lane once everything is laid.
+        fetch_bytes: Size of the fetch units of each source whose chunks are cut; others are read in whole chunks.
     """
 
     start: int
@@ -71,6 +74,7 @@ class Entry:
     shards: Mapping[str, int] = field(default_factory=dict)
     joins: Mapping[str, int] = field(default_factory=dict)
     laid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fetch_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checked_count("from", self.start)
@@ -87,7 +91,9 @@ class Entry:
         for name, counts in self.laid.items():
             for count in counts:
                 checked_count(f"laid of {name!r}", count)
-        named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid)
+        for name, size in self.fetch_bytes.items():
+            checked_count(f"fetch_bytes of {name!r}", size, 1)
+        named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid, self.fetch_bytes)
         unknown = {name for names in named for name in names} - set(self.sources)
         if unknown:
             raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
@@ -117,6 +123,7 @@ class Entry:
             made["batch_size"] = self.batch_size
         made |= {name: dict(found) for name, found in (("shards", self.shards), ("joins", self.joins)) if found}
         made |= {"laid": {name: list(counts) for name, counts in self.laid.items()}} if self.laid else {}
+        made |= {"fetch_bytes": dict(self.fetch_bytes)} if self.fetch_bytes else {}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -140,6 +147,7 @@ class Entry:
                 shards=dict(data.get("shards", {})),
                 joins=dict(data.get("joins", {})),
                 laid={name: tuple(counts) for name, counts in data.get("laid", {}).items()},
+                fetch_bytes=dict(data.get("fetch_bytes", {})),
             )
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
@@ -176,6 +184,16 @@ class Ledger:
     def grows(self) -> bool:
         """Whether a source has grown."""
         return any(entry.joins for entry in self.entries)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether chunks of a source are cut into fetch units."""
+        return any(entry.fetch_bytes for entry in self.entries)
+
+    @property
+    def fetch_bytes(self) -> dict[str, int | None]:
+        """Size of the fetch units of each source that the run has ever had; None: whole chunks."""
+        return {name: entry.fetch_bytes.get(name) for entry in self.entries for name in entry.sources}
 
     @property
     def is_changed(self) -> bool:

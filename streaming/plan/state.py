@@ -15,9 +15,9 @@ from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
 
-STATE_VERSION = 4
-"""Of a mixture of which a source grew; 3: whose shares are not dealt in chunks; 2: of one that deals chunks; 1: of one
-dataset. So older releases read what they know."""
+STATE_VERSION = 5
+"""Of a mixture whose chunks are cut into fetch units; 4: of one of which a source grew; 3: whose shares are not dealt
+in chunks; 2: of one that deals chunks; 1: of one dataset. So older releases read what they know."""
 _TEXT = "ledger_text"
 """The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
@@ -76,8 +76,10 @@ class LoaderState:
         """Layout of this state."""
         if self.ledger is None:
             return 1
-        if self.ledger.grows:
+        if self.ledger.is_cut:
             return STATE_VERSION
+        if self.ledger.grows:
+            return 4
         return 2 if self.ledger.is_plain else 3
 
     def check_fits(self, *, epoch_size: int | None, shuffle: bool) -> None:

@@ -1,0 +1,88 @@
+"""Choose the size of the fetch units into which the chunks of a mixture's sources are cut: ``unit_sizes``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from streaming.arguments import format_bytes, parse_bytes, some_names
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.packed import Packed
+from streaming.errors import ConfigError
+from streaming.index.spans import SPAN_BYTES
+from streaming.mixing.blend import Blend
+
+FetchBytes: TypeAlias = int | str | Mapping[str, int | str]
+LEAST_UNIT_BYTES = SPAN_BYTES
+"""A unit is a run of whole spans, each of which has a checksum."""
+
+
+def unit_sizes(given: FetchBytes, leaves: Mapping[str, StreamingDataset | Packed], blend: Blend) -> dict[str, int]:
+    """Return the size of the units of each source that is cut, in bytes.
+
+    Args:
+        given: Sizes by the names of sources, or the sum of the sizes over all sources; then a source with the share s
+            of the bytes read has a size proportional to the square root of s, and at least ``LEAST_UNIT_BYTES``: for
+            this sum, that takes the fewest requests.
+        leaves: The sources.
+        blend: What is drawn from them. The share of a source is its largest one, if shares change.
+
+    Raises:
+        ConfigError: A size is invalid, a source is unknown, or its chunks cannot be cut.
+    """
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - set(leaves), key=str)
+        if unknown:
+            known = some_names(sorted(leaves))
+            raise ConfigError(f"fetch_bytes: the sources are {known}, got {some_names(list(map(repr, unknown)))}")
+        _check_can_be_cut({name: leaves[name] for name in given}, "leave it out: its chunks then stay whole")
+        return {name: _checked(size, name) for name, size in sorted(given.items())}
+    names = [name for name, one in sorted(leaves.items()) if not one.can_be_cut]
+    cut = sorted(set(leaves) - set(names))
+    others = ", ".join(f'"{name}": …' for name in cut[:2])
+    cure = f"give sizes of the others alone, fetch_bytes={{{others}}}" if cut else "leave fetch_bytes out"
+    _check_can_be_cut(leaves, cure)
+    return _by_root(parse_bytes(given, name="fetch_bytes"), _byte_shares(leaves, blend))
+
+
+def _checked(size: int | str, name: str) -> int:
+    found = parse_bytes(size, name=f"fetch_bytes of {name!r}")
+    if found < LEAST_UNIT_BYTES:
+        raise ConfigError(
+            f"fetch_bytes of {name!r}: expected at least {format_bytes(LEAST_UNIT_BYTES)}, which is what one checksum "
+            f"covers, got {format_bytes(found)}"
+        )
+    return found
+
+
+def _check_can_be_cut(leaves: Mapping[str, StreamingDataset | Packed], cure: str) -> None:
+    for name, one in leaves.items():
+        if not one.can_be_cut:
+            what = "a Packed reads whole groups of chunks" if one.is_packed else "it is a group of samples"
+            raise ConfigError(f"fetch_bytes: the source {name!r} cannot be cut: {what}; {cure}")
+
+
+def _byte_shares(leaves: Mapping[str, StreamingDataset | Packed], blend: Blend) -> dict[str, float]:
+    """Return the largest share that each source ever has of the bytes read."""
+    found = dict.fromkeys(sorted(leaves), 0.0)
+    mean_bytes = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in leaves.items()}
+    for _, weights in blend.segments():
+        rates = {name: weights.get(name, 0) * mean_bytes[name] for name in found}
+        total = sum(rates.values())
+        found = {name: max(share, rates[name] / total) for name, share in found.items()}
+    return found
+
+
+def _by_root(total: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Divide ``total`` by the square roots of the shares; who would get less than the least size, gets that."""
+    sizes: dict[str, int] = {}
+    roots = {name: math.sqrt(share) for name, share in shares.items()}
+    while roots:
+        left, whole = total - LEAST_UNIT_BYTES * len(sizes), sum(roots.values())
+        small = [name for name, root in roots.items() if root * left < LEAST_UNIT_BYTES * whole or not root]
+        if not small:
+            return dict(sorted((sizes | {name: int(left * root / whole) for name, root in roots.items()}).items()))
+        sizes |= dict.fromkeys(small, LEAST_UNIT_BYTES)
+        roots = {name: root for name, root in roots.items() if name not in sizes}
+    return dict(sorted(sizes.items()))
