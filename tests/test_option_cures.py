@@ -431,7 +431,7 @@ def shards_are_replaced(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------- mixtures, meshes
 
 
-@cure("weights", "ends", "epoch_size", "repeats", "quotas", "batches", "scope")
+@cure("weights", "ends", "epoch_size", "repeats", "quotas", "batches", "scope", "fetch_bytes")
 def mixtures_end_or_do_not(folder: Path) -> None:
     sources = {name: write_set(folder / name, (8,)).open() for name in ("a", "b")}
     even = {"a": 1.0, "b": 1.0}
@@ -459,6 +459,10 @@ def mixtures_end_or_do_not(folder: Path) -> None:
     assert count(Mixture(few, batches="mixed"), last_batch="partial") == 3
     assert count(Mixture(sources, weights=even, batches="one_source"), epoch_size=16) == 4
     assert count(Mixture(sources, weights=even, quotas="chunks", ends="all")) == 4
+    said(lambda: Mixture(sources, fetch_bytes="1MiB"), 'for quotas="exact" and batches="one_source"')
+    said(lambda: Mixture(sources, quotas="exact", fetch_bytes={"c": "1MiB"}), "the sources are a, b, got 'c'")
+    said(lambda: Mixture(sources, quotas="exact", fetch_bytes={"a": 512}), "expected at least 64.0 KiB")
+    assert count(Mixture(sources, quotas="exact", fetch_bytes={"a": "64KiB"})) == 4
     said(lambda: Mixture(sources, stopping_strategy="first"), 'write ends="first" or "all"')
     said(lambda: Mixture(sources, probabilities=[0.5, 0.5]), "write weights=")
     said(lambda: Mixture(sources, epoch_size=8), "DataLoader(mixture, epoch_size=…)")
