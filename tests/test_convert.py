@@ -531,6 +531,12 @@ def test_target_with_other_data_is_refused(tmp_path: Path) -> None:
     (target / "_shardstream" / "convert.json").write_text("{}")
     with pytest.raises(IndexFormatError, match="--overwrite"):
         convert(str(source), str(target))
+    convert(str(other), str(target), options=ConvertOptions(overwrite=True))
+    (target / "000000.tar").unlink()  # as a run leaves it that has only begun, or was killed
+    (target / "_shardstream" / "samples" / "000000.tar.parquet").unlink()
+    (target / "_shardstream" / "chunks.parquet").unlink()
+    with pytest.raises(TargetNotEmptyError, match="another conversion, of which no shard is written yet"):
+        convert(str(source), str(target))
 
 
 def test_pattern_as_target(tmp_path: Path) -> None:

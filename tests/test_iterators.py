@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +111,13 @@ def test_a_loader_that_is_dropped_is_gone_without_the_garbage_collector(
                 if not ends:
                     break
             del loader
+        dataset = samples.open()
+        assert dataset[3]["__key__"] == dataset[2:5].take(2)[1]["__key__"]
+        with DataLoader(dataset, SIZE) as loader:
+            next(iter(loader))
+        gone = weakref.ref(dataset)
+        del dataset, loader
+        assert gone() is None
         left = [one for one in gc.get_objects() if isinstance(one, Loop) and id(one) not in loops]
         for thread in our_threads() - before:  # those that fetch end by themselves
             thread.join(10)

@@ -18,7 +18,7 @@ from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.convert import ConvertOptions, convert
 from shard_tools.running.report import Finding
 from shard_tools.sets.reindex import index
-from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
+from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
@@ -306,6 +306,21 @@ def test_index_elsewhere_and_folders(tmp_path: Path) -> None:
     assert kinds(report) == [("missing", "1.tar")]
     index([str(tmp_path / "data")], **options, prune=True)  # type: ignore[arg-type]
     assert verify([str(tmp_path / "data")], **options).findings == ()  # type: ignore[arg-type]
+
+
+def test_an_index_elsewhere_is_of_one_folder(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        with ShardWriter(str(tmp_path / folder / "{:d}.tar"), index=False, max_samples=2) as writer:
+            for i in range(3):
+                writer.write({"__key__": f"{folder}{i}", "cls": i})  # as long as those of the other
+    options = {"storage": Storage(), "index_url": str(tmp_path / "index")}
+    index([str(tmp_path / "a")], **options)  # type: ignore[arg-type]
+    assert index([str(tmp_path / "a")], **options).num_scanned_bytes == 0  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"b/0.tar: the index in .*index describes another shard of this name"):
+        index([str(tmp_path / "b")], **options)  # type: ignore[arg-type]
+    assert verify([str(tmp_path / "a")], **options).findings == ()  # type: ignore[arg-type]
+    index([str(tmp_path / "b")], **options, force=True)  # type: ignore[arg-type]
+    assert verify([str(tmp_path / "b")], **options).findings == ()  # type: ignore[arg-type]
 
 
 def test_finding_as_text_and_json() -> None:

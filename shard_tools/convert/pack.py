@@ -199,9 +199,11 @@ def _prepare(
                 f"{redact(there[0])}; give another target, or delete them with --overwrite"
             )
         if not found.same_work(journal):
+            # It may still be running, so its place is not taken even if it has written nothing else.
+            begun = ", of which no shard is written yet" if there == [join_url(place.directory, NAME)] else ""
             raise TargetNotEmptyError(
-                f"{redact(place.directory)} holds another conversion ({found.differences(journal)}); give another "
-                "target, run with the same source and options to continue, or start over with --overwrite"
+                f"{redact(place.directory)} holds another conversion{begun} ({found.differences(journal)}); give "
+                "another target, run with the same source and options to continue, or start over with --overwrite"
             )
         earlier = _earlier_work(place, storage, found, position=position)
         if found.complete and not earlier.complete:  # shards are gone: a run that was overwriting them was interrupted

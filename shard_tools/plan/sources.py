@@ -48,7 +48,7 @@ class OpenedSet(ChunkSource):
             storage, self.shards, where=where, view=view, subset=parse_subset(subset), exclude=None, peers=None
         )
         self._window, self._selected = narrowed(storage, self.shards, asked)
-        self._recent = RandomAccess(self)
+        self._recent = RandomAccess()
 
 
 def open_planned(

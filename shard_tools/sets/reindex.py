@@ -95,7 +95,7 @@ def index(
 
     Raises:
         DataError: A shard is damaged; the others are indexed, and the next run reads only what is missing.
-        ConfigError: A shard is compressed.
+        ConfigError: A shard is compressed, or the index at ``index_url`` is that of another folder.
         StorageError: A store failed.
     """
     started = time.monotonic()

@@ -11,6 +11,8 @@ from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
 
+import crc32c
+
 from streaming.catalog.scan import Progress, compressed_error, scan_shard
 from streaming.errors import (
     AccessDeniedError,
@@ -111,7 +113,7 @@ def index_shards(
         progress: Called with scanned bytes, from any thread; with ``processes`` or ``executor`` once per shard.
 
     Raises:
-        ConfigError: A shard is compressed, or two shards have the same name in one index.
+        ConfigError: A shard is compressed, or two shards, perhaps of different calls, have the same name in one index.
         DataError: A shard is damaged; see :func:`streaming.catalog.scan.scan_shard`.
         StorageError: A shard cannot be read, or the index cannot be written.
     """
@@ -129,6 +131,8 @@ def index_shards(
         for home, group in _homes(urls, index_url).items()
         for url in group
     ]
+    if index_url is not None and not force:
+        _check_same_folder(storage, todo, rows_of)
     workers = min(parallel or num_cores(), max(1, len(todo)))
     with ExitStack() as closing:
         told = None
@@ -174,6 +178,28 @@ class _Todo:
     url: str
     home: str
     name: str
+
+
+def _check_same_folder(
+    storage: Storage, todo: Sequence[_Todo], rows_of: Mapping[str, Mapping[str, ChunkTable]]
+) -> None:
+    """Check, for the first shard that an index elsewhere names, that the first chunk is that of this very shard.
+
+    Raises:
+        ConfigError: It is another one, perhaps of the same size, as shards of tokens often are.
+    """
+    for one in todo:
+        rows = rows_of[one.home].get(one.name)
+        if rows is not None and rows.num_chunks:
+            start, end = int(rows.byte_start[0]), int(rows.byte_end[0])
+            is_long = storage.info(one.url).size_bytes >= end
+            if not is_long or crc32c.crc32c(storage.read(one.url, start, end)) != rows.crc32c[0]:
+                raise ConfigError(
+                    f"{redact(one.url)}: the index in {redact(one.home)} describes another shard of this name, of "
+                    "another folder or from before it was replaced; give each folder an index directory of its own, "
+                    "or, if shards were replaced, add --force"
+                )
+            return
 
 
 def _index_shard(

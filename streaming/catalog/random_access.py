@@ -86,15 +86,16 @@ class Versions:
 
 
 class RandomAccess:
-    """Random access with a cache of recent reads. Thread-safe.
+    """Cache recent reads of one dataset, for random access. Thread-safe.
+
+    The dataset, which owns this, is given to each call: if both knew each other, its tables would stay until Python's
+    garbage collector runs, which large jobs turn off.
 
     Args:
-        dataset: The dataset.
         tables: Random access to another selection of the same shards, whose cache of sample tables is shared.
     """
 
-    def __init__(self, dataset: Readable, tables: RandomAccess | None = None) -> None:
-        self._dataset = dataset
+    def __init__(self, tables: RandomAccess | None = None) -> None:
         self._kept_by = tables
         self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables = Recent[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
@@ -106,21 +107,21 @@ class RandomAccess:
         self._lock = threading.Lock()
         self._told_lost = False
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, dataset: Readable, index: int) -> Sample:
         """Return sample number ``index``, decoded but not transformed."""
-        starts = self._starts()
+        starts = sums(dataset.table.num_samples)
         chunk = int(np.searchsorted(starts, index, side="right")) - 1
         offset = np.array([index - starts[chunk]], np.int64)
-        inside = int(self._dataset.samples_of(np.array([chunk], np.int64), offset)[0])
-        (url,) = self._dataset.urls_of(np.array([chunk]))
-        key, fields = self._fields(chunk, inside)
-        return self._decode(url, key, fields)
+        inside = int(dataset.samples_of(np.array([chunk], np.int64), offset)[0])
+        (url,) = dataset.urls_of(np.array([chunk]))
+        key, fields = self._fields(dataset, chunk, inside)
+        return _decode(dataset, url, key, fields)
 
-    def table(self, shard: int) -> SampleTable | None:
+    def table(self, dataset: Readable, shard: int) -> SampleTable | None:
         """Return the sample table of a shard, or None if it has none; read once, even if many threads ask."""
         if self._kept_by is not None:
-            return self._kept_by.table(shard)
-        return self._tables.of(shard, lambda: sample_table(self._dataset.storage, self._dataset.shards, shard))
+            return self._kept_by.table(dataset, shard)
+        return self._tables.of(shard, lambda: sample_table(dataset.storage, dataset.shards, shard))
 
     def tell_lost(self, shown_url: str) -> None:
         """Log, once, that a shard's sample table is missing while others exist."""
@@ -134,21 +135,18 @@ class RandomAccess:
                 shown_url,
             )
 
-    def _starts(self) -> Int64Array:
-        return sums(self._dataset.table.num_samples)
-
-    def _fields(self, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
+    def _fields(self, dataset: Readable, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
         """Return key and raw fields of the sample at this place inside a chunk."""
         with self._lock:
             known = self._chunks.get(chunk)
-        if known is None and self.table(int(self._dataset.table.shard[chunk])) is not None:
-            wanted = self._dataset.slice(chunk, offset, offset + 1)
+        if known is None and self.table(dataset, int(dataset.table.shard[chunk])) is not None:
+            wanted = dataset.slice(chunk, offset, offset + 1)
             offset = wanted.lead
-            known = self._read(wanted)
+            known = _read(dataset, wanted)
         else:
-            wanted = self._dataset.chunk(chunk)
+            wanted = dataset.chunk(chunk)
             offset += wanted.lead
-            known = known or self._read(wanted)
+            known = known or _read(dataset, wanted)
             with self._lock:
                 self._chunks[chunk] = known
                 while len(self._chunks) > _RECENT_CHUNKS:
@@ -159,23 +157,25 @@ class RandomAccess:
         fields = {}
         for column, name in enumerate(layout.fields):
             start = int(layout.starts[offset, column])
-            if start >= 0 and (self._dataset.fields is None or name in self._dataset.fields):
+            if start >= 0 and (dataset.fields is None or name in dataset.fields):
                 fields[name] = data[start : start + int(layout.sizes[offset, column])]
         return layout.keys[offset], fields
 
-    def _read(self, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
-        buffer = bytearray(wanted.num_bytes)
-        with memoryview(buffer) as out:
-            layout = taken_apart(self._dataset.fetch_unit(wanted, out), out)
-        return bytes(buffer), layout
 
-    def _decode(self, url: str, key: str, fields: Mapping[str, bytes]) -> Sample:
-        sample: Sample = {"__key__": key, "__url__": url}
-        for name in sorted(fields):
-            decoder = self._dataset.decoders.decoder_for(name)
-            data = fields[name]
-            sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
-        return sample
+def _read(dataset: Readable, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
+    buffer = bytearray(wanted.num_bytes)
+    with memoryview(buffer) as out:
+        layout = taken_apart(dataset.fetch_unit(wanted, out), out)
+    return bytes(buffer), layout
+
+
+def _decode(dataset: Readable, url: str, key: str, fields: Mapping[str, bytes]) -> Sample:
+    sample: Sample = {"__key__": key, "__url__": url}
+    for name in sorted(fields):
+        decoder = dataset.decoders.decoder_for(name)
+        data = fields[name]
+        sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
+    return sample
 
 
 def span_borders(

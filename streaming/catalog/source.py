@@ -377,7 +377,7 @@ class ChunkSource(OneOrder):
         there = whole.num_samples if self._selected is not None else self.table.num_samples[chunk_id]
         if first == 0 and stop == there:
             return whole
-        samples = self._recent.table(int(self.table.shard[chunk_id]))
+        samples = self._recent.table(self, int(self.table.shard[chunk_id]))
         if samples is None:
             self._recent.tell_lost(whole.shown_url)
             return replace(whole, lead=whole.lead + first)
@@ -451,7 +451,7 @@ class ChunkSource(OneOrder):
     def samples_at(self, url: str) -> SampleTable | None:
         """Return the sample table of a shard; None if it is missing or does not match."""
         try:
-            return self._recent.table(self._numbers[url])
+            return self._recent.table(self, self._numbers[url])
         except DataError:
             return None
 
@@ -472,4 +472,4 @@ class ChunkSource(OneOrder):
 
     def has_sample_tables(self) -> bool:
         """Tell whether the first shard has a sample table (datasets are indexed as a whole)."""
-        return self._recent.table(0) is not None
+        return self._recent.table(self, 0) is not None

@@ -193,7 +193,7 @@ class StreamingDataset(ChunkSource):
         self._unsharded = UnshardedWarning()
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
-        self._recent = RandomAccess(self)
+        self._recent = RandomAccess()
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -232,7 +232,7 @@ class StreamingDataset(ChunkSource):
 
     def sample_at(self, index: int, source: str = "") -> Sample:
         """Return sample ``index``, which must exist. In a mixture, ``source`` is this set's name there."""
-        sample = self._recent.sample(index)
+        sample = self._recent.sample(self, index)
         if source:
             sample["__source__"] = source
         chain = as_chain(self.transform)
@@ -269,7 +269,7 @@ class StreamingDataset(ChunkSource):
         _ = self._shown_urls  # computed once for all groups
         made = copy.copy(self)
         made._window, made._selected, made._asked = None, selected, words
-        made._recent = RandomAccess(made, self._recent)
+        made._recent = RandomAccess(self._recent)
         return made
 
     def map(self, function: Transform) -> Self:
@@ -291,7 +291,7 @@ class StreamingDataset(ChunkSource):
             dataset = StreamingDataset("s3://bucket/train/").map(resize).map(flip)
         """
         made = copy.copy(self)
-        made._recent = RandomAccess(made, self._recent)
+        made._recent = RandomAccess(self._recent)
         before = as_chain(self.transform)
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made
@@ -306,7 +306,7 @@ class StreamingDataset(ChunkSource):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._recent = RandomAccess(self)
+        self._recent = RandomAccess()
 
     def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
         """Log a warning about fields named in ``option`` that no sample of the first shard has."""

@@ -206,6 +206,7 @@ class ChunkStore:
         self.arena.close(keep_mapped=self.abandoned)
         if self._maps is not None:
             self._maps.close()
+            self._maps.fail = _ignore  # so that nothing of a closed run waits for the garbage collector
 
     def _fail(self, error: BaseException) -> None:
         with self.changed:
@@ -302,3 +303,7 @@ def _note(unit: Unit, error: BaseException) -> None:
         unit.damage = error
     else:
         unit.failure = error
+
+
+def _ignore(_: BaseException) -> None:
+    """Receive what fails after the end."""
