@@ -101,6 +101,32 @@ def test_no_lock_stays_taken_and_no_thread_waits_in_vain(step: str) -> None:
         listener.join()
 
 
+def test_a_notification_wakes_those_that_it_concerns() -> None:
+    monitor, state, woken = Monitor(), list[str](), list[str]()
+    is_woken = threading.Semaphore(0)
+
+    def listen(name: str, **options: Any) -> None:
+        with monitor:
+            began.set()
+            monitor.wait(**options)
+            woken.append(name)
+        is_woken.release()
+
+    for name, options in (("state", {"when": lambda: state}), ("anything", {})):
+        began = threading.Event()
+        threading.Thread(target=listen, args=(name,), kwargs=options, daemon=True).start()
+        assert began.wait(10)
+    with monitor:
+        monitor.notify()  # the first of them waits for something else
+    assert is_woken.acquire(timeout=10)
+    with monitor:
+        assert woken == ["anything"]
+        state.append("changed")
+        monitor.notify_all()
+    assert is_woken.acquire(timeout=10)
+    assert woken == ["anything", "state"]
+
+
 @contextmanager
 def thrown(at: int, throws: Callable[[], None], within: Callable[[FrameType, Any], bool]) -> Iterator[list[int]]:
     """Have ``throws`` called at moment ``at`` of those at which Python looks for signals in some code; tells how many.

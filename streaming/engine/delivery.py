@@ -136,7 +136,7 @@ class Delivery(ABC):
         """Whether the consumer cuts batches from memory that only it holds, so that handing one out affects nobody
         else.
         """
-        self._closed = False
+        self._closing = self._closed = False
         self._consumer: threading.Thread | None = None
         self._builders = [
             threading.Thread(target=self._run, args=(work,), name=f"shardstream-build-{place}", daemon=True)
@@ -149,6 +149,10 @@ class Delivery(ABC):
     @abstractmethod
     def _num_ready(self) -> int:
         """Return the number below which batches can be begun, as far as the reader is concerned."""
+
+    def _can_advance(self) -> bool:
+        """Tell whether ``_advance`` may have something to do."""
+        return False
 
     @abstractmethod
     def _build(self, number: int) -> Any:
@@ -287,11 +291,17 @@ class Delivery(ABC):
         if self._can_start():
             self._changed.notify_all()
         started_s = time.perf_counter()
-        self._changed.wait(LOOK_UP_S)
+        self._changed.wait(LOOK_UP_S, when=partial(self._consumer_has_work, number))
         waited_s = time.perf_counter() - started_s
         self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
         if number == self._first:
             self._metrics.add("first_batch_wait_s", waited_s)
+
+    def _consumer_has_work(self, number: int) -> bool:
+        """Tell whether the consumer, which waits for a batch, can take it, build it, call ``_go_on``, or end."""
+        if self._closing or self._failure is not None or number in self._results or self._can_advance():
+            return True
+        return self._builder.is_local and number == self._started < self._num_ready()
 
     # --- the threads ---
 
@@ -342,16 +352,26 @@ class Delivery(ABC):
         with self._changed:
             while not self._closed and self._failure is None and not self._can_start(place):
                 # Of what has been fetched nobody else may know: the consumer is in its step. What was notified before
-                # this waits is lost, so it looks first; but after the consumer, since the run may be in the making.
-                if not self._builder.holds_gil and self._started > self._first:
+                # this waits is lost, so it looks first.
+                if self._builder_looks():
                     self._go_on()
                     if self._can_start(place):
                         break
-                self._changed.wait()
+                self._changed.wait(when=partial(self._builder_has_work, place))
             if self._closed or self._failure is not None:
                 return None
             self._started += 1  # nobody else begins it
             return self._started - 1
+
+    def _builder_has_work(self, place: int) -> bool:
+        """Tell whether the builder at ``place`` is to begin a batch, to call ``_go_on``, or to end."""
+        if self._closing or self._failure is not None or self._can_start(place):
+            return True
+        return self._builder_looks() and self._can_advance()
+
+    def _builder_looks(self) -> bool:
+        """Tell whether builders call ``_go_on``: after the consumer, since the run may still be in the making."""
+        return not self._builder.holds_gil and self._started > self._first
 
     def _deliver(self, number: int) -> None:
         """Build a batch in a builder thread, and leave it, or the error that prevented it, for the consumer."""
@@ -438,7 +458,8 @@ class Delivery(ABC):
             if self._closed:
                 return False
             self._memory.abandoned = True  # until proven otherwise, in case this is interrupted
-            # Notified first: if that is interrupted, the next call closes. Nobody looks before the lock is free.
+            # Notified before _closed: if that is interrupted, the next call closes. Invariant: whoever waits is told.
+            self._closing = True
             self._changed.notify_all()
             # Invariant: only one caller closes, and every thread that checks this stops at its next step
             self._closed = True

@@ -185,6 +185,12 @@ class Pipeline(Delivery):
         while self._planned < min(self._plan.num_batches, self._frontier(), limit):
             self._plan_block()
 
+    def _can_advance(self) -> bool:
+        """See ``Delivery``; while something is left to fetch, there may be room for it."""
+        if self._next_need is not None or self._store.failure is not None:
+            return True
+        return bool(self._coming) and self._coming[0][1].ready
+
     def _pack_ahead(self, need: Need) -> None:
         """Compute the packs of a group while its bytes are being fetched."""
         group, offset, number = (np.array([value]) for value in (need.unit, 0, need.pass_number))
