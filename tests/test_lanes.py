@@ -565,13 +565,21 @@ def test_stamps_of_several_sources_are_those_of_each(segments: int) -> None:
 
 
 def test_memory_that_has_converged_is_not_looked_at_any_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 32 stretches then give the same bound, to a ninth; it is not cut short as long as it grows."""
+    """Two of 32 stretches then give the same bound, to a ninth.
+
+    It is not cut short as long as it grows, nor before all sources have begun: of the second mixture two stretches need
+    the same, but its large chunks begin in the last half.
+    """
     sources = {f"{number}": [1 + number % 3] * 40 for number in range(50)}
     order = OrderSettings(seed=1, lanes=2, window=20)
     orders = MixedLanes(Sources(sources, order), [Weights(start=0, weights=dict.fromkeys(sources, 1))])
     rare = MixedLanes(
         Sources({"small": [20] * 100, "large": [4000] * 99}, order),
         [Weights(start=0, weights={"small": 99, "large": 1})],
+    )
+    late = MixedLanes(
+        Sources({"small": [8] * 3000, "large": [4000] * 9}, order),
+        [Weights(start=0, weights={"small": 50, "large": 1})],
     )
 
     def looked_at(orders: MixedLanes) -> tuple[int, int]:
@@ -582,12 +590,12 @@ def test_memory_that_has_converged_is_not_looked_at_any_further(monkeypatch: pyt
 
     monkeypatch.setattr("streaming.plan.plan._MANY_USES", 10**9)
     whole, all_stretches = looked_at(orders)
-    grown, _ = looked_at(rare)
+    grown = [looked_at(one)[0] for one in (rare, late)]
     monkeypatch.setattr("streaming.plan.plan._MANY_USES", 100)
     part, few_stretches = looked_at(orders)
     assert (few_stretches, all_stretches) == (2, 32)
     assert part <= whole <= part * 10 / 9
-    assert looked_at(rare)[0] == grown
+    assert [looked_at(one)[0] for one in (rare, late)] == grown
 
 
 @pytest.mark.parametrize("lanes", [1, 8])
