@@ -176,6 +176,19 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
     return decorate
 
 
+def shows(describe: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Make a ``__repr__`` that also works before the constructor is done: debuggers show such objects."""
+
+    @functools.wraps(describe)
+    def shown(self: Any) -> str:
+        try:
+            return describe(self)
+        except AttributeError:  # that the constructor had not set yet when it failed
+            return f"<{type(self).__name__}, not fully made>"
+
+    return shown
+
+
 def option_names(cls: type) -> tuple[str, ...]:
     """Return the names of all arguments of a class."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]

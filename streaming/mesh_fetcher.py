@@ -17,6 +17,7 @@ from streaming.arguments import (
     checks_names,
     is_whole,
     seconds_or_none,
+    shows,
 )
 from streaming.datasets.dataset import StreamingDataset
 from streaming.device.copiers import page_locked
@@ -223,6 +224,18 @@ class DeviceMeshFetcher(Closable):
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
         return self._loop.run(self._watchdog)
 
+    def __getitems__(self, numbers: list[int]) -> list[Any]:  # what torch's DataLoader calls on a map-style dataset
+        """Refuse to serve as the dataset of torch's ``DataLoader``.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"torch's DataLoader: expected a data set, got a {type(self).__name__}, which makes batches itself; "
+            "iterate over it as it is, or give torch's the samples: TorchIterable(loader.dataset)"
+        )
+
+    @shows
     def __repr__(self) -> str:
         mesh, size = self.device_mesh, self.global_batch_size
         epoch = f"epoch {self.epoch}"

@@ -11,7 +11,7 @@ import pytest
 from data_sets import SampleSet, write_set
 
 from infra import DeviceMesh
-from streaming import DataLoader, OrdinaryDataset, StreamingDataset
+from streaming import DataLoader, Mixture, OrdinaryDataset, StreamingDataset
 from streaming.storage import Storage
 
 
@@ -107,6 +107,17 @@ def test_repr_is_for_people_and_tells_no_secrets(samples: SampleSet) -> None:
         assert "epoch 0, rank 0 of 1" in repr(loader)
     for text in (said, repr(loader), repr(Storage(secret))):
         assert not any(word in text for word in secret.values())
+
+
+def test_repr_of_what_a_constructor_left_half_made(samples: SampleSet) -> None:
+    """Debuggers, and pytest with --showlocals, show ``self`` in the traceback of a constructor: an AttributeError."""
+    mixture = Mixture({"a": samples.open(), "b": samples.open()[:3]})
+    for made in (samples.open(), samples.open()[2:9], mixture, DataLoader(mixture, 2)):
+        said, names = repr(made), list(vars(made))
+        for name in reversed(names):
+            delattr(made, name)
+            assert repr(made) in {said, f"<{type(made).__name__}, not fully made>"}
+        assert repr(made) != said
 
 
 def test_ranks_that_open_a_set_for_themselves_say_so(

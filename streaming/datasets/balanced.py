@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from streaming.arguments import checks_names, is_number, some_names
+from streaming.arguments import checks_names, is_number, shows, some_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -115,6 +115,7 @@ class Balanced(GroupedMixture):
             said.insert(_SHOWN // 2, f"{len(by_size) - len(shown):,} more")
         return f"Balanced by {self.by}: {len(sizes):,} classes: {', '.join(said)}"
 
+    @shows
     def __repr__(self) -> str:
         return f"Balanced({self._source_in_words()}, by {self.by})"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import check_choice, checked_count, checks_names, is_list, is_number, is_whole
+from streaming.arguments import check_choice, checked_count, checks_names, is_list, is_number, is_whole, shows
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -155,6 +155,7 @@ class Curriculum(GroupedMixture):
         metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
         return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(said)}"
 
+    @shows
     def __repr__(self) -> str:
         metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
         return f"Curriculum({self._source_in_words()}, {metrics}, a pool of {self._pools[0][1]:,} samples at first)"

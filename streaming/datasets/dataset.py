@@ -25,6 +25,7 @@ from streaming.arguments import (
     checked_urls,
     checks_names,
     format_bytes,
+    shows,
 )  # fmt: skip
 from streaming.batches.build import OnError, Part
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
@@ -312,6 +313,7 @@ class StreamingDataset(ChunkSource):
         """Log a warning about fields named in ``option`` that no sample of the first shard has."""
         check_decoded(self.storage, self.shards, names, option=option)
 
+    @shows
     def __repr__(self) -> str:
         parts = [self._spelt, f"{len(self.shards.urls)} shards"]
         if self.indexed:

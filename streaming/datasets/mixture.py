@@ -22,6 +22,7 @@ from streaming.arguments import (
     checks_names,
     format_bytes,
     most_bad,
+    shows,
     some_names,
 )  # fmt: skip
 from streaming.arrays import sums
@@ -318,6 +319,7 @@ class Mixture(JoinedSource):
         made._cut(sizes, None)
         return made
 
+    @shows
     def __repr__(self) -> str:
         parts = [f"{len(self.names)} sources: {some_names(self.names)}"]
         parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]

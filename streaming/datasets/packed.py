@@ -24,6 +24,7 @@ from streaming.arguments import (
     is_list,
     most_bad,
     option_names,
+    shows,
 )  # fmt: skip
 from streaming.arrays import rows_by, sums
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
@@ -322,6 +323,7 @@ class Packed(PackedSource):
         """
         raise ConfigError(_NO_MAP if self.is_whole else _NO_TRANSFORM)
 
+    @shows
     def __repr__(self) -> str:
         parts = [
             repr(self.documents),

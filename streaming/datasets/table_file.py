@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import check_choice, checked_number, checks_names
+from streaming.arguments import check_choice, checked_number, checks_names, shows
 from streaming.arrays import sums
 from streaming.catalog.lines import RecordStarts, json_line, scan_lines
 from streaming.catalog.open import digest_of
@@ -125,6 +125,7 @@ class TableDataset:
                 read(run)
         return [rows[number] for number in range(len(places))]
 
+    @shows
     def __repr__(self) -> str:
         more = f" and {len(self.urls) - 1} more" if len(self.urls) > 1 else ""
         return f"TableDataset({redact(self.urls[0])}{more}, {len(self)} rows)"

@@ -10,7 +10,7 @@ from data_sets import SampleSet, write_set
 from torch.utils.data import BatchSampler, default_collate
 
 from infra import DeviceMesh
-from streaming import DataLoader, DevicePrefetcher
+from streaming import DataLoader, DevicePrefetcher, TorchIterable
 from streaming.errors import ConfigError
 from streaming.integrations.lightning import OneBehind
 
@@ -67,6 +67,16 @@ def test_what_has_dealt_its_samples_out_is_no_data_set(samples: SampleSet) -> No
     for several in ([samples.open(), samples.open()], (samples.open(),)):
         with pytest.raises(ConfigError, match=r"name them and mix them, by size or with weights=: Mixture\("):
             DataLoader(several, 4)
+
+
+def test_a_loader_is_no_data_set_for_torchs(samples: SampleSet) -> None:
+    """It ended in "'DataLoader' object is not subscriptable"."""
+    with (
+        DataLoader(samples.open(), 4) as loader,
+        pytest.raises(ConfigError, match=r"iterate over it as it is, or give"),
+    ):
+        next(iter(torch.utils.data.DataLoader(loader)))
+    assert len(list(torch.utils.data.DataLoader(TorchIterable(loader.dataset), batch_size=None))) == 48
 
 
 def test_a_loader_without_a_batch_size_says_what_to_give(samples: SampleSet) -> None:
