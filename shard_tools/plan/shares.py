@@ -11,6 +11,7 @@ import numpy as np
 from shard_tools.plan.loads import Loads, RankLoad
 from shard_tools.plan.sources import Floats, Reads, sets_of
 from shard_tools.running.report import Report
+from streaming.datasets.fetch_units import divided, fitting_total
 from streaming.index.spans import SPAN_BYTES
 from streaming.mixing.forecast import Forecast, drawn_before
 from streaming.plan import memory as budget
@@ -43,7 +44,7 @@ class SourceShare(Report):
         read_bytes: Bytes of these.
         amplification: Bytes read per byte of samples drawn.
         live_bytes: Its bytes in memory at once, on the rank that needs most.
-        exact_unit_bytes: Size of its reads with which ``quotas="exact"`` would fit into the memory limit.
+        exact_unit_bytes: Size of its fetch units with ``quotas="exact"`` and ``exact_fetch_bytes``.
     """
 
     name: str
@@ -74,8 +75,8 @@ class MixtureShares(Report):
         by_chunks: Shares hold to within about a chunk: quotas are not exact, and the mixture has no end.
         exact_live_bytes: What ``quotas="exact"`` holds on a rank if it reads whole chunks: some of each source in each
             lane.
-        exact_num_requests: Requests of all ranks if it read smaller units that fit ``memory_limit``, with unit sizes
-            proportional to the square root of a source's share, which minimizes them. This release reads whole chunks.
+        exact_fetch_bytes: A ``fetch_bytes`` with which it fits into ``memory_limit``; None: none does.
+        exact_num_requests: Requests of all ranks with these ``fetch_bytes``, or with the smallest units if none fits.
     """
 
     sources: tuple[SourceShare, ...]
@@ -84,6 +85,7 @@ class MixtureShares(Report):
     targets: tuple[tuple[float, ...], ...]
     by_chunks: bool
     exact_live_bytes: int
+    exact_fetch_bytes: int | None
     exact_num_requests: int
 
 
@@ -138,7 +140,7 @@ def shares_of(
         sources=sources, rows=tuple(rows), counts=tuple(map(tuple, counts[1:].tolist())),
         targets=tuple(map(tuple, targets[1:].tolist())),
         by_chunks=mixture.is_endless and mixture.quotas == "chunks" and mixture.batches == "mixed",
-        exact_live_bytes=exact.live_bytes, exact_num_requests=exact.num_requests,
+        exact_live_bytes=exact.live_bytes, exact_fetch_bytes=exact.fetch_bytes, exact_num_requests=exact.num_requests,
     )  # fmt: skip
 
 
@@ -201,17 +203,16 @@ class _Fetched:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exact:
     live_bytes: int
+    fetch_bytes: int | None
     unit_bytes: list[int]
     num_requests: int
 
 
 def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
-    """Compute the cost of lanes that draw single samples of every source.
+    """Compute the cost of lanes that draw single samples of every source: in whole chunks, and in units that fit.
 
     Each lane then holds as many chunks of each source as a lane of a single dataset: those under its window, and the
-    two at its ends. With reads of ``u`` bytes instead of chunks, and a fixed memory for them, requests are fewest if
-    ``u`` is proportional to the square root of the bytes drawn of the source; at least 64 KiB, the smallest verifiable
-    read.
+    two at its ends.
     """
     settings = loads.plan.settings
     lanes = -(-settings.lanes // loads.plan.dp_world_size)
@@ -221,11 +222,15 @@ def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
     chunk = np.array([one.chunk_bytes.mean() for one in sets])
     size = np.array([one.chunk_bytes.sum() for one in sets], np.float64)
     wanted = drawn * np.array([_mean_bytes(one) for one in sets])
-    roots = np.sqrt(wanted)
-    room = budget.chunks_limit_bytes(loads.memory_limit_bytes) / held
-    units = np.clip(room * roots / max(roots.sum(), 1), SPAN_BYTES, np.maximum(chunk, SPAN_BYTES))
+    room_bytes = int(budget.chunks_limit_bytes(loads.memory_limit_bytes) * budget.EPOCHS_VARY)
+    can_cut = all(one.can_be_cut for one in mixture.leaves.values())
+    total = fitting_total(room_bytes, lanes, len(sets)) if can_cut else None
+    shares = dict(zip(mixture.names, (wanted / max(wanted.sum(), 1)).tolist(), strict=True))
+    sizes = divided(total or 0, shares)
+    units = np.minimum(np.array([sizes[name] for name in mixture.names]), np.maximum(chunk, SPAN_BYTES))
     return _Exact(
         live_bytes=int(np.minimum(held * chunk, size).sum()),
+        fetch_bytes=total,
         unit_bytes=np.round(units).astype(np.int64).tolist(),
         num_requests=round((wanted / units).sum()),
     )

@@ -100,6 +100,8 @@ class PlannedRun:
             _check_set(self.planned, self.state)
         else:
             _check_mixture(self.planned, self.state.ledger)
+            if not isinstance(self.planned, OpenedSet):
+                object.__setattr__(self, "planned", self.planned.cut_as(self.state.ledger))
         if not self.batches_per_epoch:
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 

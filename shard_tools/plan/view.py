@@ -15,6 +15,7 @@ from shard_tools.plan.loads import RankLoad
 from shard_tools.plan.report import PlanReport
 from shard_tools.plan.shares import MixtureShares
 from streaming.arguments import format_bytes
+from streaming.datasets.fetch_units import shown_total
 from streaming.errors import ConfigError
 
 _SHOWN_RANKS = 16
@@ -131,10 +132,13 @@ def _show_sources(shares: MixtureShares) -> None:
     if not shares.by_chunks:
         return
     units = sorted(one.exact_unit_bytes for one in shares.sources)
+    total = shares.exact_fetch_bytes
+    named = "Even the smallest fetch_bytes" if total is None else f'With fetch_bytes="{shown_total(total)}" it'
+    fits = "would not fit" if total is None else "would fit"
     click.echo(
         f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} a rank: chunks of each source in each '
-        f"lane. (Reads of {format_bytes(units[0])} to {format_bytes(units[-1])} would fit into the memory_limit, with "
-        f"{shares.exact_num_requests:,} requests; this release reads whole chunks.)"
+        f"lane. {named} {fits} into the memory_limit: {shares.exact_num_requests:,} requests, for units of "
+        f"{format_bytes(units[0])} to {format_bytes(units[-1])}."
     )
 
 

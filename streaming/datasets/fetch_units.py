@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from streaming.arguments import format_bytes, parse_bytes, some_names
-from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.index.spans import SPAN_BYTES
 from streaming.mixing.blend import Blend
+from streaming.plan.memory import PAGE_BYTES
+
+if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arithmetic
+    from streaming.datasets.dataset import StreamingDataset
+    from streaming.datasets.packed import Packed
 
 FetchBytes: TypeAlias = int | str | Mapping[str, int | str]
 LEAST_UNIT_BYTES = SPAN_BYTES
 """A unit is a run of whole spans, each of which has a checksum."""
+_UNITS_HELD = 6
 
 
 def unit_sizes(given: FetchBytes, leaves: Mapping[str, StreamingDataset | Packed], blend: Blend) -> dict[str, int]:
@@ -38,12 +42,29 @@ def unit_sizes(given: FetchBytes, leaves: Mapping[str, StreamingDataset | Packed
             raise ConfigError(f"fetch_bytes: the sources are {known}, got {some_names(list(map(repr, unknown)))}")
         _check_can_be_cut({name: leaves[name] for name in given}, "leave it out: its chunks then stay whole")
         return {name: _checked(size, name) for name, size in sorted(given.items())}
-    names = [name for name, one in sorted(leaves.items()) if not one.can_be_cut]
-    cut = sorted(set(leaves) - set(names))
+    total = parse_bytes(given, name="fetch_bytes")
+    cut = [name for name, one in sorted(leaves.items()) if one.can_be_cut]
     others = ", ".join(f'"{name}": …' for name in cut[:2])
     cure = f"give sizes of the others alone, fetch_bytes={{{others}}}" if cut else "leave fetch_bytes out"
     _check_can_be_cut(leaves, cure)
-    return _by_root(parse_bytes(given, name="fetch_bytes"), _byte_shares(leaves, blend))
+    return divided(total, _byte_shares(leaves, blend))
+
+
+def fitting_total(room_bytes: int, lanes: int, num_sources: int) -> int | None:
+    """Return a total of ``fetch_bytes`` with which so many sources fit into ``room_bytes``; None: none does.
+
+    In each of a rank's ``lanes``, a source has the units that a window of two units touches, five, and the next one. A
+    unit is larger than its size by half a span and a page at most, on average.
+    """
+    total = int(room_bytes / (_UNITS_HELD * lanes)) - num_sources * (SPAN_BYTES // 2 + PAGE_BYTES)
+    least = num_sources * LEAST_UNIT_BYTES
+    step = 1 << 20 if total >= 16 << 20 else 1 << 16
+    return total // step * step if total >= least else None
+
+
+def shown_total(total: int) -> str:
+    """Return a total as a user would write it."""
+    return f"{total >> 20}MiB" if total % (1 << 20) == 0 else f"{total >> 10}KiB"
 
 
 def _checked(size: int | str, name: str) -> int:
@@ -74,8 +95,8 @@ def _byte_shares(leaves: Mapping[str, StreamingDataset | Packed], blend: Blend) 
     return found
 
 
-def _by_root(total: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Divide ``total`` by the square roots of the shares; who would get less than the least size, gets that."""
+def divided(total: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Divide ``total`` by the square roots of the shares; one that would get less than the least size gets that."""
     sizes: dict[str, int] = {}
     roots = {name: math.sqrt(share) for name, share in shares.items()}
     while roots:

@@ -30,7 +30,7 @@ from streaming.batches.build import OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.fetch_units import FetchBytes, unit_sizes
+from streaming.datasets.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
 from streaming.datasets.mixture_file import arguments_of, read_description
 from streaming.datasets.packed import Packed
 from streaming.datasets.units import Unit, units_per_sample
@@ -506,16 +506,26 @@ class Mixture(JoinedSource):
         changed = {name: was for name, was in ledger.sources.items() if own.get(name, was) != was}
         return [name for name, was in changed.items() if self._chunks_when(name, was, shards) is not None]
 
-    @property
-    def memory_cure(self) -> str:
-        """What makes this mixture need less memory, for messages; "" if nothing does."""
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
+        """Return what makes this mixture need less memory, for messages; "" if nothing does.
+
+        Args:
+            lanes: Lanes of a rank.
+            room_bytes: Memory for chunks.
+            resumed: A state was loaded, which says how chunks are cut.
+        """
         if self.batches == "one_source":
             needs = 'batches="one_source"', 'batches="mixed"'
         elif self.quotas == "exact":
             needs = 'quotas="exact"', 'quotas="chunks"'
         else:
             return ""
-        return ". {} keeps chunks of each source in every lane; {} keeps those of one data set".format(*needs)
+        can_cut = not resumed and all(one.can_be_cut for one in self.leaves.values())
+        total = fitting_total(room_bytes, lanes, len(self.leaves)) if can_cut else None
+        smaller = "" if total is None else f'; fetch_bytes="{shown_total(total)}" cuts them into units that fit'
+        return (
+            f". {needs[0]} keeps chunks of each source in every lane{smaller}; {needs[1]} keeps those of one data set"
+        )
 
     def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
         """Return, for each source of the ledger, how many of its chunks it has from which pass on; see ``Sources``.

@@ -491,9 +491,16 @@ class EpochLoop(BaseLoop):
             live, room = self._pieces(plan, dp_rank)
         budget.check_whole_chunks(
             plan, self._room_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed,
-            more_cures=self.dataset.memory_cure if isinstance(self.dataset, Mixture) else "",
+            more_cures=self._cure_of_mixture(plan),
         )  # fmt: skip
         return budget.chunks_bytes(limit, live), room
+
+    def _cure_of_mixture(self, plan: Plan) -> str:
+        if not isinstance(self.dataset, Mixture):
+            return ""
+        room_bytes = int(budget.chunks_limit_bytes(self.config.memory_limit_bytes) * budget.EPOCHS_VARY)
+        lanes = -(-plan.settings.lanes // plan.dp_world_size)
+        return self.dataset.memory_cure(lanes, room_bytes, resumed=self._is_resumed)
 
     def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
         """Return the working set if ``fields`` or a filter leave out much of the data, and ``ChunkStore.room``."""
