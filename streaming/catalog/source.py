@@ -189,7 +189,7 @@ class ChunkSource(OneOrder):
             made._selected = self._selected.over(units)
         elif self._window is not None:
             made._window = Window.of(self.shards, self._window.first, self._window.stop, units)
-        made._recent = RandomAccess(made, self._recent)
+        made._recent = RandomAccess(self._recent)
         return made
 
     @property
