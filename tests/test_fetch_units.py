@@ -322,6 +322,10 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do(folder: Path, tmp_path: P
     for size, said in wrong:
         with pytest.raises(ConfigError, match=said):
             Mixture(**nested, quotas="exact", fetch_bytes=size)
+    two = {"one": dataset, "two": dataset}
+    with pytest.raises(ConfigError, match="at least 128KiB for 2 sources, 64KiB each"):
+        Mixture(two, quotas="exact", fetch_bytes="127KiB")
+    assert Mixture(two, quotas="exact", fetch_bytes="128KiB").fetch_bytes == dict.fromkeys(two, 64 * KIB)
     write(tmp_path, "math", (30,))
     for path in Path(tmp_path, "math").rglob("*samples*/*"):
         path.unlink()

@@ -47,6 +47,12 @@ def unit_sizes(given: FetchBytes, leaves: Mapping[str, StreamingDataset | Packed
     others = ", ".join(f'"{name}": …' for name in cut[:2])
     cure = f"give sizes of the others alone, fetch_bytes={{{others}}}" if cut else "leave fetch_bytes out"
     _check_can_be_cut(leaves, cure)
+    least = len(leaves) * LEAST_UNIT_BYTES
+    if total < least:
+        raise ConfigError(
+            f"fetch_bytes: expected at least {shown_total(least)} for {len(leaves)} sources, {shown_total(SPAN_BYTES)} "
+            f"each, which is what one checksum covers, got {format_bytes(total)}"
+        )
     return divided(total, _byte_shares(leaves, blend))
 
 
