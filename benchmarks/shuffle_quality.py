@@ -8,7 +8,7 @@ data) is put in order by each method for one epoch; the table tells how well the
 Columns; a uniform permutation scores about 1.00 in all but the last:
 
 - displacement: mean |place in the epoch - place in storage|, over its expectation D / 3;
-- neighbours: pairs of storage neighbours that share a global batch, over their expectation;
+- neighbors: pairs of storage neighbors that share a global batch, over their expectation;
 - class spread: variance of the class counts of a batch, over the hypergeometric variance. Above 1, classes flock
   to a batch; below 1, they are spread more evenly than chance would;
 - drift: variance over batches of the mean place in storage, over its expectation;
@@ -127,7 +127,7 @@ def scores(order: Order, num_samples: int, shard: int, batch: int) -> list[float
     place = np.full(num_samples, -1)
     place[used] = np.arange(len(used)) // batch
     together = (place[1:] == place[:-1]) & (place[1:] >= 0)
-    neighbours = together.mean() * (num_samples - 1) / (batch - 1)
+    neighbors = together.mean() * (num_samples - 1) / (batch - 1)
     num_classes = num_samples // shard
     counts = np.array([np.bincount(one // shard, minlength=num_classes) for one in batches])
     finite = (num_samples - batch) / (num_samples - 1)
@@ -135,7 +135,7 @@ def scores(order: Order, num_samples: int, shard: int, batch: int) -> list[float
     spread = ((counts - batch * share) ** 2).mean() / (batch * share * (1 - share) * finite)
     drift = batches.mean(axis=1).var() / (num_samples**2 / 12 / batch * finite)
     classes = (counts > 0).sum(axis=1).mean() / (num_classes * (1 - (1 - share) ** batch))
-    return [float(displacement), float(neighbours), float(spread), float(drift), float(classes)]
+    return [float(displacement), float(neighbors), float(spread), float(drift), float(classes)]
 
 
 def main() -> None:
@@ -162,7 +162,7 @@ def main() -> None:
     ]
     print(f"{num_samples:,} samples, {num_samples // shard} shards = classes, {num_samples // chunk} chunks")
     print(f"{RANKS} ranks x {BATCH}, mean of {args.repeats} seeds")
-    print(f"{'':32}displacement  neighbours  class spread  drift  classes   live")
+    print(f"{'':32}displacement  neighbors  class spread  drift  classes   live")
     odd = [(f"ours, default, batches of {size}", ours(2, size), chunk, size) for size in ODD_BATCHES]
     for name, method, unit, batch in [*((*one, GLOBAL_BATCH) for one in methods), *odd]:
         rows = []

@@ -92,6 +92,6 @@ class MeshFinder:
             return
         raise MeshError(
             f"torch.distributed says rank {group.rank} of {group.world_size}, but batches were read as rank "
-            f"{mesh.rank} of {mesh.world_size} (found by: {self._found_by}) before it was initialised: initialise "
+            f"{mesh.rank} of {mesh.world_size} (found by: {self._found_by}) before it was initialized: initialize "
             "it before the first iteration, or make a new loader and give it the state of this one"
         )

@@ -170,8 +170,8 @@ def _by_group(group: DefaultGroup, env: Environ, launch: Launch | None) -> Launc
         shown = f"rank {'?' if rank is None else rank} of {world_size}"
         variables = ", ".join(f"{name}={env[name]}" for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID") if name in env)
         raise MeshError(
-            f"torch.distributed was initialised as rank {group.rank} of {group.world_size}, but {said} says {shown}"
-            f"{f' ({variables})' if variables else ''}: initialise it with the launcher's numbers, unset those that do "
+            f"torch.distributed was initialized as rank {group.rank} of {group.world_size}, but {said} says {shown}"
+            f"{f' ({variables})' if variables else ''}: initialize it with the launcher's numbers, unset those that do "
             "not belong to this job, or pass device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…)"
         )
     return Launch(
@@ -319,7 +319,7 @@ def _single(env: Environ) -> Launch:
         message = f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process"
         if rank is not None or world_size is None or world_size < 1:
             raise MeshError(message)
-        raise RankUnknownError(f"{message}, or initialise torch.distributed before the first iteration", world_size)
+        raise RankUnknownError(f"{message}, or initialize torch.distributed before the first iteration", world_size)
     return Launch(launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
 
 

@@ -375,7 +375,7 @@ def copy_command(
 @cli.command("info")
 @on_shards
 def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
-    """Summarise a dataset.
+    """Summarize a dataset.
 
     Shows shards, samples, bytes, fields, the index, and shards that are missing or truncated.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +20,7 @@ import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
 from streaming.errors import AgreementError, ConfigError
-from streaming.job.agreement import agree
+from streaming.job.agreement import agree, gathered
 from streaming.loops import shares
 from streaming.replicas import start_check
 from streaming.replicas.start_check import StartCheck
@@ -111,6 +111,20 @@ def test_ranks_that_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
         agree(board, 3, ranks, {**GOOD, "seed": 7}, subject="x", timeout_s=0.05, required=False)
     with pytest.raises(AgreementError, match=r"ranks 1, 2, 3 did not come .*call check_agreement\(\) on all"):
         agree(board, 0, ranks, GOOD, subject="y", timeout_s=0.05, required=True)
+
+
+def test_a_rank_that_has_died_is_named_and_so_is_a_store_that_died_with_it() -> None:
+    with pytest.raises(
+        AgreementError, match=r"set_weights: ranks \[1\] of 2 did not come within 0\.05 s; call it on all"
+    ):
+        gathered(dist.HashStore(), 0, (0, 1), GOOD, subject="set_weights", timeout_s=0.05)
+
+    class Gone:
+        def add(self, *_: Any) -> int:
+            raise dist.DistNetworkError("Broken pipe\nframes of C++")
+
+    with pytest.raises(AgreementError, match=r"set_weights: the key-value store .*answer \(Broken pipe\): the process"):
+        gathered(cast("Any", Gone()), 1, (0, 1), GOOD, subject="set_weights", timeout_s=0.05)
 
 
 # --- the loader ---

@@ -265,7 +265,7 @@ def test_every_package_says_what_lives_there_and_what_may_not() -> None:
 def test_no_folder_is_a_corridor() -> None:
     rooms = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
     findings = [f"{folder.relative_to(ROOT)}: {count}" for folder, count in rooms.items() if count > MOST_ROOMS]
-    report(findings, f"At most {MOST_ROOMS} modules lie in one folder. Fold short ones into neighbours, or part it:")
+    report(findings, f"At most {MOST_ROOMS} modules lie in one folder. Fold short ones into neighbors, or part it:")
 
 
 def functions(module: str) -> Iterator[tuple[str, int]]:

@@ -80,7 +80,7 @@ def test_substitutes_are_the_same_on_every_world_size(images: str, shuffle: bool
     assert global_batches(dataset, 2, num_workers=3, **options) == reference
 
 
-def test_a_substitute_is_a_neighbour(images: str) -> None:
+def test_a_substitute_is_a_neighbor(images: str) -> None:
     dataset = StreamingDataset(images, shuffle=False, max_bad_samples=len(BAD))
     with DataLoader(dataset, batch_size=100, device_mesh=mesh_of(1, 0)) as loader:
         (batch,) = loader

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from streaming.cache import NodeCache, node, space
 from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
-from streaming.cache.key import EntryKey, normalised
+from streaming.cache.key import EntryKey, normalized
 from streaming.cache.locks import try_lock, unlock
 from streaming.cache.paths import CachePaths
 from streaming.errors import ConfigError, TransferError
@@ -561,7 +561,7 @@ def test_nothing_secret_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_ways_to_write_a_url(one: str, other: str, same: bool) -> None:
-    assert (normalised(one) == normalised(other)) is same
+    assert (normalized(one) == normalized(other)) is same
 
 
 def test_a_lock_is_that_of_the_file_which_bears_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_all_that_is_given_back_is_one_range_again() -> None:
             extents.give(starts[one] or 0, 10)
             free = extents.free_ranges()
             assert sum(stop - start for start, stop in free) == 10 * number == 40 - extents.used
-            assert all(before < after for (_, before), (after, _) in pairwise(free)), "neighbours are merged"
+            assert all(before < after for (_, before), (after, _) in pairwise(free)), "neighbors are merged"
         assert free == [(0, 40)]
         assert extents.top == 0
 

@@ -426,7 +426,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def group(monkeypatch: pytest.MonkeyPatch, rank: int | None, world_size: int = 0) -> None:
-    """torch.distributed as it is once initialised so; None: not."""
+    """torch.distributed as it is once initialized so; None: not."""
     monkeypatch.setattr(distributed, "is_initialized", lambda: rank is not None)
     monkeypatch.setattr(distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(distributed, "get_world_size", lambda: world_size)

@@ -132,7 +132,7 @@ def test_a_loop_that_is_left_sums_up_too(samples: SampleSet, told: list[str]) ->
     assert "end: 9 of about 10 samples were lost" in told[-1]
 
 
-def neighbours_fail(sample: dict[str, Any]) -> dict[str, Any]:
+def neighbors_fail(sample: dict[str, Any]) -> dict[str, Any]:
     if sample["cls"] in (20, 21, 22):
         raise ValueError("no")
     return sample
@@ -141,7 +141,7 @@ def neighbours_fail(sample: dict[str, Any]) -> dict[str, Any]:
 def test_a_bad_sample_counts_once_an_epoch_also_where_it_was_tried_as_a_stand_in(
     samples: SampleSet, told: list[str]
 ) -> None:
-    dataset = samples.open(transform=neighbours_fail, shuffle=False, max_bad_samples=3)
+    dataset = samples.open(transform=neighbors_fail, shuffle=False, max_bad_samples=3)
     with DataLoader(dataset, batch_size=10, device_mesh=mesh_of(1, 0)) as loader:
         for epoch in (1, 2):
             list(loader)

@@ -75,7 +75,7 @@ def test_a_lane_slice_is_a_slice_of_the_lane(sizes: list[int], settings: OrderSe
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 17, 40])
-def test_each_single_position_is_found_without_its_neighbours(window: int) -> None:
+def test_each_single_position_is_found_without_its_neighbors(window: int) -> None:
     # Every place of a long lane: a slice that looked at fewer keys than it needs would err somewhere.
     order = EpochOrder([700], OrderSettings(seed=8, lanes=1, window=window), 0)
     whole = order.lane_slice(0, 0, 700)

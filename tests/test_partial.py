@@ -92,7 +92,7 @@ def test_a_rank_without_a_row_gets_an_empty_batch_of_the_right_shape(
 
 
 def drop_first(sample: dict[str, Any]) -> dict[str, Any] | None:
-    """Sample 0 and its neighbours are dropped, or unreadable."""
+    """Sample 0 and its neighbors are dropped, or unreadable."""
     if sample["cls"] == 0:
         raise ValueError("unreadable")
     return None if sample["cls"] < 12 else sample

@@ -47,7 +47,7 @@ def flip(data: Path, number: int) -> None:
     path.write_bytes(body)
 
 
-def neighbours(data: Path, number: int) -> range:
+def neighbors(data: Path, number: int) -> range:
     """Samples whose bytes have one checksum with this one's."""
     low, high, _ = table_of(data, number // 20).widened(number % 20, number % 20 + 1)
     return range(number // 20 * 20 + low, number // 20 * 20 + high)
@@ -65,7 +65,7 @@ def write(path: Path, *records: BadRecord) -> Path:
 
 def test_what_a_loader_listed(data: Path, tmp_path: Path) -> None:
     flip(data, 30)
-    lost = neighbours(data, 30)
+    lost = neighbors(data, 30)
     assert 1 < len(lost) < 20
     file = tmp_path / "bad-{rank}.jsonl"
     for rank in range(2):  # unshuffled, on two ranks: slices of chunks are read, span by span
@@ -110,11 +110,11 @@ def test_mended_samples_are_good(data: Path, tmp_path: Path) -> None:
     flip(data, 30)
     (finding,) = verify([str(data)], storage=Storage()).findings
     file = write(tmp_path / "bad.jsonl", *records_of([finding]))
-    assert {int(one.key or -1) for one in check(file).findings} == set(neighbours(data, 30))
+    assert {int(one.key or -1) for one in check(file).findings} == set(neighbors(data, 30))
     (data / "000001.tar").write_bytes(whole)
     report = check(file)
     assert report.findings == ()
-    assert report.num_good == report.num_samples >= len(neighbours(data, 30))
+    assert report.num_good == report.num_samples >= len(neighbors(data, 30))
 
 
 def test_records_of_other_shards_and_torn_lines_are_counted(data: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_as_commands(data: Path, tmp_path: Path) -> None:
     ran = CliRunner().invoke(cli, ["verify", "--bad", str(wide), "--write-bad", str(narrow), "--json"])
     assert ran.exit_code == 1, ran.output
     told = json.loads(ran.stdout)
-    lost = neighbours(data, 30)
+    lost = neighbors(data, 30)
     assert told["ok"] is False
     assert len(told["findings"]) == len(BAD) + len(lost)
     keys = [BadRecord.from_line(line).key for line in narrow.read_bytes().splitlines()]

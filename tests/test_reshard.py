@@ -277,7 +277,7 @@ def test_what_is_listed_is_left_out(damaged: tuple[Path, list[int]], tmp_path: P
     assert (report.num_dropped, report.num_not_found, report.num_samples) == (len(lost), 1, COUNT - len(lost))
 
 
-def test_a_neighbour_under_the_same_checksum_cannot_be_proven(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_a_neighbor_under_the_same_checksum_cannot_be_proven(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
     source, lost = damaged
     records = [BadRecord(url=f"{source}/000001.tar", key="00030", stage="fetch", reason="x")]
     with pytest.raises(ChecksumError, match=r"000001\.tar"):
@@ -286,7 +286,7 @@ def test_a_neighbour_under_the_same_checksum_cannot_be_proven(damaged: tuple[Pat
 
 
 def test_large_members_are_proven_alone(tmp_path: Path) -> None:
-    """What a loader lists of a span with one damaged large member is enough: its neighbours are carried over."""
+    """What a loader lists of a span with one damaged large member is enough: its neighbors are carried over."""
     with ShardWriter(f"{tmp_path}/in/{{:d}}.tar") as writer:
         for number in range(9):
             writer.write({"__key__": f"{number}", "cls": number, "bin": bytes([number]) * (number % 3 // 2 * 200_000)})

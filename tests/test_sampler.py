@@ -93,7 +93,7 @@ def test_a_large_permutation_is_one(num_samples: int) -> None:
 
 
 def test_a_large_permutation_looks_uniform() -> None:
-    """Where samples go from each of 64 equal parts: chi-square over 64 x 64 cells; neighbours do not stay together."""
+    """Where samples go from each of 64 equal parts: chi-square over 64 x 64 cells; neighbors do not stay together."""
     size = MAX_SORTED + 12345
     found = Permutation(size, 11, 0)(np.arange(size))
     cells = np.bincount(np.arange(size) * 64 // size * 64 + found * 64 // size, minlength=4096)
@@ -466,7 +466,7 @@ def test_over_torch_samplers_substitutes_stay_in_their_selection() -> None:
         assert len(found) == len(chosen)
         assert set(found) == set(chosen) - {4, 8, 20}
         assert len(sampler) == (4 if batched else 20)
-    lonely = retry(Always(3, {1}), SequentialSampler(range(3)))  # a single index: its neighbours in the order
+    lonely = retry(Always(3, {1}), SequentialSampler(range(3)))  # a single index: its neighbors in the order
     assert [int(value) for value in DataLoader(lonely.dataset, sampler=lonely, batch_size=None)] == [0, 20, 20]
 
 

@@ -129,7 +129,7 @@ def test_torchs_own_loader_takes_it(tmp_path: Path) -> None:
     assert [batch["id"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_neighbours_in_a_store_are_one_request(mini_s3: MiniS3Server, s3_bucket: str, tmp_path: Path) -> None:
+def test_neighbors_in_a_store_are_one_request(mini_s3: MiniS3Server, s3_bucket: str, tmp_path: Path) -> None:
     options = mini_s3.storage_options
     data = write_jsonl(tmp_path / "a.jsonl", 9000).read_bytes()
     Storage(options).put(f"{s3_bucket}/a.jsonl", data)

@@ -203,15 +203,15 @@ def test_uniform_path_agrees_with_the_rule(names: list[str]) -> None:
     files = [(f"{name}.{field}", b"x") for name in names for field in ("jpg", "cls")]
     archive = b"".join(tar_bytes([file])[:1024] for file in files) + bytes(1024)
     wanted: list[tuple[str, str]] = [split for name, _ in files if (split := regex_split(name))]
-    neighbours = set()
+    neighbors = set()
     for index, split in enumerate(wanted):
         if index and wanted[index - 1][0] != split[0]:
-            neighbours = set()
-        if split in neighbours:
+            neighbors = set()
+        if split in neighbors:
             with pytest.raises(DuplicateKeyError):
                 parse_chunk(archive)
             return
-        neighbours.add(split)
+        neighbors.add(split)
     samples = of_layout(archive)
     assert [key for key, _ in samples] == [key for key, _ in itertools.groupby(key for key, _ in wanted)]
     assert sorted((key, field) for key, fields in samples for field in fields) == sorted(wanted)
@@ -497,6 +497,8 @@ def test_a_decompression_bomb_is_stopped() -> None:
         list(iter_samples([bomb], max_sample_bytes=1 << 20))
     many = tar_bytes(plain_files(10))[: 22 << 10]  # in one piece, larger than each of them may be
     assert len(list(iter_samples([many], max_sample_bytes=4096))) == 10
+    padded = tar_bytes(plain_files(2)) + bytes(100_000)  # as tapes leave it: in no sample
+    assert len(list(iter_samples(pieces_of(padded, 1000), max_sample_bytes=4096))) == 2
 
 
 def test_a_gzip_bomb_is_stopped_by_its_ratio() -> None:

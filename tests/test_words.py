@@ -26,8 +26,8 @@ VERBS = frozenset(re.findall(r"\w+", """
     queue raise reach read rebuild receive recommend recompute record reduce refuse register reject release
     remember remove rename repair repeat replace report represent request reserve reset resize resolve restore
     restrict resume retain retry return rewrite round run sample save say scan search see seed select send
-    separate serialise serve set shard share show shuffle sleep slice sort split spread stamp start stop store
-    stream submit sum summarise take talk teach tell test track translate treat truncate turn undo unmap unpack
+    separate serialize serve set shard share show shuffle sleep slice sort split spread stamp start stop store
+    stream submit sum summarize take talk teach tell test track translate treat truncate turn undo unmap unpack
     update upload use validate verify view wait wake walk warn watch weigh withdraw work wrap write yield
 """))  # fmt: skip
 NOUNS_ARE_FINE = {"property", "cached_property"}  # they are read as attributes are

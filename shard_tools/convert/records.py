@@ -17,7 +17,7 @@ from streaming.types import Int64Array
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
 _NUMBER_DIGITS = 9
-_SEEDS = 0x9E3779B97F4A7C15  # neighbouring seeds lie far apart
+_SEEDS = 0x9E3779B97F4A7C15  # neighboring seeds lie far apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

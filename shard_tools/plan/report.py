@@ -169,7 +169,7 @@ class PlanReport:
     has_end: bool = True
 
     def spread(self, name: str) -> Spread:
-        """Summarise one attribute of ``RankLoad`` over the ranks that were computed."""
+        """Summarize one attribute of ``RankLoad`` over the ranks that were computed."""
         values = [getattr(load, name) for load in self.loads]
         return Spread(least=min(values), mean=sum(values) / len(values), most=max(values))
 

@@ -193,7 +193,7 @@ class PlannedRun:
             places = [(at, place) for at, (_, one) in enumerate(self._sets) for place in all_places(one, key)]
         if not places:
             what = redact(self.planned.urls[0])
-            raise NotFoundError(f"--key: no sample of {what} and its neighbours has the key {key!r}")
+            raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
         looked_at = self._searched(places) if steps is None else steps
         rows = [
             (step, rank, chunk, place.offset)

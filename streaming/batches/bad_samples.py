@@ -21,8 +21,8 @@ from streaming.metrics import Metrics
 _LISTED = 5
 _log = logging.getLogger(__name__)
 _FATES: dict[OnError, str] = {
-    "substitute": "A neighbour takes the place of each, and so appears twice",
-    "skip": 'A neighbour takes the place of each, with False in batch["__valid__"]',
+    "substitute": "A neighbor takes the place of each, and so appears twice",
+    "skip": 'A neighbor takes the place of each, with False in batch["__valid__"]',
     "raise": "The run stops",
 }
 _FATE_IN_PACKS = "Padding takes the place of its tokens and carries no loss"

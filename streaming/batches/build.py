@@ -412,7 +412,7 @@ class BatchBuilder:
                     self._handle(bad, substitute, 0)
         raise TooManyBadSamplesError(
             f"{rows.urls[i]}: sample {rows.keys[i]!r} is unreadable or dropped, and so are the {MAX_SUBSTITUTES} "
-            f"neighbours that could replace it. Check the shard with `shard_tools verify {rows.urls[i]}`; "
+            f"neighbors that could replace it. Check the shard with `shard_tools verify {rows.urls[i]}`; "
             f"if transform drops most samples, filter the data set beforehand (shard_tools reshard --where)"
         )
 

@@ -46,7 +46,7 @@ class EntryKey:
         """
         if start < 0 or num_bytes < 0:
             raise ConfigError(f"cache: expected a range of bytes, got start {start} and length {num_bytes}")
-        text = json.dumps([normalised(url), version, start, num_bytes])  # a list: no two inputs give the same text
+        text = json.dumps([normalized(url), version, start, num_bytes])  # a list: no two inputs give the same text
         return cls(digest=hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest(), num_bytes=num_bytes)
 
     @property
@@ -65,7 +65,7 @@ def is_part_name(name: str) -> bool:
     return _PART_NAME.fullmatch(name) is not None
 
 
-def normalised(url: str) -> str:
+def normalized(url: str) -> str:
     """Return ``url`` without parts that are secret or may differ between two ways to reach the same object.
 
     Local paths become absolute. User, password, fragment, default port and the parameters of signed URLs (AWS, Google,

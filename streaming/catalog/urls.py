@@ -68,7 +68,7 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
 
 class _Identity:
-    """Identify shards however they are spelt; folders are listed once."""
+    """Identify shards however they are spelled; folders are listed once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, frozenset[str]]] = {}

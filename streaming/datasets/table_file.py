@@ -39,7 +39,7 @@ class TableDataset:
         loader = DataLoader(TableDataset("s3://bucket/train.jsonl"), batch_size=32, num_workers=4)
 
     Opening reads the files once and keeps the offset of each record, 4 bytes per record; under torch.distributed, rank
-    0 does this for all. A row is then one ranged read, and neighbouring rows of a batch share one. In an object store
+    0 does this for all. A row is then one ranged read, and neighboring rows of a batch share one. In an object store
     that is about one request per row: for large files, pack them into shards with ``shard_tools convert``. Thread-safe
     and picklable.
 

@@ -213,7 +213,7 @@ class DevicePrefetcher(Closable):
     of a batch is released when its copy is done and the next batch is asked for; at most ``2 * depth + 1`` are held.
 
     The stream that is current when a batch is requested may use the batch immediately; another stream needs the usual
-    synchronisation (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device is at most
+    synchronization (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device is at most
     ``depth`` steps behind.
 
     A ``streaming.DataLoader`` is told which batches are held back here, so its ``state_dict`` and ``epoch`` refer to

@@ -30,7 +30,7 @@ _KIND = "late column"
 
 
 def document_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
-    """Serialise a document that is stored beside an index as JSON, with its kind and version."""
+    """Serialize a document that is stored beside an index as JSON, with its kind and version."""
     return json.dumps({"kind": kind, "version": _VERSION, **content}, indent=1, sort_keys=True).encode()
 
 

@@ -371,7 +371,7 @@ def count_values(
 
 
 def pack_counts(values: pa.Array, counts: npt.NDArray[np.int64]) -> bytes:
-    """Serialise values and their counts, for other ranks."""
+    """Serialize values and their counts, for other ranks."""
     batch = pa.record_batch({_VALUE: values, "count": pa.array(counts)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:

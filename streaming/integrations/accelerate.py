@@ -28,7 +28,7 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
 
     Returns:
         The loader, with three changes. Batches are on the accelerator's device. In the last step of an epoch
-        ``accelerator.accumulate`` synchronises gradients even if fewer batches were accumulated.
+        ``accelerator.accumulate`` synchronizes gradients even if fewer batches were accumulated.
         ``accelerator.save_state`` saves the position after the last batch handed out, and ``load_state`` continues from
         there on any number of ranks; do not call Accelerate's ``skip_first_batches`` then.
 

@@ -114,8 +114,22 @@ def gathered(
     The n-th call of a rank for a ``subject`` is matched with the n-th of the others.
 
     Raises:
-        AgreementError: Some did not arrive.
+        AgreementError: Some did not arrive, or the process that keeps the store has ended.
     """
+    try:
+        return _gathered(board, rank, ranks, facts, subject=subject, timeout_s=timeout_s)
+    except AgreementError:
+        raise
+    except RuntimeError as error:  # torch.distributed.DistNetworkError is one
+        raise AgreementError(
+            f"{subject}: the key-value store of torch.distributed does not answer ({str(error).splitlines()[0]}): the "
+            "process that keeps it, usually rank 0 or torchrun's agent, has ended. Restart the job from its checkpoint"
+        ) from error
+
+
+def _gathered(
+    board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float
+) -> dict[int, dict[str, Any]]:
     digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
     home = f"shardstream/gather/{digest}"
     turn = board.add(f"{home}/turn/{rank}", 1)

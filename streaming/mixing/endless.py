@@ -107,7 +107,7 @@ class Endless(ABC):
     def first_free_row(self, row: int) -> int:
         """Return the first row from which other weights may apply if rows before ``row`` are to stay as they are.
 
-        It is some chunks after ``row``, because the window mixes neighbouring rows and chunks are used whole.
+        It is some chunks after ``row``, because the window mixes neighboring rows and chunks are used whole.
         """
         lanes = self.settings.lanes
         self.settle(-(-row // lanes))

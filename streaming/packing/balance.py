@@ -1,7 +1,7 @@
 """Balance the cost of packs over the ranks of a global batch: which rank computes which pack, and in which order.
 
 Packs with equally many tokens differ in the cost of attention: one document of T tokens has T² / 2 pairs, T / n
-documents of n tokens have T · n / 2. Ranks synchronise at every microbatch (gathered parameters, reduced gradients), so
+documents of n tokens have T · n / 2. Ranks synchronize at every microbatch (gathered parameters, reduced gradients), so
 all wait for the slowest. Both remedies here are pure functions: every rank knows all lengths, and so computes the same
 result.
 """

@@ -74,7 +74,7 @@ class RemoteState:
         return cls(values=dict(values))
 
 
-def travelling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
+def traveling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
     """Pack what is sent to the actors: the function that makes the dataset, and the loader's options.
 
     Raises:
@@ -175,7 +175,7 @@ class RemoteLoop(Loop):
         super().__init__(config.shape)
         cluster.check_connected()
         self.config = config
-        self._recipe = travelling(create_dataset, make_loader)
+        self._recipe = traveling(create_dataset, make_loader)
         self._ranks = deal(config.mesh.data_world_size, config.group.num_actors)
         self._actors: list[Any] = []
         self._processes: dict[int, str] = {}

@@ -58,7 +58,7 @@ class Reader:
     Nothing is opened before the first call, so that errors in opening are reported like all others.
 
     Args:
-        recipe: The result of `travelling`.
+        recipe: The result of `traveling`.
         meshes: The mesh from the view of one rank of each data rank.
     """
 

@@ -274,7 +274,7 @@ class RetrySampler(Sampler[Any]):
                     made = [StandIn(*self.sampler.stand_in(number, count))]
                 yield made[0] if getattr(self.sampler, "is_single", False) else made
             return
-        for given, near in _with_neighbours(self.sampler):
+        for given, near in _with_neighbors(self.sampler):
             self.check()
             if isinstance(given, Sequence):
                 yield [Candidates(index, _others(given, place, near, count)) for place, index in enumerate(given)]
@@ -459,7 +459,7 @@ def _open_log() -> int:
     return descriptor
 
 
-def _with_neighbours(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
+def _with_neighbors(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
     """Yield each item of a sampler (an index, or a list of them) with the indices of items near it, next ones first."""
     items = iter(sampler)
     first = next(items, None)

@@ -52,12 +52,13 @@ def iter_samples(
     scanner = TarScanner(url, repeats=repeats)
     held = _Held()
     for piece in inflated(pieces, url, max_gzip_ratio=max_gzip_ratio):
-        held.add(piece)
+        if not scanner.ended:  # zeros that follow belong to no sample, however many
+            held.add(piece)
         layout = scanner.feed(piece)
         del piece  # so that what is cut out of it can free it
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)
-        if held.stop - scanner.record_start > max_sample_bytes:
+        if min(held.stop, scanner.settled) - scanner.record_start > max_sample_bytes:
             raise TarError(
                 f"{url or 'tar'}, byte {scanner.record_start}: a sample of more than {max_sample_bytes} bytes; {larger}"
             )

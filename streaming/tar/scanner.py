@@ -67,7 +67,8 @@ class TarScanner:
         self._settled = 0
         self._tail = b""  # the bytes from _settled to num_bytes, if payload does not cover them
         self._open: Members | None = None  # the members of the unfinished sample; offsets from the archive's start
-        self._ended = False
+        self.ended = False
+        """Whether the end-of-archive mark was fed."""
 
     @property
     def settled(self) -> int:
@@ -96,7 +97,7 @@ class TarScanner:
             _refuse_compressed(raw[:BLOCK_BYTES].tobytes(), self.url)
         skip = max(0, self._settled - self.num_bytes)
         self.num_bytes += raw.size
-        if self._ended:
+        if self.ended:
             if not is_zero(raw):
                 self._where().fail(0, "data after the end-of-archive mark", cure="join archives with `tar -A`, not cat")
             return self._close(None)
@@ -123,7 +124,7 @@ class TarScanner:
             buffer = as_array(self._tail + raw.tobytes()) if tail_bytes else raw
         where = Origin(self.url, self._settled + offset, strict=True)
         members = read_members(buffer, where, partial=True, verify_headers=True)
-        self._ended = members.ended
+        self.ended = members.ended
         self._settled += members.end + offset
         self._tail = b"" if members.ended else buffer[members.end :].tobytes()
         return _joined(bridge, _moved(members, offset))
@@ -138,7 +139,7 @@ class TarScanner:
 
     def finish_packed(self) -> PackedLayout:
         """Do as :meth:`finish`, without making a Python string of each key."""
-        if not self._ended:
+        if not self.ended:
             self._fail_truncated()
         members, self._open = self._open, None
         return self._group(members, self._settled)

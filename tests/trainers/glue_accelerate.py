@@ -25,13 +25,13 @@ for wrong in (loader, torch.utils.data.DataLoader([1, 2])):  # type: ignore[var-
     with pytest.raises(ConfigError, match=rf"expected a streaming.DataLoader, got a .*\.{type(wrong).__name__};"):
         prepare_loader(accelerator, wrong)
 prepared = accelerator.prepare(model)
-synchronised = []
+synchronized = []
 for _ in range(2):
     for batch in loader:
         with accelerator.accumulate(prepared):
-            synchronised.append(accelerator.sync_gradients)
+            synchronized.append(accelerator.sync_gradients)
             assert len(accelerator.gather_for_metrics(batch["cls"])) == 12
-assert synchronised == [False, False, False, True, False, True] * 2
+assert synchronized == [False, False, False, True, False, True] * 2
 
 # Another world: remesh is that of the loader, and what was prepared of the older one is refused.
 whole = [sorted(batch["__key__"]) for batch in raw]

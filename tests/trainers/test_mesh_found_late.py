@@ -34,7 +34,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def initialise(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+def initialize(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
     """torch.distributed as this rank sees it, so that one process plays all."""
     for module in ("launch", "finder"):
         monkeypatch.setattr(f"infra.{module}.process_group", lambda: DefaultGroup(rank=rank, world_size=world_size))
@@ -64,7 +64,7 @@ def test_a_loader_made_first_reads_its_share(
     assert [loader.global_batch_size for loader in loaders] == [4, 4]
     received = []
     for rank, loader in enumerate(loaders):
-        initialise(monkeypatch, rank, 2)
+        initialize(monkeypatch, rank, 2)
         if kind != "unindexed":
             assert len(loader) == 6
         with loader:
@@ -92,7 +92,7 @@ def test_what_was_set_and_loaded_before_holds_on_the_mesh_found_later(
     other.load_state_dict(state)
     received = []
     for rank, one in enumerate((loader, other)):
-        initialise(monkeypatch, rank, 2)
+        initialize(monkeypatch, rank, 2)
         with one:
             assert one.epoch == 2
             received += [key for batch in one for key in keys_of(batch)]
@@ -112,7 +112,7 @@ def test_a_loader_that_is_sent_to_another_process_reads_the_share_of_that(
         begun = pickle.dumps(alone)
     for pickled, received in ((new, []), (begun, [*seen])):
         for rank in range(2):
-            initialise(monkeypatch, rank, 2)
+            initialize(monkeypatch, rank, 2)
             with pickle.loads(pickled) as loader:
                 assert type(loader) is type(alone)
                 assert loader.device_mesh.data_rank == rank
@@ -134,10 +134,10 @@ def test_weights_and_states_given_before_the_first_batch_go_along(
         loader.set_weights({"odd": 1, "even": 0}, at=0)
         with pickle.loads(pickle.dumps(loader)) as other:
             assert other.state_dict() == loader.state_dict()
-        initialise(monkeypatch, 1, 2)
+        initialize(monkeypatch, 1, 2)
         assert {name for batch in loader for name in batch["__source__"]} == {"odd"}
         assert loader.global_batch_size == 16
-    initialise(monkeypatch, 0, 1)
+    initialize(monkeypatch, 0, 1)
     with make(sets, "indexed") as loader:
         loader.load_state_dict({**loader.state_dict(), "order": {"seed": 7, "lanes": 4, "window": 9, "shuffle": True}})
         with pickle.loads(pickle.dumps(loader)) as other:
@@ -172,7 +172,7 @@ def test_an_iteration_after_the_mesh_has_changed_is_an_error(
 ) -> None:
     with make(sets, "indexed") as loader:
         next(iter(loader))
-        initialise(monkeypatch, 1, 2)
+        initialize(monkeypatch, 1, 2)
         assert len(loader) == 12
         with pytest.raises(MeshError, match="rank 1 of 2, but batches were read as rank 0 of 1"):
             iter(loader)
@@ -183,11 +183,11 @@ def test_a_sampler_made_first_deals_to_the_mesh_found_later(monkeypatch: pytest.
     assert len(samplers[0]) == 8
     received = []
     for rank, sampler in enumerate(samplers):
-        initialise(monkeypatch, rank, 2)
+        initialize(monkeypatch, rank, 2)
         assert len(sampler) == 4
         received += [index for batch in sampler for index in batch]
         assert sampler.mesh.data_rank == rank
     assert sorted(received) == list(range(24))
-    initialise(monkeypatch, 0, 2)
+    initialize(monkeypatch, 0, 2)
     with pytest.raises(MeshError, match="rank 0 of 2, but batches were read as rank 1 of 2"):
         next(iter(samplers[1]))

@@ -23,7 +23,7 @@ from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
 from streaming.engine.builders import Crew
 from streaming.engine.delivery import Delivery
-from streaming.engine.unindexed.gather import Packing, alone, neighbours, pack_samples
+from streaming.engine.unindexed.gather import Packing, alone, neighbors, pack_samples
 from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.unindexed.samples import RawSample, StreamSettings, samples_of
 from streaming.metrics import Metrics
@@ -199,7 +199,7 @@ class ShardStream(Delivery):
                 return BatchBuilder(self._crew.recipe, lambda _: iter(()), self._report).empty(shown)
             positions = self._settings.shape.positions(number, self._settings.dp_rank)
             return self._builder.build(
-                replace(batch.rows, positions=positions), batch.valid, lambda row: neighbours(batch.rows, row),
+                replace(batch.rows, positions=positions), batch.valid, lambda row: neighbors(batch.rows, row),
                 self._report, seed=self._draw_key, batch=number,
             )  # fmt: skip
         finally:

@@ -72,7 +72,7 @@ def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -
     return Packing(samples=samples, fields=fields, num_bytes=int(room.sum()))
 
 
-def neighbours(rows: Rows, row: int) -> Iterator[Rows]:
+def neighbors(rows: Rows, row: int) -> Iterator[Rows]:
     """Yield the other rows of a batch, from the one after ``row`` on and around, each in memory of its own."""
     num_rows = len(rows.keys)
     for step in range(1, num_rows):
