@@ -19,6 +19,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import common
@@ -36,6 +37,10 @@ _FACTORS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def samples(size: int, megabytes: int) -> Iterator[dict[str, object]]:
     for number in range(megabytes * 10**6 // size):
         yield {"__key__": f"{number:07d}", "bin": os.urandom(size)}
+
+
+def make(size: int, megabytes: int, target: str) -> None:
+    common.write_shards(target, samples(size, megabytes), per_shard=10**6)
 
 
 def live_bytes(mixture: Mixture) -> int:
@@ -105,10 +110,7 @@ def main() -> None:
     print(common.machine())
     print(f"\none pass, {args.megabytes} MB\n sample          units  number  requests  read/byte  live MiB")
     for size in (1_000, 16_000, 100_000):
-        folder = common.made_once(
-            args.data, f"units-{size}-{args.megabytes}",
-            lambda target, size=size: common.write_shards(target, samples(size, args.megabytes), per_shard=10**6),
-        )  # fmt: skip
+        folder = common.made_once(args.data, f"units-{size}-{args.megabytes}", partial(make, size, args.megabytes))
         with common.s3_copy(folder) as (url, options):
             one_pass(url, options, size)
             if size == 16_000:

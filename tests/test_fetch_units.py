@@ -163,6 +163,18 @@ def test_changed_weights_go_on_with_the_units_of_the_run(folder: Path, caplog: p
     assert [entry["fetch_bytes"] for entry in last["ledger"]] == [begun.fetch_bytes] * 2
 
 
+def test_a_source_added_later_has_units_of_its_own(folder: Path) -> None:
+    begun = mixture(folder, "web code", weights={"web": 2, "code": 1}, fetch_bytes="500KiB")
+    _, state = world(begun, 2, 8)
+    more = mixture(folder, weights=WEIGHTS, fetch_bytes="300KiB")
+    after, last = world(more, 3, 30, state)
+    sizes = {**begun.fetch_bytes, "math": more.fetch_bytes["math"]}
+    assert [entry["fetch_bytes"] for entry in last["ledger"]] == [begun.fetch_bytes, sizes]
+    assert after == world(mixture(folder, weights=WEIGHTS, fetch_bytes=sizes), 1, 30, state)[0]
+    replayed, _ = world(more, 1, 38, {**last, "samples_seen": 0})
+    assert replayed == world(begun, 1, 8)[0] + after
+
+
 def test_a_run_that_began_with_whole_chunks_keeps_them(folder: Path) -> None:
     whole = mixture(folder, weights=WEIGHTS)
     expected, _ = world(whole, 1, 20)
@@ -304,6 +316,11 @@ def test_sizes_follow_the_square_roots_of_shares_of_the_bytes() -> None:
     assert divided(10 << 20, {"a": 0.8, "b": 0.2}) == {"a": 6_990_506, "b": 3_495_253}
     assert divided(10 << 20, {"a": 1.0, "b": 0.0}) == {"a": (10 << 20) - 64 * KIB, "b": 64 * KIB}
     assert divided(1, {"a": 0.5, "b": 0.5}) == {"a": 64 * KIB, "b": 64 * KIB}
+
+
+def test_a_mixture_shows_its_units(folder: Path) -> None:
+    assert "fetch units of 64.0 KiB, " in repr(mixture(folder, fetch_bytes="192KiB"))
+    assert "fetch units of 64.0 KiB to 200.0 KiB, " in repr(mixture(folder, fetch_bytes=UNITS))
 
 
 def test_what_cannot_be_cut_is_refused_with_what_to_do(folder: Path, tmp_path: Path) -> None:

@@ -324,6 +324,11 @@ class Mixture(JoinedSource):
         parts = [f"{len(self.names)} sources: {some_names(self.names)}"]
         parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]
         parts.append(self._shares_in_words())
+        if self.fetch_bytes:
+            sizes = sorted(
+                {format_bytes(size): size for size in self.fetch_bytes.values()}.items(), key=lambda one: one[1]
+            )
+            parts.append(f"fetch units of {' to '.join(dict.fromkeys([sizes[0][0], sizes[-1][0]]))}")
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         return f"Mixture({', '.join(parts)})"
 
