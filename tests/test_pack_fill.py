@@ -58,15 +58,16 @@ WRITTEN = {
                                      {"length": 11, "stale": 6}),
     "a window shorter than planned": ([[(0, 0, 8), (1, 0, 8)], [(0, 4, 12), (2, 0, 3)]], [6, 8, 3],
                                       {"length": 16, "stale": 4}),
+    "a window beyond what there is": ([[(0, 0, 8)], [(0, 4, 12), (1, 0, 3)]], [3, 3], {"length": 12, "stale": 2}),
     "one that cannot be read": ([[(0, 0, 3), (1, 0, 3), (2, 0, 2)], [(3, 0, 4)]], [3, 0, 2, 0], {"length": 9}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRITTEN)
-def test_writes_what_a_loop_writes(case: str) -> None:
+@pytest.mark.parametrize(("case", "shift"), [*product(WRITTEN, (False, True))])
+def test_writes_what_a_loop_writes(case: str, shift: bool) -> None:
     """All packs at once and each alone; windows behind their first one bear no loss where they overlap."""
     packs, available, options = WRITTEN[case]
-    shape = PackShape(field="tok", dtype="<u2", **options)
+    shape = PackShape(field="tok", dtype="<u2", shift_labels=shift, **options)
     tokens = [(1000 * n + np.arange(count)) % 2**16 for n, count in enumerate(available)]
     memory = b"?" + b"".join(one.astype("<u2").tobytes() for one in tokens)
     begins = 1 + 2 * (np.cumsum(available) - available)
@@ -123,5 +124,8 @@ def _written(packs: list[Any], tokens: list[Any], shape: PackShape) -> dict[str,
         positions += range(rest)
         documents += [-1] * rest
         borders += [used + rest] if rest else []
+    if shape.shift_labels:
+        rows = [labels[row * shape.length : (row + 1) * shape.length] for row in range(len(packs))]
+        labels = [label for row in rows for label in [*row[1:], IGNORED]]
     arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_ids": documents}
     return {"arrays": arrays, "cu_seqlens": borders}
