@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from data_sets import Batches, loaders, merged, total, world_from
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_spans import without_spans
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -344,6 +345,9 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do(folder: Path, tmp_path: P
         Mixture(two, quotas="exact", fetch_bytes="127KiB")
     assert Mixture(two, quotas="exact", fetch_bytes="128KiB").fetch_bytes == dict.fromkeys(two, 64 * KIB)
     write(tmp_path, "math", (30,))
+    without_spans(tmp_path / "math" / "000000.tar")
+    with pytest.raises(IndexMissingError, match=r"format 1.0.*`shard_tools index --force "):
+        mixture(tmp_path, "math", fetch_bytes={"math": "64KiB"})
     for path in Path(tmp_path, "math").rglob("*samples*/*"):
         path.unlink()
     with pytest.raises(IndexMissingError, match=r"no sample table.*`shard_tools index "):
