@@ -169,6 +169,45 @@ def test_values_are_lifted_out_of_samples(tmp_path: Path) -> None:
     assert "no sample has such a field" in missing.output
 
 
+def test_numbers_of_two_types_categories_and_values_that_cannot_be_read(tmp_path: Path) -> None:
+    data = f"{tmp_path}/data/"
+    with ShardWriter(data + "{}.tar", max_samples=3) as writer:
+        for number, value in enumerate((1, 2.5, 3, 4, 5, 6)):  # floats in the first shard alone
+            writer.write({"__key__": f"{number}", "json": {"n": value}})
+        writer.write({"__key__": "6", "json": b"{"})
+    refused = run("column", "add", data, "n", "--lift", "json.n")
+    assert refused.exit_code == 1
+    assert "sample '6', field 'json': " in refused.output
+    (tmp_path / "data" / "2.tar").unlink()
+    assert run("index", data, "--prune").exit_code == 0
+    assert added(data, "n", "--lift", "json.n")["type"] == "double"
+    assert kept(data, "n > 2") == [1, 2, 3, 4, 5]
+    words = pa.array(["a", "b", "a"]).dictionary_encode()
+    pq.write_table(pa.table({"key": ["1", "4", "5"], "kind": words}), tmp_path / "kinds")
+    added(data, "kind", "--from", str(tmp_path / "kinds"), "--on", "key")
+    assert kept(data, "kind = 'a'") == [1, 5]
+
+
+def test_an_older_column_is_withdrawn_before_its_files_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, first = (4, 9, 2), 0  # in groups of one, each with its own part of the values
+    for shard, num in enumerate(sizes):
+        data = write(str(tmp_path / "data"), num=num, first=first, shard=shard)
+        first += num
+    file = scores(tmp_path / "s", {f"{number:05d}": number for number in range(first)})
+    added(data, "score", "--from", file, "--on", "key", "--memory", "1200")
+    assert kept(data, "score > 11") == [12, 13, 14]
+    put = Storage.put
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "put", lambda store, url, data: stop_at(url, "000001.tar.parquet")
+                      or put(store, url, data))  # fmt: skip
+        with pytest.raises(LookupError):
+            run("column", "add", data, "score", "--from", file, "--on", "key", "--overwrite", "--memory", "1200")
+    with pytest.raises(ConfigError, match="no column 'score'"):
+        kept(data, "score > 1")
+
+
 def test_list_and_drop(tmp_path: Path) -> None:
     data = write(str(tmp_path / "data"))
     file = scores(tmp_path / "s", {"00003": 7})
@@ -259,6 +298,10 @@ def test_a_column_of_several_directories_is_all_of_them(tmp_path: Path, monkeypa
     assert "'number' already exists beside the index in " in run(*number, "--lift", "json.similarity").output
     added(*number[2:], "--lift", "json.deep.n")
     assert len(StreamingDataset(urls, where="number % 4 > 0")) == 45
+    columns = json.loads(run("column", "list", *urls, "--json").stdout)["columns"]
+    assert [(one["name"], one["num_samples"], one["num_missing"]) for one in columns] == [
+        ("number", 30, 8), ("score", 30, 8), ("number", 30, 7), ("score", 30, 0),
+    ]  # fmt: skip
 
 
 def test_views_from_the_command_line(tmp_path: Path) -> None:
@@ -411,6 +454,13 @@ def test_computing_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyt
     assert calls.count("00000") == 1
     assert calls.count("00050") == 2
     assert len(kept(data, "size = 5")) == NUM
+    (tmp_path / "mended").unlink()
+    with pytest.raises(LookupError, match="no such word"):
+        run("column", "add", data, "other", "--compute", f"{name}:once", "--workers", "1")
+    (tmp_path / "another.py").write_text("def seven(sample): return 7\n")
+    added(data, "other", "--compute", "another:seven")  # what the run with the other function left is not taken for it
+    assert len(kept(data, "other = 7")) == NUM
+    (tmp_path / "mended").touch()
     # A function that was changed computes another column, so may one whose text stayed: nothing of the old one stays.
     text = body.replace("len(sample['__key__'])", "SIZE")
     for size in (7, 18):  # of another length, or Python takes the compiled file of the same second

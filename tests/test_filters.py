@@ -319,6 +319,10 @@ def test_views(data: str) -> None:
     for other in ({"where": "n > 1"}, {"subset": None}, {"excluded": ()}, {"columns": {"score": "1"}}):
         with pytest.raises(ConfigError, match="another view of this name"):
             save_view(Storage(), data.rstrip("/"), replace(view, **other))
+    save_view(Storage(), data.rstrip("/"), view)  # the same once more
+    left_out = Path(data).parent / "left-out.txt"
+    left_out.write_text(f"{expected[1]}\n")
+    assert kept_of(data, view="clean-v2", exclude=left_out) == [expected[0], *expected[2:]]
     file = Path(data) / "_shardstream/views/clean-v2.json"
     file.write_text(file.read_text().replace("n % 3", "n % 2"))
     with pytest.raises(IndexFormatError, match="changed by hand"):
