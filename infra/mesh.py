@@ -164,8 +164,12 @@ class DeviceMesh:
             environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: A data axis does not exist, axis names are missing or not recognized, or ranks are missing.
+            MeshError: This is no mesh of torch's, a data axis does not exist, axis names are missing or not recognized,
+                or ranks are missing.
         """
+        if not hasattr(torch_device_mesh, "mesh_dim_names"):
+            given = type(torch_device_mesh).__name__
+            raise MeshError(f"torch_device_mesh: expected torch's DeviceMesh, got {given}; for sizes use from_sizes")
         names = torch_device_mesh.mesh_dim_names
         if names is None:
             raise MeshError(

@@ -79,8 +79,12 @@ def checked_number(index: SupportsIndex, count: int, what: str, owner: str) -> i
 
     Raises:
         IndexError: ``owner`` has fewer items.
+        TypeError: ``index`` is not an integer.
     """
-    number = operator.index(index)
+    try:
+        number = operator.index(index)
+    except TypeError:
+        raise TypeError(f"{what}: expected a number from 0 on, got {index!r} ({type(index).__name__})") from None
     if not -count <= number < count:
         raise IndexError(f"{what} {number}: {owner} {count} {what}s")
     return number % count

@@ -545,3 +545,12 @@ def test_a_relative_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatc
         StreamingDataset("set/000000.tar")
     with pytest.raises(ShardstreamError, match=f"no shards below {tmp_path}/no: no name"):
         StreamingDataset(tmp_path / "no")
+
+
+def test_a_relative_path_below_a_deleted_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saying where it was looked for raised a bare FileNotFoundError."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ShardstreamError, match=r"no shards below set/ \(a relative path, and the working folder"):
+        StreamingDataset("set/")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -560,3 +561,9 @@ def test_the_store_of_torchruns_agent() -> None:
     assert agent_store({**started, "RANK": "0", "WORLD_SIZE": "1"}) is None
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         assert agent_store({key: value for key, value in started.items() if key != name}) is None
+
+
+def test_what_is_no_mesh_of_torchs_is_named() -> None:
+    wrong: Any = 8
+    with pytest.raises(MeshError, match="expected torch's DeviceMesh, got int; for sizes use from_sizes"):
+        DeviceMesh.from_torch(wrong)

@@ -120,4 +120,8 @@ def looked_for(url: str) -> str:
     """Return where a relative path is looked for, as words to append to a message; nothing for other URLs."""
     if _SCHEME.match(url) or url.startswith(("/", "~")):
         return ""
-    return f" (a relative path, looked for in {os.getcwd()}; an absolute one stays right after os.chdir)"
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        return " (a relative path, and the working folder of this process was deleted; give an absolute one)"
+    return f" (a relative path, looked for in {folder}; an absolute one stays right after os.chdir)"
