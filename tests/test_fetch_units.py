@@ -22,7 +22,7 @@ from test_spans import without_spans
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from streaming import Balanced, DataLoader, Mixture, ShuffleConfig, StreamingDataset
+from streaming import Balanced, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.catalog.cut import units_of
 from streaming.datasets.fetch_units import divided
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
@@ -317,6 +317,33 @@ def test_sizes_follow_the_square_roots_of_shares_of_the_bytes() -> None:
     assert divided(10 << 20, {"a": 0.8, "b": 0.2}) == {"a": 6_990_506, "b": 3_495_253}
     assert divided(10 << 20, {"a": 1.0, "b": 0.0}) == {"a": (10 << 20) - 64 * KIB, "b": 64 * KIB}
     assert divided(1, {"a": 0.5, "b": 0.5}) == {"a": 64 * KIB, "b": 64 * KIB}
+
+
+def test_the_largest_share_of_a_schedule_counts(folder: Path) -> None:
+    steps = Schedule.steps({0: {"web": 3, "code": 1, "math": 0}, 500: {"web": 1, "code": 1, "math": 2}})
+    mix = mixture(folder, weights=steps, fetch_bytes="600KiB")
+    mean = {name: one.chunk_bytes.sum() / sum(SIZES[name]) for name, one in mix.leaves.items()}
+    first = 3 * mean["web"] + mean["code"]
+    then = mean["web"] + mean["code"] + 2 * mean["math"]
+    largest = {"web": 3 * mean["web"] / first, "code": mean["code"] / min(first, then), "math": 2 * mean["math"] / then}
+    assert mix.fetch_bytes == divided(600 * KIB, {name: float(share) for name, share in largest.items()})
+
+
+def test_a_cache_keeps_units(folder: Path, tmp_path: Path) -> None:
+    """Each unit is fetched once by two loops; whole chunks in the same cache are entries of their own."""
+    sources = {
+        name: StreamingDataset(f"{folder}/{name}/", decode="raw", cache_dir=tmp_path) for name in ("web", "code")
+    }
+    mix = Mixture(sources, quotas="exact", shuffle=FEW_LANES, fetch_bytes=dict.fromkeys(sources, "64KiB"))
+    found = []
+    for one in (mix, mix, Mixture(sources, quotas="exact", shuffle=FEW_LANES)):
+        with DataLoader(one, global_batch_size=12, last_batch="pad") as loader:
+            before = loader.metrics()
+            keys = Counter(key for batch in take(loader) for key in batch)
+            after = loader.metrics()
+        assert keys == Counter(f"{name}-{n:03d}" for name in sources for n in range(sum(SIZES[name])))
+        found.append(int(after["cache_misses"] - before.get("cache_misses", 0)))
+    assert found == [len(mix.chunk_samples), 0, sum(len(one.chunk_samples) for one in sources.values())]
 
 
 def test_a_mixture_shows_its_units(folder: Path) -> None:
