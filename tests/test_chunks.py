@@ -189,10 +189,10 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
 
 
 def check(store: ChunkStore) -> None:
-    units = list(store._units.values())
+    units = list(store._units)
     used = [-(-(unit.skew_bytes + unit.num_bytes) // PAGE_BYTES) * PAGE_BYTES for unit in units]
     assert store.arena.used_bytes == sum(used) <= store.limit_bytes
-    assert all(store._units[key] is unit and unit.ready and not unit.users for key, unit in store._cold.items())
+    assert all(store._units.get(unit.wanted) is unit and unit.wanted.key == key and unit.ready and not unit.users for key, unit in store._cold.items())
     assert all(unit.users or not unit.ready or unit.wanted.key in store._cold for unit in units)
 
 
@@ -245,4 +245,4 @@ def test_what_is_held_is_accounted_for_after_every_step(
                 with store.changed:
                     assert store.changed.wait_for(lambda: not store.pending(), 60)  # noqa: B023
                     check(store)
-                assert sum(unit.users for unit in store._units.values()) == 0, "nothing is held for an epoch that ended"
+                assert sum(unit.users for unit in store._units) == 0, "nothing is held for an epoch that ended"

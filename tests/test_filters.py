@@ -503,7 +503,7 @@ def test_of_pieces_that_a_filter_reads_a_damaged_sample_alone_is_lost(tmp_path: 
     dataset = StreamingDataset(data, where=where, decode=None, max_bad_samples=1, on_error="skip")
     wanted = dataset.chunk(0)
     layout = fetch_range(
-        dataset.storage, wanted, memoryview(bytearray(wanted.num_bytes)), known=dataset._fields_of(wanted.url)
+        dataset.storage, wanted, memoryview(bytearray(wanted.num_bytes)), known=dataset._facts_of(wanted.url)
     )
     assert list(layout.damage) == [int(kept[1])]  # what was not read is not called damaged
     with DataLoader(dataset, batch_size=1, last_batch="partial", num_threads=0) as loader:

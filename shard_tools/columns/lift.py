@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -13,7 +14,7 @@ from shard_tools.sets.pieces import ShardPieces
 from shard_tools.sets.tables import needed_samples
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.errors import ConfigError, DataError
-from streaming.fetch.read import FieldsOf, fetch_range
+from streaming.fetch.read import ShardFacts, fetch_range
 from streaming.filters.late_columns import find_columns
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
@@ -124,9 +125,9 @@ def samples_of(
     """
     url = target.urls[shard]
     pieces = ShardPieces.of(url, table)
-    known = FieldsOf(samples=lambda: table, fields=fields, gap_bytes=_GAP_BYTES)
+    known = ShardFacts(samples=lambda: table, gap_bytes=_GAP_BYTES)
     for first, stop in _runs(pieces):
-        wanted = pieces.range(first, stop)
+        wanted = replace(pieces.range(first, stop), fields=fields)
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as out:
             layout = fetch_range(target.storage, wanted, out, known=known)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.fetch.layout import UnitLayout
-from streaming.fetch.read import FetchRange, FieldsOf, fetch_range
+from streaming.fetch.read import FetchRange, ShardFacts, fetch_range
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.types import Int64Array
@@ -87,5 +87,5 @@ def read_pieces(
     """
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:
-        layout = fetch_range(storage, wanted, out, known=FieldsOf(samples=samples, fields=None, gap_bytes=0))
+        layout = fetch_range(storage, wanted, out, known=ShardFacts(samples=samples, gap_bytes=0))
     return buffer, layout

@@ -19,7 +19,7 @@ from streaming.decode import decode_field, raw
 from streaming.decode.registry import FieldDecoder
 from streaming.errors import IndexMissingError
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
-from streaming.fetch.read import FetchRange
+from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
@@ -97,7 +97,7 @@ class RandomAccess:
 
     def __init__(self, tables: RandomAccess | None = None) -> None:
         self._kept_by = tables
-        self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
+        self._chunks: OrderedDict[UnitKey, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables = Recent[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
         self._renew_locks()
         in_children(self, RandomAccess._renew_locks)
@@ -137,18 +137,18 @@ class RandomAccess:
 
     def _fields(self, dataset: Readable, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
         """Return key and raw fields of the sample at this place inside a chunk."""
+        whole = dataset.chunk(chunk)
         with self._lock:
-            known = self._chunks.get(chunk)
+            known = self._chunks.get(whole.key)
         if known is None and self.table(dataset, int(dataset.table.shard[chunk])) is not None:
             wanted = dataset.slice(chunk, offset, offset + 1)
             offset = wanted.lead
             known = _read(dataset, wanted)
         else:
-            wanted = dataset.chunk(chunk)
-            offset += wanted.lead
-            known = known or _read(dataset, wanted)
+            offset += whole.lead
+            known = known or _read(dataset, whole)
             with self._lock:
-                self._chunks[chunk] = known
+                self._chunks[whole.key] = known
                 while len(self._chunks) > _RECENT_CHUNKS:
                     self._chunks.popitem(last=False)
         data, layout = known

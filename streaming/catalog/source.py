@@ -23,7 +23,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import (
     Apart,
     FetchRange,
-    FieldsOf,
+    ShardFacts,
     apart_later,
     fetch_unit,
     reads_whole,
@@ -362,6 +362,8 @@ class ChunkSource(OneOrder):
             shard_bytes=table.shards[shard].size_bytes,
             version="" if self.cache is None else self._versions.of(shard),
             lead=lead,
+            fields=self.fields,
+            kept="" if self._selected is None else self._selected.fingerprint,
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
@@ -400,7 +402,7 @@ class ChunkSource(OneOrder):
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> UnitLayout | TakeApart:
         """Fetch a range into ``out``; locating its samples, by ``apart``, may be left to the caller."""
-        known = replace(self._fields_of(wanted.url), apart=apart)
+        known = replace(self._facts_of(wanted.url), apart=apart)
         return fetch_unit(self.storage, wanted, out, self.cache, known)
 
     def apart(self, wanted: FetchRange) -> TakeApart:
@@ -409,7 +411,7 @@ class ChunkSource(OneOrder):
 
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Tell whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
-        return reads_whole(wanted, self._fields_of(wanted.url))
+        return reads_whole(wanted, self._facts_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Return the number of bytes that each chunk takes with these ``fields`` and this filter, int64.
@@ -427,18 +429,18 @@ class ChunkSource(OneOrder):
         """
 
         def size(wanted: FetchRange) -> int:
-            return size_of_unit(wanted, self._fields_of(wanted.url))
+            return size_of_unit(wanted, self._facts_of(wanted.url))
 
         with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
             return np.fromiter(threads.map(size, ranges), np.int64, len(ranges))
 
-    def _fields_of(self, url: str) -> FieldsOf:
+    def _facts_of(self, url: str) -> ShardFacts:
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
         samples = partial(self.samples_at, url)
         if self._selected is None:
-            return FieldsOf(samples=samples, fields=self.fields, gap_bytes=gap_bytes)
+            return ShardFacts(samples=samples, gap_bytes=gap_bytes)
         kept = partial(self._selected.kept.rows, self._numbers[url])
-        return FieldsOf(samples=samples, fields=self.fields, gap_bytes=min(gap_bytes, FILTER_GAP_BYTES), kept=kept)
+        return ShardFacts(samples=samples, gap_bytes=min(gap_bytes, FILTER_GAP_BYTES), kept=kept)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location of a sample in its shard; None if the sample table is missing or unreadable."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import crc32c
 import numpy as np
@@ -24,8 +24,33 @@ from streaming.storage import ChangedError, Storage, looked_for, redact
 from streaming.tar import parse_chunk
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
-UnitKey: TypeAlias = tuple[str, int, int, int]
-"""URL, first byte, one past the last byte, source of a mixture."""
+
+
+class Reading(NamedTuple):
+    """Identify what is read of a shard, and by whom. A unit of one reading may miss what another one needs.
+
+    Two sources of a mixture may read the same bytes of a shard in pieces that differ, because they want other fields or
+    keep other samples; so only units of one reading can be used for one another.
+
+    Attributes:
+        source: Source of a mixture; 0 for a single set.
+        url: The shard.
+        fields: Fields that are read; None: all.
+        kept: Identifies the samples that a filter keeps, as ``Selected.fingerprint`` does; "": all.
+    """
+
+    source: int
+    url: str
+    fields: tuple[str, ...] | None
+    kept: str
+
+
+class UnitKey(NamedTuple):
+    """Identify a unit: what is read, and of which bytes ``[byte_start, byte_end)``."""
+
+    reading: Reading
+    byte_start: int
+    byte_end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +69,8 @@ class FetchRange:
         spans: If ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans in the range.
             Empty if the index has none; then the tar header checksums are verified instead.
         lead: Number of samples at the beginning that were not requested, but share a checksum.
+        fields: Fields to deliver; None: all.
+        kept: Identifies the samples that a filter keeps of the shard; "": all.
         source: Source of a mixture: two may read the same bytes in different ways.
     """
 
@@ -57,6 +84,8 @@ class FetchRange:
     version: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     lead: int = 0
+    fields: tuple[str, ...] | None = None
+    kept: str = ""
     source: int = 0
 
     @property
@@ -75,9 +104,14 @@ class FetchRange:
         return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
 
     @property
+    def reading(self) -> Reading:
+        """What is read of the shard, which units that share samples with this one must have in common."""
+        return Reading(self.source, self.url, self.fields, self.kept)
+
+    @property
     def key(self) -> UnitKey:
-        """Identifies this range."""
-        return self.url, self.byte_start, self.byte_end, self.source
+        """Identifies this range, and what is read of it."""
+        return UnitKey(self.reading, self.byte_start, self.byte_end)
 
 
 Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]
@@ -90,20 +124,18 @@ def apart_later(wanted: FetchRange) -> TakeApart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FieldsOf:
-    """What partial reads need to know about a range's shard.
+class ShardFacts:
+    """What partial reads need to know about a shard.
 
     Attributes:
         samples: The sample table of the shard, or None. Requested only if large samples are to be read by fields, or
             bytes are damaged.
-        fields: Fields to deliver; None: all.
         gap_bytes: Gaps from this size on are not read: about what is read in the time of one more request.
         kept: Which of samples ``[first, stop)`` of the shard a filter keeps, bool [n]; None: all. Others are not
             delivered.
     """
 
     samples: Callable[[], SampleTable | None]
-    fields: tuple[str, ...] | None
     gap_bytes: int
     kept: Callable[[int, int], Mask] | None = None
     apart: Apart = apart_later
@@ -114,10 +146,10 @@ class FieldsOf:
         return None if mask is None or mask.all() else mask
 
 
-_NOTHING_KNOWN = FieldsOf(samples=lambda: None, fields=None, gap_bytes=0)
+_NOTHING_KNOWN = ShardFacts(samples=lambda: None, gap_bytes=0)
 
 
-def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, known: FieldsOf = _NOTHING_KNOWN) -> UnitLayout:
+def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, known: ShardFacts = _NOTHING_KNOWN) -> UnitLayout:
     """Fetch a range into ``out`` and locate its samples immediately; see :func:`fetch_unit`.
 
     Raises:
@@ -132,7 +164,7 @@ def fetch_unit(
     wanted: FetchRange,
     out: memoryview,
     cache: NodeCache | None = None,
-    known: FieldsOf = _NOTHING_KNOWN,
+    known: ShardFacts = _NOTHING_KNOWN,
 ) -> UnitLayout | TakeApart:
     """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`); return where each field is in it.
 
@@ -163,7 +195,7 @@ def fetch_unit(
     def layout() -> UnitLayout:
         if part is None:
             return taken_apart(known.apart(wanted) if wanted.sums else apart_later(wanted), out)
-        return layout_by_table(part.samples, rows, part.pieces, known.fields, {})
+        return layout_by_table(part.samples, rows, part.pieces, wanted.fields, {})
 
     try:
         if later:
@@ -175,13 +207,13 @@ def fetch_unit(
         kept = known.kept_rows(rows)
         found = None
         if table is not None:
-            found = narrowed(table, rows, read.plan.pieces, out, known.fields, wanted.shown_url, kept=kept)
+            found = narrowed(table, rows, read.plan.pieces, out, wanted.fields, wanted.shown_url, kept=kept)
         if found is None:
             raise
         return found
 
 
-def size_of_unit(wanted: FetchRange, known: FieldsOf) -> int:
+def size_of_unit(wanted: FetchRange, known: ShardFacts) -> int:
     """Return how many bytes of ``out`` :func:`fetch_range` will use."""
     part = _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known)
     return wanted.num_bytes if part is None else part.pieces.num_bytes
@@ -202,19 +234,19 @@ class _Part(_Plan):
     samples: SampleTable
 
 
-def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
+def _part_of(wanted: FetchRange, rows: range, known: ShardFacts) -> _Part | None:
     """Return the plan for the fields and samples that are wanted; None: read the whole range.
 
     The sample table is not even requested if samples are small on average and no long run of them is filtered out.
     """
     kept, mean_bytes = known.kept_rows(rows), wanted.num_bytes / max(1, len(rows))
-    has_large = known.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
+    has_large = wanted.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
     if not has_large and (kept is None or _longest_run(~kept) * mean_bytes < known.gap_bytes):
         return None
     table = known.samples()
     if table is None or not (table.large.fields if kept is None else table.num_spans):
         return None
-    sums = sums_of(table, rows.start, rows.stop, known.fields, kept)
+    sums = sums_of(table, rows.start, rows.stop, wanted.fields, kept)
     pieces = pieces_of(sums, wanted.byte_start, wanted.byte_end, known.gap_bytes)
     return None if pieces is None else _Part(pieces=pieces, sums=sums, samples=table)
 
@@ -382,7 +414,7 @@ def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
     return start > 0
 
 
-def reads_whole(wanted: FetchRange, known: FieldsOf) -> bool:
+def reads_whole(wanted: FetchRange, known: ShardFacts) -> bool:
     """Tell whether :func:`fetch_unit` reads all of a range."""
     return _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known) is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import Apart, FetchRange, UnitKey, apart_later
+from streaming.fetch.read import Apart, FetchRange, Reading, UnitKey, apart_later
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 
@@ -66,6 +66,43 @@ class Unit:
     begun_at_s: float = 0.0
 
 
+class UnitTable:
+    """Units by their keys. What is found for a range was read as that range wants it. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._of: dict[Reading, dict[UnitKey, Unit]] = {}
+
+    def __iter__(self) -> Iterator[Unit]:
+        return (unit for units in self._of.values() for unit in units.values())
+
+    def __contains__(self, wanted: FetchRange) -> bool:
+        return self.get(wanted) is not None
+
+    def get(self, wanted: FetchRange) -> Unit | None:
+        """Return the unit of exactly this range."""
+        return self._of.get(wanted.reading, {}).get(wanted.key)
+
+    def with_samples_of(self, wanted: FetchRange) -> list[Unit]:
+        """Return the units of the same reading that share samples with a range."""
+        first, stop = wanted.first_sample, wanted.first_sample + wanted.num_samples
+        return [
+            unit
+            for unit in self._of.get(wanted.reading, {}).values()
+            if unit.wanted.first_sample < stop and first < unit.wanted.first_sample + unit.wanted.num_samples
+        ]
+
+    def add(self, unit: Unit) -> None:
+        """Enter a unit, of whose range there is none yet."""
+        self._of.setdefault(unit.wanted.reading, {})[unit.wanted.key] = unit
+
+    def remove(self, unit: Unit) -> None:
+        """Remove a unit."""
+        units = self._of[unit.wanted.reading]
+        del units[unit.wanted.key]
+        if not units:
+            del self._of[unit.wanted.reading]
+
+
 class ChunkStore:
     """All units that are in the arena or being fetched.
 
@@ -105,25 +142,24 @@ class ChunkStore:
         self._waiting: deque[Unit] = deque()
         self._num_in_flight = 0
         self._in_flight_bytes = 0
-        self._units: dict[UnitKey, Unit] = {}
+        self._units = UnitTable()
         self._cold: OrderedDict[UnitKey, Unit] = OrderedDict()
         self._closed = False
 
     def admit(self, wanted: FetchRange) -> Unit | None:
         """Return the unit with one more user, and start its fetch if necessary; None if there is no room for it now."""
-        key = wanted.key
-        unit = self._units.get(key)
+        unit = self._units.get(wanted)
         if unit is None:
             skew = 0 if self._maps is None else self._maps.skew_bytes(wanted)
-            room = self.room.get(key, wanted.num_bytes)
+            room = self.room.get(wanted.key, wanted.num_bytes)
             start = self._allocate(skew + room)
             if start is None:
                 return None
             unit = Unit(wanted=wanted, start=start + skew, num_bytes=room, skew_bytes=skew)
-            self._units[key] = unit
+            self._units.add(unit)
             self._waiting.append(unit)
             self._start_fetches()
-        self._cold.pop(key, None)
+        self._cold.pop(wanted.key, None)
         unit.users += 1
         return unit
 
@@ -138,7 +174,7 @@ class ChunkStore:
 
     def holds(self, wanted: FetchRange) -> bool:
         """Tell whether the unit is here or being fetched, so that nothing needs to be started for it."""
-        return wanted.key in self._units
+        return wanted in self._units
 
     def release(self, unit: Unit) -> None:
         """Remove one user. A unit without users is dropped, or kept as long as its room is not needed."""
@@ -159,17 +195,8 @@ class ChunkStore:
         return len(kept)
 
     def hold(self, wanted: FetchRange) -> list[Unit]:
-        """Return fetched units that share samples with ``wanted``, each with one more user."""
-        first, stop = wanted.first_sample, wanted.first_sample + wanted.num_samples
-        found = [
-            unit
-            for unit in self._units.values()
-            if unit.ready
-            and unit.failure is None
-            and unit.wanted.url == wanted.url
-            and unit.wanted.first_sample < stop
-            and first < unit.wanted.first_sample + unit.wanted.num_samples
-        ]
+        """Return fetched units of the same reading that share samples with a range, each with one more user."""
+        found = [one for one in self._units.with_samples_of(wanted) if one.ready and one.failure is None]
         for unit in found:
             self.settle(unit)
             self._cold.pop(unit.wanted.key, None)
@@ -193,7 +220,7 @@ class ChunkStore:
 
     def pending(self) -> list[Unit]:
         """Return the units whose fetch has not ended yet."""
-        return [unit for unit in self._units.values() if not unit.ready]
+        return [unit for unit in self._units if not unit.ready]
 
     def close(self) -> None:
         """Stop the threads and free the memory; slow fetches are left to end by themselves."""
@@ -233,7 +260,7 @@ class ChunkStore:
             self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
-        del self._units[unit.wanted.key]
+        self._units.remove(unit)
         if self._maps is not None:
             self._maps.unmap(unit.wanted, unit.start)
         self.arena.free(unit.start - unit.skew_bytes, unit.skew_bytes + unit.num_bytes)
