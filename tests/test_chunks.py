@@ -192,7 +192,11 @@ def check(store: ChunkStore) -> None:
     units = list(store._units)
     used = [-(-(unit.skew_bytes + unit.num_bytes) // PAGE_BYTES) * PAGE_BYTES for unit in units]
     assert store.arena.used_bytes == sum(used) <= store.limit_bytes
-    assert all(store._units.get(unit.wanted) is unit and unit.wanted.key == key and unit.ready and not unit.users for key, unit in store._cold.items())
+    for key, unit in store._cold.items():
+        assert store._units.get(unit.wanted) is unit
+        assert unit.wanted.key == key
+        assert unit.ready
+        assert not unit.users
     assert all(unit.users or not unit.ready or unit.wanted.key in store._cold for unit in units)
 
 

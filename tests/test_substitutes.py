@@ -30,7 +30,8 @@ def in_place_of(dataset: StreamingDataset, chunk: int, offset: int, *units: Unit
     """Key and number of each, where ``units`` are all that memory holds of each chunk; all chunks come before."""
     counts = dataset.table.num_samples
     earlier = SimpleNamespace(chunks_before=lambda one: [other for other in (2, 1, 0) if other != one])
-    plan: Any = SimpleNamespace(chunk_samples=counts, order=lambda _: earlier)
+    settings = SimpleNamespace(seed=0)
+    plan: Any = SimpleNamespace(chunk_samples=counts, order=lambda _: earlier, settings=settings)
     held: Any = SimpleNamespace(
         changed=threading.Condition(), hold=lambda _: list(units), release=lambda _: None, rows=None,
         arena=SimpleNamespace(memory=None, view=None),

@@ -11,7 +11,7 @@ from typing import Any
 
 from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
-from streaming.batches.build import LENGTH, BadSample, OnError
+from streaming.batches.build import LENGTH, BadSample, OnError, Part
 from streaming.batches.losses import DROPPED, LossLog
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
@@ -26,6 +26,11 @@ _FATES: dict[OnError, str] = {
     "raise": "The run stops",
 }
 _FATE_IN_PACKS = "Padding takes the place of its tokens and carries no loss"
+_FATE_BY_SIZE = (
+    "{}; a batch of which none is left becomes one sample of another batch, so that no batch exceeds its budget"
+)
+_REFILLED = "Another sample of its batch takes the place of each"
+_LEFT_OUT = "Each is left out of its batch"
 _DROPS = (
     "other samples are repeated in their place. Filter the data set beforehand (shard_tools reshard SOURCE TARGET "
     '--where …), or use on_error="skip", which marks the replacements with False in batch["__valid__"]'
@@ -42,7 +47,7 @@ class BadSamples:
         file: File to record them in, or None.
         rank: Global rank of this process.
         on_error: What happens to them.
-        packed: Whether they are documents of packs.
+        part: How samples are made; None: one by one, from any set.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class BadSamples:
         file: str | None = None,
         rank: int = 0,
         on_error: OnError = "substitute",
-        packed: bool = False,
+        part: Part | None = None,
     ) -> None:
         self._limit = limit
         self._metrics = metrics
@@ -68,9 +73,10 @@ class BadSamples:
         self._found_in: Counter[str] = Counter()
         self._epoch = 0
         self._tally: Tally | None = None
-        fate = _FATE_IN_PACKS if packed and on_error != "raise" else _FATES[on_error]
         self._has_told_length = False
-        self._log = LossLog(rank, fate=fate, cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"')
+        self._log = LossLog(
+            rank, fate=_fate_of(part, on_error), cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"'
+        )
         for name in ("bad_samples", "dropped_samples"):
             metrics.add(name, 0)
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
@@ -201,3 +207,15 @@ class BadSamples:
         """Return all of them, as plain dicts."""
         with self._lock:
             return [record.as_dict() for record in self._seen.values()]
+
+
+def _fate_of(part: Part | None, on_error: OnError) -> str:
+    """Say what happens to the place of a sample that is lost."""
+    if part is None or on_error == "raise":
+        return _FATES[on_error]
+    if part.packs is not None:
+        return _FATE_IN_PACKS
+    if part.budget is None:
+        return _FATES[on_error]
+    fate = _FATE_BY_SIZE.format(_REFILLED if part.refills else _LEFT_OUT)
+    return f'{fate}. Replacements have False in batch["__valid__"]' if on_error == "skip" else fate

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -75,6 +75,8 @@ class Part:
         name: Name of the source in a mixture, as in ``__source__``; "" for a single dataset and for its groups.
         packs: Shape of a batch whose rows are packs of tokens; None: rows are samples.
         budget: Limit of a batch of whole samples of similar size; None: no limit.
+        refills: Whether another sample of such a batch takes the place of one that is lost: that adds no row and
+            nothing longer, but may take more of further budgets.
     """
 
     decoders: FieldDecoder
@@ -84,6 +86,7 @@ class Part:
     name: str = ""
     packs: PackShape | None = None
     budget: int | None = None
+    refills: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transform", as_chain(self.transform))
@@ -249,12 +252,37 @@ class BatchBuilder:
             with suppress(DecodeError):  # building row by row will find out which value
                 columns = recipe.columns(rows, self._allocate, self._place)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
-        samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
-        if rows.packs is None or recipe.collate_fn is None:
-            return self.collate(samples, mask)
-        borders = list(pairwise(rows.packs.splits.tolist()))
-        of_packs = None if mask is None else np.array([mask[low:high].any() for low, high in borders])
-        return self.collate([self._default(samples[low:high]) for low, high in borders], of_packs)
+        if rows.packs is not None:
+            return self._by_size(rows, rows.packs, mask)
+        return self.collate([self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
+
+    # --- batches by size ---
+
+    def _by_size(self, rows: Rows, packs: PackRows, mask: Mask) -> Any:
+        """Return the batch of packs of whole samples: at most the planned rows, none longer than the budget allows."""
+        found = [self._pack_of(rows, low, high, mask) for low, high in pairwise(packs.splits.tolist())]
+        if self._recipe.collate_fn is not None:
+            of_packs = None if mask is None else np.array([mask[list(pack)].any() for pack in found])
+            return self.collate([self._default(list(pack.values())) for pack in found], of_packs)
+        kept = [row for pack in found for row in pack]
+        return self.collate(
+            [sample for pack in found for sample in pack.values()], None if mask is None else mask[kept]
+        )
+
+    def _pack_of(self, rows: Rows, low: int, high: int, mask: Mask) -> dict[int, Sample]:
+        """Return the samples of one pack by row. Those that are lost are replaced by others of the pack, or left out.
+
+        A pack of which nothing can be delivered becomes a single sample of another pack: more of these could take more
+        room than the budget allows.
+        """
+        found: dict[int, Sample] = {}
+        for i in range(low, high):
+            sample = self._delivered(rows, i, mask)
+            if sample is None and self._recipe.part_of(rows, i).refills:
+                sample = self._first_delivered(i, _others_of_pack(rows, i))
+            if sample is not None:
+                found[i] = sample
+        return found or {low: self._substitute(rows, low)}
 
     def _default(self, samples: list[Sample]) -> Batch:
         return default_collate(samples, allocate=self._allocate, jagged=self._recipe.jagged)
@@ -393,6 +421,11 @@ class BatchBuilder:
         return [self._sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
 
     def _sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
+        sample = self._delivered(rows, i, mask)
+        return self._substitute(rows, i) if sample is None else sample
+
+    def _delivered(self, rows: Rows, i: int, mask: Mask) -> Sample | None:
+        """Return row i as a sample; None if it is lost, which is reported and marked."""
         self._place[0] = i
         try:
             self._draws.begin_sample(i)
@@ -401,20 +434,34 @@ class BatchBuilder:
             self._handle(bad, rows, i)
             if mask is not None and self._recipe.part_of(rows, i).on_error == "skip":
                 mask[i] = False
-        for tried, substitute in enumerate(chain(_others_of_pack(rows, i), self._substitutes(i))):
-            if tried >= MAX_SUBSTITUTES:
-                break
-            try:
-                self._draws.begin_sample(i, tried + 1)
-                return self._sample(substitute, 0)
-            except _Bad as bad:
-                if bad.error is not None:
-                    self._handle(bad, substitute, 0)
+        return None
+
+    def _substitute(self, rows: Rows, i: int) -> Sample:
+        """Return a sample in place of row i.
+
+        Raises:
+            TooManyBadSamplesError: None of those tried can be delivered.
+        """
+        sample = self._first_delivered(i, self._substitutes(i))
+        if sample is not None:
+            return sample
         raise TooManyBadSamplesError(
             f"{rows.urls[i]}: sample {rows.keys[i]!r} is unreadable or dropped, and so are the {MAX_SUBSTITUTES} "
             f"neighbors that could replace it. Check the shard with `shard_tools verify {rows.urls[i]}`; "
             f"if transform drops most samples, filter the data set beforehand (shard_tools reshard --where)"
         )
+
+    def _first_delivered(self, i: int, others: Iterator[Rows]) -> Sample | None:
+        """Return the first of the single rows that can be delivered in place of row i; None: none of those tried."""
+        self._place[0] = i
+        for tried, other in enumerate(islice(others, MAX_SUBSTITUTES)):
+            try:
+                self._draws.begin_sample(i, tried + 1)
+                return self._sample(other, 0)
+            except _Bad as bad:
+                if bad.error is not None:
+                    self._handle(bad, other, 0)
+        return None
 
     def _handle(self, bad: _Bad, rows: Rows, i: int) -> None:
         reason = "transform returned None" if bad.error is None else str(bad.error)

@@ -99,6 +99,11 @@ class JoinedSource(OneOrder):
                 found[rows] = self._joined[source].samples_of(within, offsets[rows])
         return found
 
+    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:
+        """See ``Source``."""
+        source, within = self._place(chunk_id)
+        return self._joined[source].members(within, offsets, pass_number, seed)
+
     @cached_property
     def _have_gaps(self) -> npt.NDArray[np.bool_]:
         return np.array([one.has_gaps for one in self._joined])

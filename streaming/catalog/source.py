@@ -279,6 +279,10 @@ class ChunkSource(OneOrder):
         """See ``Source``: the offsets, unless a filter leaves samples out."""
         return offsets if self._selected is None else self._selected.inside(chunk_ids, offsets)
 
+    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:  # noqa: ARG002
+        """See ``Source``: one sample each, the same in all passes."""
+        return self.samples_of(np.full_like(offsets, chunk_id), offsets)
+
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
         """See ``Source``: this is no packed set."""
         raise AssertionError("samples are dealt out one by one")

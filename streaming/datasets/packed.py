@@ -26,7 +26,7 @@ from streaming.arguments import (
     option_names,
     shows,
 )  # fmt: skip
-from streaming.arrays import rows_by, sums
+from streaming.arrays import sums
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
 from streaming.batches.collate import default_collate
 from streaming.batches.draws import Chain
@@ -139,9 +139,10 @@ class Packed(PackedSource):
         for batch in DataLoader(batches, batch_size=1, jagged=("flac",)):
             audio = batch["flac"].padded()                     # [n, frames of the longest]: at most ten minutes
 
-    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch. With ``alike``
-    the samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
-    tensor.
+    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch; with ``budgets``
+    it is left out. A batch of which no sample is left becomes a single sample of another batch. So no batch exceeds its
+    budget, whatever is lost. With ``alike`` the samples of a batch have equal values in some columns, such as height
+    and width, and so can be stacked into one tensor.
 
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
@@ -339,17 +340,9 @@ class Packed(PackedSource):
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
         if self.is_whole:
-            return tuple(replace(part, budget=self.rules.length) for part in self.documents.recipe_parts)
+            length, refills = self.rules.length, not self.rules.budgets
+            return tuple(replace(part, budget=length, refills=refills) for part in self.documents.recipe_parts)
         return (Part(decoders=self.decoders, on_error=self.on_error, fields=self.fields, packs=self.shape),)
-
-    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``: of whole samples, those at offsets counted from the group's first one, which may stand in."""
-        if not self.is_whole:
-            return offsets
-        found = np.empty_like(offsets)
-        for group, rows in rows_by(chunk_ids):
-            found[rows] = self.samples_in(group)[1][offsets[rows]] - self.chunk(group).first_sample
-        return found
 
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``Source``: half is for packs, half for lengths."""

@@ -336,10 +336,8 @@ class Pipeline(Delivery):
             return self._builder.build(rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch)
 
     def _stand_ins(self) -> Substitutes:
-        settings = self._settings
-        return Substitutes(
-            self._plan, self._chunk_starts, self._source, self._store, settings.fields, settings.recipe.narrowed
-        )
+        settings, starts = self._settings, None if self._source.is_packed else self._chunk_starts
+        return Substitutes(self._plan, starts, self._source, self._store, settings.fields, settings.recipe.narrowed)
 
     def _report(self, bad: BadSample) -> None:
         """Report a bad sample, by its key and location if they are known."""

@@ -96,6 +96,12 @@ class Source(ShardSet, Protocol):
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """Return the sample inside each chunk at an offset; without a filter these are the offsets themselves."""
 
+    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:
+        """Return the samples inside a chunk that are at these offsets in a pass, int64.
+
+        One for each offset, or in a packed set those of each pack.
+        """
+
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         """Return the contents of the packs at offsets of chunks in these passes (int64 [B] each), for a packed set."""
 

@@ -29,7 +29,8 @@ class Substitutes:
 
     Args:
         plan: The plan.
-        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset.
+        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset; None for packs, whose
+            samples have no numbers.
         source: The dataset.
         store: Contents of the arena.
         fields: Fields to read; None: all.
@@ -37,7 +38,7 @@ class Substitutes:
     """
 
     def __init__(
-        self, plan: Plan, chunk_starts: Int64Array, source: Source, store: ChunkStore,
+        self, plan: Plan, chunk_starts: Int64Array | None, source: Source, store: ChunkStore,
         fields: tuple[str, ...] | None, narrowed: Callable[[Rows], Rows],
     ) -> None:  # fmt: skip
         self._plan = plan
@@ -63,19 +64,22 @@ class Substitutes:
                 self._store.changed.notify_all()
 
     def of(self, chunk: int, offset: int, pass_number: int) -> Iterator[Rows]:
-        """Yield single rows to try in place of a sample: those after it in its chunk, then those of earlier chunks."""
+        """Yield single rows to try in place of a sample: those after it in its chunk, then those of earlier chunks.
+
+        In place of a pack: the samples of the packs after it, then those of the packs of earlier chunks.
+        """
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
-        yield from self._rows(chunk, (offset + np.arange(1, size)) % size)
+        yield from self._rows(chunk, (offset + np.arange(1, size)) % size, pass_number)
         for other in order.chunks_before(chunk):
-            yield from self._rows(other, np.arange(self._plan.chunk_samples[other]))
+            yield from self._rows(other, np.arange(self._plan.chunk_samples[other]), pass_number)
 
     def any(self) -> Iterator[Rows]:
         """Yield readable rows of the epoch, as a template for a batch without rows."""
         for chunk in range(len(self._plan.chunk_samples)):
-            yield from self._rows(chunk, np.arange(self._plan.chunk_samples[chunk]))
+            yield from self._rows(chunk, np.arange(self._plan.chunk_samples[chunk]), 0)
 
-    def _rows(self, chunk: int, offsets: Int64Array) -> Iterator[Rows]:
+    def _rows(self, chunk: int, offsets: Int64Array, pass_number: int) -> Iterator[Rows]:
         """Yield the intact samples of a chunk at these offsets, as single rows."""
         wanted = self._source.chunk(chunk)
         units = self._hold(chunk)
@@ -83,13 +87,15 @@ class Substitutes:
             return
         arena, table = self._store.arena, self._store.rows
         lead = wanted.lead
-        inside = self._source.samples_of(np.full(len(offsets), chunk), offsets)
-        for offset, place in zip(offsets.tolist(), inside.tolist(), strict=True):
+        inside = self._source.members(chunk, offsets, pass_number, self._plan.settings.seed)
+        numbers = None if self._chunk_starts is None else self._chunk_starts[chunk] + offsets
+        for at, place in enumerate(inside.tolist()):
+            number = None if numbers is None else numbers[at : at + 1]
             sample = wanted.first_sample + lead + place
             unit = next((unit for unit in units if _has(unit, sample)), None)
             if unit is not None:
                 row = unit.first_row + sample - unit.wanted.first_sample
-                found = self._row(table, row, chunk, offset, arena.memory, arena.view)
+                found = self._row(table, row, chunk, number, arena.memory, arena.view)
             else:
                 apart = self._fetch_apart(chunk)
                 if apart is None:
@@ -98,23 +104,24 @@ class Substitutes:
                     apart.rows,
                     apart.first_row + lead + place,
                     chunk,
-                    offset,
+                    number,
                     apart.data,
                     memoryview(apart.data),
                 )
             if found is not None:
                 yield found
 
-    def _row(self, table: RowTable, row: int, chunk: int, offset: int, memory: object, view: memoryview) -> Rows | None:
+    def _row(
+        self, table: RowTable, row: int, chunk: int, number: Int64Array | None, memory: object, view: memoryview
+    ) -> Rows | None:
         where = np.array([row])
         if table.damage(where):
             return None
         keys, fields = table.select(where, self._fields)
         chunk_ids = np.array([chunk])
-        number = int(self._chunk_starts[chunk]) + offset
         sources = self._source.source_of(chunk_ids) if self._source.names else None
         rows = Rows(memory=memory, view=view, keys=keys, urls=self._source.urls_of(chunk_ids), fields=fields,
-                    damage={}, numbers=np.array([number]), sources=sources)  # fmt: skip
+                    damage={}, numbers=number, sources=sources)  # fmt: skip
         return self._narrowed(rows)
 
     def _hold(self, chunk: int) -> list[Unit]:

@@ -149,7 +149,9 @@ class ShardFacts:
 _NOTHING_KNOWN = ShardFacts(samples=lambda: None, gap_bytes=0)
 
 
-def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, known: ShardFacts = _NOTHING_KNOWN) -> UnitLayout:
+def fetch_range(
+    storage: Storage, wanted: FetchRange, out: memoryview, known: ShardFacts = _NOTHING_KNOWN
+) -> UnitLayout:
     """Fetch a range into ``out`` and locate its samples immediately; see :func:`fetch_unit`.
 
     Raises:

@@ -129,7 +129,7 @@ class BaseLoop(Loop):
             file=dataset.bad_samples_file,
             rank=config.mesh.rank,
             on_error=dataset.on_error,
-            packed=dataset.is_packed and dataset.recipe_parts[0].packs is not None,
+            part=dataset.recipe_parts[0],
         )
         self._earlier = dataset.counters()
         self._tally: Tally | None = None
