@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,9 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
     release(first)
     with changed:
         assert chunks.hold(wanted(0, MIB)) == [first]
+        for other in ({"source": 1}, {"fields": ("x",)}, {"kept": "half"}, {"url": "s3://b/1.tar"}):
+            assert not chunks.holds(replace(wanted(0, MIB), **other))
+            assert chunks.hold(replace(wanted(0, MIB), **other)) == [], "read in another way, it may lack samples"
     assert get(2) is None, "somebody reads it"
     release(first)
     assert get(0) is first, "kept"

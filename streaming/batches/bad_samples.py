@@ -27,10 +27,9 @@ _FATES: dict[OnError, str] = {
 }
 _FATE_IN_PACKS = "Padding takes the place of its tokens and carries no loss"
 _FATE_BY_SIZE = (
-    "{}; a batch of which none is left becomes one sample of another batch, so that no batch exceeds its budget"
+    "Another sample of its batch takes the place of each; a batch of which none is left becomes one sample of another "
+    "batch, so that no batch exceeds its budget"
 )
-_REFILLED = "Another sample of its batch takes the place of each"
-_LEFT_OUT = "Each is left out of its batch"
 _DROPS = (
     "other samples are repeated in their place. Filter the data set beforehand (shard_tools reshard SOURCE TARGET "
     '--where …), or use on_error="skip", which marks the replacements with False in batch["__valid__"]'
@@ -217,5 +216,4 @@ def _fate_of(part: Part | None, on_error: OnError) -> str:
         return _FATE_IN_PACKS
     if part.budget is None:
         return _FATES[on_error]
-    fate = _FATE_BY_SIZE.format(_REFILLED if part.refills else _LEFT_OUT)
-    return f'{fate}. Replacements have False in batch["__valid__"]' if on_error == "skip" else fate
+    return f'{_FATE_BY_SIZE}. Replacements have False in batch["__valid__"]' if on_error == "skip" else _FATE_BY_SIZE

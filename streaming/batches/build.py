@@ -75,8 +75,6 @@ class Part:
         name: Name of the source in a mixture, as in ``__source__``; "" for a single dataset and for its groups.
         packs: Shape of a batch whose rows are packs of tokens; None: rows are samples.
         budget: Limit of a batch of whole samples of similar size; None: no limit.
-        refills: Whether another sample of such a batch takes the place of one that is lost: that adds no row and
-            nothing longer, but may take more of further budgets.
     """
 
     decoders: FieldDecoder
@@ -86,7 +84,6 @@ class Part:
     name: str = ""
     packs: PackShape | None = None
     budget: int | None = None
-    refills: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transform", as_chain(self.transform))
@@ -270,15 +267,15 @@ class BatchBuilder:
         )
 
     def _pack_of(self, rows: Rows, low: int, high: int, mask: Mask) -> dict[int, Sample]:
-        """Return the samples of one pack by row. Those that are lost are replaced by others of the pack, or left out.
+        """Return the samples of one pack by row; those that are lost are replaced by others of it.
 
-        A pack of which nothing can be delivered becomes a single sample of another pack: more of these could take more
-        room than the budget allows.
+        A pack of which nothing can be delivered becomes a single sample of another pack: several of these could take
+        more room than the budget allows.
         """
         found: dict[int, Sample] = {}
         for i in range(low, high):
             sample = self._delivered(rows, i, mask)
-            if sample is None and self._recipe.part_of(rows, i).refills:
+            if sample is None:
                 sample = self._first_delivered(i, _others_of_pack(rows, i))
             if sample is not None:
                 found[i] = sample

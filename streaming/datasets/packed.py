@@ -139,10 +139,10 @@ class Packed(PackedSource):
         for batch in DataLoader(batches, batch_size=1, jagged=("flac",)):
             audio = batch["flac"].padded()                     # [n, frames of the longest]: at most ten minutes
 
-    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch; with ``budgets``
-    it is left out. A batch of which no sample is left becomes a single sample of another batch. So no batch exceeds its
-    budget, whatever is lost. With ``alike`` the samples of a batch have equal values in some columns, such as height
-    and width, and so can be stacked into one tensor.
+    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch. A batch of which
+    no sample is left becomes a single sample of another batch, so that none exceeds its budget. With ``alike`` the
+    samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
+    tensor.
 
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
@@ -340,8 +340,7 @@ class Packed(PackedSource):
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
         if self.is_whole:
-            length, refills = self.rules.length, not self.rules.budgets
-            return tuple(replace(part, budget=length, refills=refills) for part in self.documents.recipe_parts)
+            return tuple(replace(part, budget=self.rules.length) for part in self.documents.recipe_parts)
         return (Part(decoders=self.decoders, on_error=self.on_error, fields=self.fields, packs=self.shape),)
 
     def keep_at_most(self, num_bytes: int) -> None:
