@@ -26,7 +26,7 @@ from streaming.tar import parse_chunk
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
-class Reading(NamedTuple):
+class ShardReading(NamedTuple):
     """Identify what is read of a shard, and by whom. A unit of one reading may miss what another one needs.
 
     Two sources of a mixture may read the same bytes of a shard in pieces that differ, because they want other fields or
@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 class UnitKey(NamedTuple):
     """Identify a unit: what is read, and of which bytes ``[byte_start, byte_end)``."""
 
-    reading: Reading
+    reading: ShardReading
     byte_start: int
     byte_end: int
 
@@ -104,9 +104,9 @@ class FetchRange:
         return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ShardReading:
         """What is read of the shard, which units that share samples with this one must have in common."""
-        return Reading(self.source, self.url, self.fields, self.kept)
+        return ShardReading(self.source, self.url, self.fields, self.kept)
 
     @property
     def key(self) -> UnitKey:

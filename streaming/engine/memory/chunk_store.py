@@ -15,7 +15,7 @@ from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import Apart, FetchRange, Reading, UnitKey, apart_later
+from streaming.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 
@@ -70,7 +70,7 @@ class UnitTable:
     """Units by their keys. What is found for a range was read as that range wants it. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._of: dict[Reading, dict[UnitKey, Unit]] = {}
+        self._of: dict[ShardReading, dict[tuple[int, int], Unit]] = {}
 
     def __iter__(self) -> Iterator[Unit]:
         return (unit for units in self._of.values() for unit in units.values())
@@ -80,7 +80,8 @@ class UnitTable:
 
     def get(self, wanted: FetchRange) -> Unit | None:
         """Return the unit of exactly this range."""
-        return self._of.get(wanted.reading, {}).get(wanted.key)
+        units = self._of.get(wanted.reading)
+        return None if units is None else units.get((wanted.byte_start, wanted.byte_end))
 
     def with_samples_of(self, wanted: FetchRange) -> list[Unit]:
         """Return the units of the same reading that share samples with a range."""
@@ -93,14 +94,16 @@ class UnitTable:
 
     def add(self, unit: Unit) -> None:
         """Enter a unit, of whose range there is none yet."""
-        self._of.setdefault(unit.wanted.reading, {})[unit.wanted.key] = unit
+        wanted = unit.wanted
+        self._of.setdefault(wanted.reading, {})[wanted.byte_start, wanted.byte_end] = unit
 
     def remove(self, unit: Unit) -> None:
         """Remove a unit."""
-        units = self._of[unit.wanted.reading]
-        del units[unit.wanted.key]
+        wanted = unit.wanted
+        units = self._of[wanted.reading]
+        del units[wanted.byte_start, wanted.byte_end]
         if not units:
-            del self._of[unit.wanted.reading]
+            del self._of[wanted.reading]
 
 
 class ChunkStore:
