@@ -69,7 +69,8 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
-            f"{redact(url)}: not a journal that this release can read ({error}); start over with --overwrite"
+            f"{redact(url)}: not a journal that this release can read ({error}); start over with "
+            "`shard_tools convert … --overwrite`"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Check the files beside a chunk table and its sample tables: late columns, views, notes of conversions, the journal."""
+"""Check what lies beside chunk table and sample tables: late columns, views, notes of conversions, the journal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def check_beside(
 
 
 def _finding(kind: str, url: str, error: Exception) -> Finding:
-    return Finding(kind=kind, shard=url, what=str(error), cure="see the message; then verify again")
+    what = str(error).removeprefix(f"{redact(url)}: ")
+    return Finding(kind=kind, shard=url, what=what, cure="see the message; then verify again")
 
 
 def _documents(storage: Storage, home: str) -> list[tuple[str, _Check]]:

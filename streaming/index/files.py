@@ -100,7 +100,7 @@ def _check_seal(buffer: Any, source: str, cure: str, *, whole: bool) -> None:
 
 
 def is_original(rebuilt: bytes, file: Any) -> bool:
-    """Tell whether a file is what a damaged one was: each part of it, or else its checksum, stands in the damaged one."""
+    """Tell whether a file is what a damaged one was: each part, or else its checksum, stands in the damaged one."""
     data = bytes(file)
     footer = len(rebuilt) - _FOOTER_TAIL_BYTES - int.from_bytes(rebuilt[-8:-4], "little")
     seal, middle = footer - _SEAL.size, footer - _SEAL.size // 2
