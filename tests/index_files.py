@@ -58,4 +58,9 @@ def flipped_bit(path: Path, draw: random.Random) -> Iterator[int]:
 
 def _put(path: Path, data: bytes) -> None:
     path.write_bytes(data)
+    touch(path)
+
+
+def touch(path: Path) -> None:
+    """Give a file a time of its own; what a process keeps of conditions is of sample tables of one time."""
     os.utime(path, ns=(next(_TICKS) * 10**9,) * 2)

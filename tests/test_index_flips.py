@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from index_files import flipped_bit
+from index_files import flipped_bit, touch
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
@@ -187,6 +187,8 @@ def truth(folder: Path) -> dict[str, Any]:
 def outcome(folder: Path, kind: str, reader: str, truth: object, draw: random.Random) -> str:
     """Flip a bit and read: ``"error"``, ``"equal"``, or in any other case its number."""
     path = folder / "_shardstream" / KINDS[kind]
+    for table in (folder / "_shardstream/samples").iterdir():
+        touch(table)
     original = path.read_bytes()
     with flipped_bit(path, draw) as bit:
         changed = path.read_bytes()
