@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from shard_tools.plan.keys import keys_at
 from shard_tools.plan.sources import OpenedSet
 from shard_tools.sets.reindex import index
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
-from streaming.errors import IndexFormatError
+from streaming.errors import ConfigError, IndexFormatError
 from streaming.filters.late_columns import ColumnDocument
 from streaming.filters.views import View
 from streaming.index.chunk_table import ChunkTable
@@ -269,3 +270,55 @@ def test_index_restores_the_very_bytes_with_lifted_columns(folder: Path, truth: 
     draw = random.Random(7)
     found = [outcome(folder, kind, "indexed_again", truth["indexed_again"], draw) for _ in range(20)]
     assert found.count("equal") > 12  # the others hit lifted columns: an error that names them, in the test above
+
+
+# --- what follows from damage -----------------------------------------------------------------------------------------
+
+
+def copied(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target / "data")
+    return target / "data"
+
+
+def test_lost_columns_are_named_and_never_missing_in_one_shard(folder: Path, tmp_path: Path) -> None:
+    """Conditions read NULL in a shard whose sample table lacks a column that others have."""
+    mine = copied(folder, tmp_path)
+    path = mine / "_shardstream/samples/000001.tar.parquet"
+    whole = path.read_bytes()
+    for cut in (whole[: len(whole) // 3], b"", whole[:-1] + b"?"):
+        path.write_bytes(cut)
+        with pytest.raises(IndexFormatError, match=r"000001\.tar\.parquet: damaged, with its columns tokens, lang"):
+            index([str(mine)], storage=Storage())
+        assert path.read_bytes() == cut
+    assert index([str(mine)], storage=Storage(), force=True).findings == ()
+    with pytest.raises(ConfigError, match="no column 'tokens'"):
+        StreamingDataset(str(mine), where="tokens > 3")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 900, -9])
+def test_a_table_without_columns_is_rebuilt_from_its_shard(tmp_path: Path, keep: int) -> None:
+    with ShardWriter(f"{tmp_path}/{{:d}}.tar", max_samples=3) as writer:
+        for number in range(7):
+            writer.write({"__key__": f"{number}", "bin": bytes(PICTURE_BYTES)})
+    tables = sorted((tmp_path / "_shardstream").rglob("*.parquet"))
+    before = [path.read_bytes() for path in tables]
+    tables[2].write_bytes(before[2][:keep])
+    assert index([str(tmp_path)], storage=Storage()).num_scanned_bytes == (tmp_path / "1.tar").stat().st_size
+    assert [path.read_bytes() for path in tables] == before
+
+
+@pytest.mark.parametrize("on_error", ["substitute", "skip", "raise"])
+def test_damage_in_shard_and_index_is_an_error_of_the_index(folder: Path, tmp_path: Path, on_error: str) -> None:
+    """Which samples a damaged chunk loses is known from the sample table: without it, others would be substituted."""
+    mine = copied(folder, tmp_path)
+    shard = bytearray((mine / "000001.tar").read_bytes())
+    shard[5 * PICTURE_BYTES] ^= 1
+    (mine / "000001.tar").write_bytes(shard)
+    path = mine / "_shardstream/samples/000001.tar.parquet"
+    dataset = StreamingDataset(str(mine), on_error=on_error, max_bad_samples=1.0)
+    with (
+        flipped_bit(path, random.Random(3)),
+        DataLoader(dataset, 4, jagged=("tok", "bin")) as loader,
+        pytest.raises(IndexFormatError, match="samples/000001"),
+    ):
+        list(loader)
