@@ -287,8 +287,8 @@ class SampleTable:
             buffer: The damaged sample file.
 
         Returns:
-            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file. Its
-            checksums, or else the bytes that they are of, stand in the damaged one.
+            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file whose
+            checksums are those in the damaged one.
         """
         with suppress(IndexFormatError, KeyError, TypeError, ValueError, pa.ArrowException):
             rows, facts = read_table(buffer, KIND, "", lambda facts: list(facts["columns"]), checked=False)
