@@ -287,7 +287,7 @@ class SampleTable:
             buffer: The damaged sample file.
 
         Returns:
-            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file whose
+            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file; its
             checksums are those in the damaged one.
         """
         with suppress(IndexFormatError, KeyError, TypeError, ValueError, pa.ArrowException):
