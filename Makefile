@@ -5,6 +5,7 @@
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
 # make matrix all tests, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
+# make flips  FLIPS=100000 flipped bits in all files of an index, under each reader, drawn from SEED=1
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, and CASES/20 histories of
 #             jobs against an undisturbed rank, drawn from SEED=1
 #
@@ -24,11 +25,11 @@ GPU_ARGS ?=
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture matrix differential clean
+.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture flips matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
 
 venv: $(VENV)/.installed
 
@@ -77,6 +78,9 @@ fuzz: venv
 torture: venv
 	$(BIN)/python -m pytest -n 0 -s tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
 	$(BIN)/python -m pytest -n 0 -s tests/test_remesh_processes.py --torture-changes $(or $(CHANGES),1000) --torture-seed $(or $(SEED),1)
+
+flips: venv
+	$(BIN)/python -m pytest -n $(JOBS) --dist load tests/test_index_flips.py --index-flips $(or $(FLIPS),100000) --torture-seed $(or $(SEED),1)
 
 differential: venv
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_differential.py tests/test_differential_streamed.py tests/test_histories.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)

@@ -167,6 +167,8 @@ def index_command(
 ) -> None:  # fmt: skip
     """Build the index of existing shards, beside them or at --index. A run that was stopped can be continued.
 
+    An index that is there is checked, and rebuilt where it is damaged.
+
     \b
     Example:
       shard_tools index 's3://bucket/train/{000000..000099}.tar'
@@ -185,6 +187,7 @@ def index_command(
         added = lift_all(urls, columns, storage=storage, index_url=index_url, workers=threads, progress=progress)
     for one in added if not as_json else ():
         show_added(one)
+    finish(failed=bool(report.findings))
 
 
 @cli.command("verify")

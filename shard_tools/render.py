@@ -101,7 +101,8 @@ def show_tokens(report: TokenizeReport) -> None:
 
 
 def show_index(report: IndexReport) -> None:
-    """Print the outcome of indexing."""
+    """Print the outcome of indexing, and damaged files that it could not rebuild."""
+    _show_findings(report.findings)
     click.echo(
         f"{report.num_shards:,} shards, {report.num_samples:,} samples, {report.num_chunks:,} chunks, "
         f"{format_bytes(report.num_bytes)}; read {format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "

@@ -24,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")
-    parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both")
+    parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both, and of the flips")
+    parser.addoption("--index-flips", type=int, default=2000, help="bits that test_index_flips.py flips at least")
     parser.addoption(
         "--differential-cases",
         type=int,

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from index_files import with_facts, write_parquet
 from servers import MiniS3Server, free_port, fresh_name
 
 import streaming.catalog.open
@@ -330,11 +331,9 @@ class TestIndexMismatch:
 
 class TestIndexFiles:
     def rewritten(self, shards: str, change: Callable[[dict[str, Any]], None]) -> None:
-        path = chunk_file(shards)
-        table = pq.read_table(path)
-        facts = json.loads(table.schema.metadata[b"shardstream"])
+        facts = json.loads(pq.read_schema(chunk_file(shards)).metadata[b"shardstream"])
         change(facts)
-        pq.write_table(table.replace_schema_metadata({b"shardstream": json.dumps(facts).encode()}), path)
+        with_facts(chunk_file(shards), facts)
 
     def test_of_a_newer_version(self, shards: str) -> None:
         self.rewritten(shards, lambda facts: facts.update(version="7.1"))
@@ -354,7 +353,7 @@ class TestIndexFiles:
         path = chunk_file(shards)
         data = bytearray(path.read_bytes())
         if damage == "foreign":
-            pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+            write_parquet(path, pq.read_table(path).replace_schema_metadata(None))
         else:
             middle = len(data) // 2
             data[middle] ^= 0xFF
@@ -366,18 +365,18 @@ class TestIndexFiles:
                     "flipped": b"PAR1" + bytes(8) + bytes(data[12:]),
                 }[damage]
             )
-        refused(IndexFormatError, lambda: epoch(shards), "chunks.parquet", "shard_tools index --force")
+        refused(IndexFormatError, lambda: epoch(shards), "chunks.parquet", "shard_tools index URL")
 
     def test_cure_of_a_damaged_one(self, shards: str) -> None:
         chunk_file(shards).write_bytes(b"garbage")
-        assert command("index", "--force", shards)[0] == 0
+        assert command("index", shards)[0] == 0
         assert len(epoch(shards)) == NUM_SAMPLES // 4
 
     @pytest.mark.parametrize("act", [lambda url: StreamingDataset(url)[1], lambda url: epoch(url, fields=("cls",))])
     def test_damaged_sample_table(self, shards: str, act: Callable[[str], object]) -> None:
         path = chunk_file(shards).with_name("samples") / "0000.tar.parquet"
         path.write_bytes(path.read_bytes()[:-100])
-        refused(IndexFormatError, lambda: act(shards), "0000.tar.parquet", "shard_tools index --force")
+        refused(IndexFormatError, lambda: act(shards), "0000.tar.parquet", "shard_tools index URL")
 
     def test_sample_table_of_another_shard(self, shards: str) -> None:
         """It would silently give the bytes of other samples."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from index_files import change_document
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
@@ -22,6 +23,7 @@ from shard_tools.cli import cli
 from shard_tools.columns import join
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
+from streaming.index.files import write_document
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
@@ -244,7 +246,7 @@ def test_a_column_that_does_not_fit_the_shards_is_refused_by_name(tmp_path: Path
         StreamingDataset(data, where="score > 1")
     file.write_bytes(other)
     document = file.parent / "column.json"
-    document.write_text(document.read_text().replace('"column_version": "', '"column_version": "0'))
+    change_document(document, column_version="0")
     with pytest.raises(IndexMismatchError, match="are of another version"):
         StreamingDataset(data, where="score > 1")
     document.write_text("[]")
@@ -489,7 +491,8 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
     assert (report["type"], report["num_missing"]) == ("int64", 1)
     assert kept(data, "tokens >= 6") == [6, 7, 8, 9]
     assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").units_per_sample == {"a": 40 / 9}
-    (tmp_path / "tok/_shardstream/tokens.json").write_text(json.dumps({"field": "tok", "dtype": "uint16"}))
+    note = write_document({"field": "tok", "dtype": "uint16"})
+    (tmp_path / "tok/_shardstream/tokens.json").write_bytes(note)
     added(data, "tokens", "--compute", "tokens", "--overwrite")
     assert kept(data, "tokens >= 12") == [6, 7, 8, 9]
     wrong = run("column", "add", data, "other", "--compute", "tokens", "--fields", "txt", "--dtype", "uint16")

@@ -20,6 +20,7 @@ import pytest
 from forked import Forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_files import change_document
 from tars import write_tar
 
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
@@ -481,10 +482,10 @@ def test_stopped_after_the_last_shard(tmp_path: Path) -> None:
     calm = tree(tmp_path / "out")
     (tmp_path / "out" / "_shardstream" / "chunks.parquet").unlink()
     journal = tmp_path / "out" / "_shardstream" / "convert.json"
-    journal.write_text(journal.read_text().replace('"complete": true', '"complete": false'))
+    change_document(journal, complete=False)
     assert convert(str(source), str(tmp_path / "out"), options=options).num_resumed_samples == 40
     assert tree(tmp_path / "out") == calm
-    journal.write_text(journal.read_text().replace('"complete": true', '"complete": false'))
+    change_document(journal, complete=False)
     cut = tmp_path / "out" / "000001.tar"
     cut.write_bytes(cut.read_bytes()[:-512])
     assert convert(str(source), str(tmp_path / "out"), options=options).num_resumed_samples == 0, "of another size"

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from data_sets import write_set
+from index_files import touch
 from servers import MiniS3Server, fresh_name
 from tars import write_tar
 
@@ -471,6 +472,40 @@ def a_column_and_a_view_are_added(folder: Path) -> None:
     assert "`shard_tools view save`" in text
     tool("view", "save", samples.url, "good", "--where", "score > 0")
     assert keys(samples.url, view="good") == both[1:3]
+
+
+@scenario(("column", "--overwrite"), ("view", "--overwrite"), ("convert", "--overwrite"))
+def what_is_damaged_beside_an_index_is_made_again(folder: Path) -> None:
+    (folder / "a.jsonl").write_text("".join(f'{{"n": {number}}}\n' for number in range(5)))
+    convert = ("convert", folder / "a.jsonl", folder / "set", "--max-samples", 2)
+    tool(*convert)
+    url, home, scores = f"{folder}/set", folder / "set/_shardstream", folder / "scores.parquet"
+    pq.write_table(pa.table({"key": keys(url), "score": range(5)}), scores)
+    tool("column", "add", url, "score", "--from", scores, "--on", "key")
+    tool("view", "save", url, "good", "--where", "score > 2")
+
+    def good() -> list[object]:
+        for table in (home / "samples").iterdir():
+            touch(table)
+        return keys(url, view="good")
+
+    expected = good()
+    for name in ("columns/score/column.json", "columns/score/000001.tar.parquet"):
+        change_byte(home / name)
+        do(error_of(good), "column", "--on", "key", URL=url, NAME="score", **{"…": f"--from={scores}"})
+        assert good() == expected
+    change_byte(home / "views/good.json")
+    do(error_of(good), "view", URL=url, NAME="good", **{"…": "--where=score > 2"})
+    assert good() == expected
+    change_byte(home / "convert.json")
+    do(error_of(lambda: tool_error(*convert)), "convert", folder / "set", **{"…": folder / "a.jsonl"})
+    assert len(keys(url)) == 5
+
+
+def change_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))

@@ -14,6 +14,7 @@ import torch
 from data_sets import data_gets, loaders, mesh_of
 from hypothesis import given
 from hypothesis import strategies as st
+from index_files import write_parquet
 from servers import MiniS3Server
 
 import streaming.catalog.source as source_module
@@ -251,12 +252,8 @@ def test_an_older_index_reads_whole_chunks(videos: str, tmp_path: Path) -> None:
     shutil.copytree(videos, tmp_path / "set")
     for path in (tmp_path / "set" / "_shardstream" / "samples").iterdir():
         table = pq.read_table(path)
-        pq.write_table(
-            table.drop_columns(
-                [name for name in table.column_names if "crc32c" in name[:13] and name != "span_crc32c"]
-            ),
-            path,
-        )
+        sums = [name for name in table.column_names if "crc32c" in name[:13] and name != "span_crc32c"]
+        write_parquet(path, table.drop_columns(sums))
     dataset = StreamingDataset(f"{tmp_path}/set/", fields=("txt",), max_bad_samples=0)
     reads = read_bytes(dataset)
     play(dataset, 1)

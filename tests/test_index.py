@@ -18,6 +18,7 @@ import pytest
 from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_files import parquet_bytes
 
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
@@ -180,14 +181,8 @@ def test_the_arrays_are_read_only() -> None:
 def rewrite(data: bytes, **changes: object) -> bytes:
     rows = pq.read_table(io.BytesIO(data))
     facts = json.loads(rows.schema.metadata[b"shardstream"]) | changes
-    out = io.BytesIO()
-    pq.write_table(
-        rows.append_column("later", pa.array([0] * len(rows))).replace_schema_metadata(
-            {b"shardstream": json.dumps(facts)}
-        ),
-        out,
-    )
-    return out.getvalue()
+    later = rows.append_column("later", pa.array([0] * len(rows)))
+    return parquet_bytes(later.replace_schema_metadata({b"shardstream": json.dumps(facts)}))
 
 
 def test_versions() -> None:
@@ -209,10 +204,8 @@ def test_versions() -> None:
                 read(rewrite(data, **bad), "f")
     with pytest.raises(IndexFormatError, match="kind"):
         ChunkTable.from_parquet(samples().to_parquet(), "f")
-    out = io.BytesIO()
-    pq.write_table(pa.table({"a": [1]}), out)
     with pytest.raises(IndexFormatError, match="not a shardstream index"):
-        ChunkTable.from_parquet(out.getvalue(), "f")
+        ChunkTable.from_parquet(parquet_bytes(pa.table({"a": [1]})), "f")
 
 
 @given(at=st.integers(0, 4000), noise=st.binary(min_size=1, max_size=8), cut=st.integers(0, 4000))

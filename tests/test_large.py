@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from index_files import write_parquet
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
@@ -133,7 +134,7 @@ def test_verify_checks_every_sum(tmp_path: Path, column: str, of: int) -> None:
     values = table.column(column).to_pylist()
     values[of] ^= 1
     place = table.column_names.index(column)
-    pq.write_table(table.set_column(place, column, pa.array(values, pa.uint32())), path)
+    write_parquet(path, table.set_column(place, column, pa.array(values, pa.uint32())))
     (finding,) = verify([f"{tmp_path}/"], storage=Storage()).findings
     assert finding.kind == "index"
     starts = table_of(shard).record_starts.tolist()

@@ -68,6 +68,10 @@ def test_else_headers_say_the_same(folder: Path, tmp_path: Path, monkeypatch: py
                 table.unlink()
             else:
                 table.write_bytes(other if how == "of another shard" else table.read_bytes()[:-9])
+    if how == "damaged":  # an index file that is damaged is an error wherever it is read
+        with pytest.raises(IndexFormatError, match="shard_tools index"):
+            epoch_of(packed)
+        return
     found = epoch_of(packed)
     for batch in (*found, *expected):
         batch["__url__"] = [Path(url).name for url in batch["__url__"]]

@@ -15,6 +15,7 @@ import pytest
 from data_sets import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_files import write_parquet
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -115,8 +116,9 @@ def without_spans(shard: Path) -> None:
     path = shard.parent / "_shardstream" / "samples" / "000000.tar.parquet"
     table = pq.read_table(path)
     table = table.drop_columns([name for name in table.column_names if "crc32c" in name])
-    facts = table.schema.metadata[METADATA_KEY].replace(b'"version":"1.2"', b'"version":"1.0"')
-    pq.write_table(table.replace_schema_metadata({METADATA_KEY: facts}), path)
+    facts = table.schema.metadata[METADATA_KEY].replace(b'"version":"1.3"', b'"version":"1.0"')
+    assert b'"version":"1.0"' in facts
+    write_parquet(path, table.replace_schema_metadata({METADATA_KEY: facts}))
 
 
 def damage(shard: Path, sample: int) -> None:

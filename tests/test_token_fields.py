@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -10,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from index_files import change_document
 from servers import MiniS3Server, fresh_name
 from test_tokenize import TEXTS, jsonl, run
 
 from shard_tools.sets.copy import copy
 from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.catalog.listing import FoundShards
+from streaming.errors import IndexFormatError
+from streaming.index.files import write_document
 from streaming.storage import Storage
 
 NOTE = Path("_shardstream/tokens.json")
@@ -31,11 +33,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def mine(text: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(text, tmp_path / "set"))
-
-
-def changed(folder: Path, **values: Any) -> None:
-    path = folder / NOTE
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def ids_of(text: str) -> list[int]:
@@ -56,13 +53,13 @@ def test_tokens_are_arrays(text: Path, named: str, decode: Any) -> None:
 
 
 def test_masks_too_and_the_width_is_what_it_says(mine: Path) -> None:
-    changed(mine, dtype="uint32", mask="tok2")
+    change_document(mine / NOTE, dtype="uint32", mask="tok2")
     dataset = StreamingDataset(str(mine))
     four = dataset.decoders.decoder_for("TOK")
     assert np.asarray(four(np.arange(70_000, 70_003, dtype="<u4").tobytes())).tolist() == [70_000, 70_001, 70_002]
     mask = np.asarray(dataset.decoders.decoder_for("tok2")(bytes([0, 1])))
     assert (mask.dtype, mask.tolist()) == (np.uint8, [0, 1])
-    changed(mine, field="npy")  # what the data say goes before what an extension means
+    change_document(mine / NOTE, field="npy")  # what the data say goes before what an extension means
     assert StreamingDataset(str(mine)).decoders.decoder_for("npy") == four
 
 
@@ -76,13 +73,18 @@ def test_what_the_user_says_goes_first(text: Path) -> None:
     assert Packed(StreamingDataset(str(text)), 8).counts.tokens == sum(len(ids_of(one)) for one in TEXTS)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["no json", "[]", '{"field": "tok", "dtype": "float8", "mask": null}', '{"field": "tok"}']
-)
-def test_a_note_that_is_none_is_told_and_hinders_nothing(
-    mine: Path, wrong: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("wrong", ["no json", "[]", '{"field": "tok", "dtype": "uint16", "mask": null}'])
+def test_a_note_that_is_damaged_or_changed_by_hand_is_an_error(mine: Path, wrong: str) -> None:
     (mine / NOTE).write_text(wrong)
+    with pytest.raises(IndexFormatError, match=r"tokens\.json: damaged.*restore it.*decode="):
+        StreamingDataset(str(mine))
+
+
+@pytest.mark.parametrize("wrong", [{"field": "tok", "dtype": "float8", "mask": None}, {"field": "tok"}])
+def test_a_note_that_is_unknown_is_told_and_hinders_nothing(
+    mine: Path, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (mine / NOTE).write_bytes(write_document(wrong))
     with caplog.at_level(logging.WARNING):
         dataset = StreamingDataset(str(mine))
     assert isinstance(dataset[0]["tok"], bytes)
@@ -94,7 +96,7 @@ def test_directories_must_agree(mine: Path, tmp_path: Path, caplog: pytest.LogCa
     shutil.copytree(mine, other)
     both = [str(mine), str(other)]
     assert isinstance(StreamingDataset(both)[0]["tok"], np.ndarray)
-    changed(other, dtype="uint32")
+    change_document(other / NOTE, dtype="uint32")
     with caplog.at_level(logging.WARNING):
         assert isinstance(StreamingDataset(both)[0]["tok"], bytes)
     assert "describe different tokens" in caplog.text

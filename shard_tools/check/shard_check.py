@@ -129,7 +129,7 @@ class ShardCheck:
         try:
             samples = self.task.samples()
         except DataError as error:
-            self._find("index", f"the sample table is damaged: {error}", cure="run `shard_tools index --force`")
+            self._find("index", f"the sample table is damaged: {error}", cure="run `shard_tools index`")
             return None
         if samples is None:
             self._find("index", "the shard has no sample table", cure="run `shard_tools index --force`")

@@ -13,6 +13,7 @@ from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
+from shard_tools.sets.index_files import check_beside
 from shard_tools.sets.tables import load_samples, names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.urls import expand_urls
@@ -53,7 +54,8 @@ def verify(
     This checks the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples fill
     the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in the data
     set, that nothing follows the archive's end, that no shard is missing, and (for a folder or prefix) that none is
-    missing in the index; with ``decode`` also that every field can be decoded.
+    missing in the index; with ``decode`` also that every field can be decoded. Every file of the index is read whole:
+    values that are not in the shards, such as columns, are compared with the checksum that each file carries.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -79,6 +81,7 @@ def verify(
     outcomes = _check_all(tasks, storage, resolve_decoders("auto") if decode else None, workers, progress)
     for outcome in outcomes:
         findings += outcome.findings
+    findings += check_beside({task.url: task.chunks for task in tasks}, storage=storage, index_url=index_url)
     if duplicate_keys == "error":
         findings += repeated_keys(outcomes)
     return VerifyReport(

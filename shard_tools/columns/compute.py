@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, ShardstreamError
+from streaming.index.files import read_note
 from streaming.index.layout import TOKENS_FILE
 from streaming.index.sample_table import SampleTable
 from streaming.storage import join_url, redact
@@ -119,11 +119,11 @@ def _described(target: ColumnTarget) -> dict[str, str]:
     for home in target.homes:
         url = join_url(home, TOKENS_FILE)
         try:
-            content = json.loads(bytes(target.storage.read(url)))
+            content = read_note(target.storage.read(url), redact(url))
             found.append({name: str(content[name]) for name in ("field", "dtype")})
         except NotFoundError:
             return {}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (KeyError, TypeError) as error:
             raise DataError(f"{redact(url)}: no description of tokens ({error}); give --fields and --dtype") from error
     return found[0] if found and all(one == found[0] for one in found) else {}
 

@@ -23,6 +23,7 @@ from shard_tools.convert.records import (
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.keys import check_key
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
+from streaming.index.files import read_note, write_document
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 
 _TRAINING = ("train", "training")
@@ -199,8 +200,9 @@ def _listed(place: str, storage: Storage) -> list[str]:
             raise NotFoundError(f"{redact(place)}: no folders of classes there")
     else:
         is_file = _last(place).endswith((".json", ".txt"))
-        text = bytes(storage.read(place if is_file else join_url(place, CLASSES))).decode()
-        listed = json.loads(text) if text.lstrip()[:1] in {"[", "{"} else text.split("\n")
+        url = place if is_file else join_url(place, CLASSES)
+        data = bytes(storage.read(url))
+        listed = read_note(data, redact(url)) if url.endswith(CLASSES) else _parsed(data.decode())
         if isinstance(listed, dict):
             listed = listed.get("classes", listed)
         if isinstance(listed, dict):  # names to numbers
@@ -211,10 +213,14 @@ def _listed(place: str, storage: Storage) -> list[str]:
     return names
 
 
+def _parsed(text: str) -> Any:
+    return json.loads(text) if text.lstrip()[:1] in {"[", "{"} else text.split("\n")
+
+
 def save_classes(directory: str, classes: Mapping[str, int], storage: Storage) -> None:
     """Write the classes of a set beside its index, for other sets that use the same numbers."""
     content = {"format": "shardstream-classes", "version": 1, "classes": sorted(classes, key=classes.__getitem__)}
-    storage.put(join_url(directory, CLASSES), (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode())
+    storage.put(join_url(directory, CLASSES), write_document(content))
 
 
 def _list_folder(spec: str, storage: Storage, exclude: str | None) -> tuple[list[SourceFile], list[Skipped]]:

@@ -6,12 +6,12 @@ the same conversion writes the same journal.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
+from streaming.index.files import read_document, read_note, write_document
 from streaming.index.layout import TOKENS_FILE
 from streaming.storage import Storage, join_url, redact
 
@@ -59,7 +59,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
     if not storage.exists(url):
         return None
     try:
-        content = json.loads(bytes(storage.read(url)))
+        content = read_document(storage.read(url))
         _check_version(content["format"], content["version"])
         return Journal(
             source=dict(content["source"]),
@@ -69,7 +69,8 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
-            f"{redact(url)}: not a journal that this release can read ({error}); start over with --overwrite"
+            f"{redact(url)}: not a journal that this release can read ({error}); start over with "
+            "`shard_tools convert … --overwrite`"
         ) from error
 
 
@@ -88,11 +89,18 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
         "complete": journal.complete,
         "num_samples": journal.num_samples,
     }
-    storage.put(join_url(target, NAME), (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+    storage.put(join_url(target, NAME), write_document(content))
 
 
 def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
-    """Copy the files about classes and tokens beside the index at ``home`` to ``directory``, if they exist."""
+    """Copy the files about classes and tokens beside the index at ``home`` to ``directory``, if they exist.
+
+    Raises:
+        IndexFormatError: One is damaged.
+    """
     for name in (CLASSES, TOKENS_FILE):
         with suppress(NotFoundError, AccessDeniedError):
-            here.put(join_url(directory, name), bytes(there.read(join_url(home, name))))
+            url = join_url(home, name)
+            data = bytes(there.read(url))
+            read_note(data, redact(url))
+            here.put(join_url(directory, name), data)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from threading import Lock
 
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Report
+from shard_tools.running.report import Finding, Report
+from shard_tools.sets.index_files import check_beside
 from shard_tools.sets.tables import place_of, sizes_of
 from streaming.catalog.build import home_of, index_shards, read_chunks, shard_name
 from streaming.catalog.urls import expand_urls
@@ -32,6 +33,7 @@ class IndexReport(Report):
         num_scanned_bytes: Bytes read by this run; the rest was indexed before.
         num_pruned: Shards removed from the index because they no longer exist.
         index_urls: The chunk tables.
+        findings: Damaged files of the index that are not made from the shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
         seconds: Wall time.
     """
@@ -45,6 +47,7 @@ class IndexReport(Report):
     index_urls: tuple[str, ...]
     fingerprint: str
     seconds: float
+    findings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
@@ -82,6 +85,8 @@ def index(
 ) -> IndexReport:
     """Index shards; those with an index that matches their size are not read again.
 
+    All of the index is read, and what is damaged is rebuilt, or listed if the shards do not hold it.
+
     Args:
         urls: Shards, as for ``StreamingDataset``.
         storage: The store.
@@ -116,6 +121,10 @@ def index(
         progress=told,
     )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
+    findings = check_beside(
+        {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
+        damage_only=True,
+    )  # fmt: skip
     num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
     return IndexReport(
         num_shards=len(shards),
@@ -127,6 +136,7 @@ def index(
         index_urls=tuple(redact(join_url(home, chunks_path())) for home in homes),
         fingerprint=table.fingerprint,
         seconds=time.monotonic() - started,
+        findings=tuple(findings),
     )
 
 

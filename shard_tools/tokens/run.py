@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from shard_tools.tokens.tokenizer import (
 )
 from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, NotFoundError
+from streaming.index.files import write_document
 from streaming.index.layout import TOKENS_FILE, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
@@ -332,9 +332,7 @@ def _write(
         progress=_OwnCounts(documents.progress),
     )
     note = {"format": "shardstream-tokens", "version": 1, **tokens}
-    storage.put(
-        join_url(place.directory, TOKENS_FILE), (json.dumps(note, ensure_ascii=False, indent=1) + "\n").encode()
-    )
+    storage.put(join_url(place.directory, TOKENS_FILE), write_document(note))
     earlier = list(_earlier_counts(place, packed, storage))
     tally = documents.tally
     return TokenSet(

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import read_footer
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.sample_table import chunk_rows_from_footer
+from streaming.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
 _SHOWN_ERRORS = 10
+_ASKED = 4
+"""Other shards that are asked for the names of their columns, in place of one whose sample file is damaged."""
 
 
 def shard_name(url: str, index_url: str | None = None) -> str:
@@ -95,9 +98,10 @@ def index_shards(
     """Index the shards at ``urls`` and write the index files; return the chunk table of these shards, in this order.
 
     Each shard's sample file is written as soon as the shard is scanned, and ``chunks.parquet`` last, so an interrupted
-    call continues where it stopped: a shard that has a sample file, and whose chunk rows match its current size, is not
-    read again. Other shards that the index already holds are kept. If shards are damaged, the others are still scanned,
-    ``chunks.parquet`` is not changed, and the first error is raised with the others as notes.
+    call continues where it stopped: a shard that has a sample file, whose chunk rows match its current size, is not
+    read again. All of that file is checked, and a damaged one is rebuilt, with its lifted columns. Other shards that
+    the index already holds are kept. If shards are damaged, the others are still scanned, ``chunks.parquet`` is not
+    changed, and the first error is raised with the others as notes.
 
     Args:
         storage: The store.
@@ -114,7 +118,8 @@ def index_shards(
 
     Raises:
         ConfigError: A shard is compressed, or two shards, perhaps of different calls, have the same name in one index.
-        DataError: A shard is damaged; see :func:`streaming.catalog.scan.scan_shard`.
+        DataError: A shard is damaged; see :func:`streaming.catalog.scan.scan_shard`. Or a sample file is, whose lifted
+            columns are lost.
         StorageError: A shard cannot be read, or the index cannot be written.
     """
     for url in urls:
@@ -126,11 +131,7 @@ def index_shards(
         with suppress(NotFoundError, IndexFormatError):
             known[home] = read_chunks(storage, home)
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
-    todo = [
-        _Todo(url=url, home=home, name=shard_name(url, index_url))
-        for home, group in _homes(urls, index_url).items()
-        for url in group
-    ]
+    todo = _to_do(_homes(urls, index_url), rows_of, index_url)
     if index_url is not None and not force:
         _check_same_folder(storage, todo, rows_of)
     workers = min(parallel or num_cores(), max(1, len(todo)))
@@ -173,11 +174,25 @@ def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Todo:
-    """A shard, the directory that holds its index, and its name there."""
+    """A shard, the directory that holds its index, its name there, and those of some other shards."""
 
     url: str
     home: str
     name: str
+    others: tuple[str, ...]
+
+
+def _to_do(
+    homes: Mapping[str, Sequence[str]], rows_of: Mapping[str, Mapping[str, ChunkTable]], index_url: str | None
+) -> list[_Todo]:
+    found = []
+    for home, group in homes.items():
+        names = [shard_name(url, index_url) for url in group]
+        some = [*names[: _ASKED + 1], *islice(rows_of[home], _ASKED + 1)]
+        for url, name in zip(group, names, strict=True):
+            others = tuple(dict.fromkeys(other for other in some if other != name))
+            found.append(_Todo(url=url, home=home, name=name, others=others))
+    return found
 
 
 def _check_same_folder(
@@ -206,21 +221,57 @@ def _index_shard(
     storage: Storage, todo: _Todo, rows: ChunkTable | None, *, force: bool, rule: ChunkRule,
     duplicate_keys: DuplicateKeys, progress: Progress | None,
 ) -> ChunkTable:  # fmt: skip
-    """Return the chunk rows of one shard: those known, those of its sample file, or those of a scan."""
+    """Return the chunk rows of one shard: those of its sample file and of the chunk table, or those of a scan."""
     url, name = todo.url, todo.name
     stored_url = join_url(todo.home, samples_path(name))
+    damaged = None
     if not force:
         size_bytes = storage.info(url).size_bytes
-        footer = rows is None
-        if rows is None:
-            with suppress(IndexFormatError):
-                rows = _read_footer(storage, stored_url)
-        known = rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name
-        if rows is not None and known and (footer or storage.exists(stored_url)):
-            return rows
+        with suppress(NotFoundError):
+            data = storage.read(stored_url)
+            try:
+                found = chunk_rows_from_footer(data, redact(stored_url), whole=True)
+            except IndexFormatError:
+                damaged = data
+            else:
+                shard = found.shards[0]
+                if (shard.size_bytes, shard.name) == (size_bytes, name) and rows in (None, found):
+                    return found
     table = scan_shard(storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress)
-    storage.put(stored_url, table.to_parquet())
+    storage.put(stored_url, table.to_parquet() if damaged is None else _restored(storage, table, damaged, todo))
     return table.chunks
+
+
+def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _Todo) -> bytes:
+    """Return the sample file of a shard in place of a damaged one.
+
+    Raises:
+        IndexFormatError: It had columns that a scan cannot give, and they cannot be told from damaged ones.
+    """
+    original = table.restored(damaged)
+    if original is not None:
+        return original
+    lost = _lost_columns(storage, todo)
+    if lost:
+        folder = redact(split_url(todo.url)[0]) or "."
+        raise IndexFormatError(
+            f"{redact(join_url(todo.home, samples_path(todo.name)))}: damaged, with its columns {', '.join(lost)}, "
+            f"which the shard does not hold. Restore the file from a copy of the data set, or write the shard again "
+            f"(`shard_tools convert`). Or rebuild all sample tables without columns, `shard_tools index --force "
+            f"{folder}`, and add them anew, `shard_tools column add {folder} NAME …`"
+        )
+    return table.to_parquet()
+
+
+def _lost_columns(storage: Storage, todo: _Todo) -> list[str]:
+    """Return the columns of a damaged sample file by its own footer, or by the first of others that has one."""
+    for name in (todo.name, *todo.others):
+        url = join_url(todo.home, samples_path(name))
+        with suppress(IndexFormatError):
+            tail = footer_of(storage, url)
+            if tail is not None:
+                return columns_from_footer(tail, redact(url))
+    return []
 
 
 def _gather(

@@ -36,7 +36,7 @@ from streaming.errors import (
     StorageError,
 )
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import read_facts
+from streaming.index.files import read_facts, read_note
 from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.sample_table import Records, SampleTable, Spans
 from streaming.job.once import PEER_WAIT_S, Peers, shared
@@ -145,8 +145,11 @@ def _find(
 def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
     """Return how to decode the fields that ``tokens.json`` describes; {} if a directory has none, or they differ.
 
-    For directories that were listed it is known whether they have one; for others it takes one request each. Errors are
-    logged but do not matter: the fields then stay bytes.
+    For directories that were listed it is known whether they have one; for others it takes one request each. Of a store
+    that fails, and of descriptions that this release does not know, there is a warning: the fields then stay bytes.
+
+    Raises:
+        IndexFormatError: A description is damaged.
     """
     urls = [join_url(home, TOKENS_FILE) for home in homes]
     seen = [any(f"{url}/".startswith(f"{folder}/") for folder in folders) for url in urls]
@@ -157,11 +160,13 @@ def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[
     found: list[dict[str, str]] = []
     for url in urls:
         try:
-            said = json.loads(bytes(storage.read(url)))
+            said = read_note(storage.read(url), redact(url))
             found.append(_types_of(said["field"], said["dtype"], said["mask"]))
         except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
             return {}
-        except (ValueError, LookupError, TypeError, RecursionError, StorageError) as error:
+        except IndexFormatError:
+            raise
+        except (ValueError, LookupError, TypeError, StorageError) as error:
             _log.warning("%s: not a description of tokens (%s); token fields are left as bytes", redact(url), error)
             return {}
     if any(one != found[0] for one in found):

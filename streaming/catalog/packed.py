@@ -15,7 +15,7 @@ import numpy as np
 from streaming.catalog.open import sample_records
 from streaming.catalog.recent import Recent
 from streaming.catalog.source import ChunkSource, OneOrder
-from streaming.errors import DataError, StorageError
+from streaming.errors import IndexMismatchError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, apart_later, layout_by_records
 from streaming.index.sample_table import Records, SampleLocation
@@ -131,7 +131,11 @@ class PackedSource(OneOrder):
         return samples_between(self.documents, first, stop)
 
     def records_of(self, shard: int) -> Records | None:
-        """Return where the fields that are read lie in a shard; None if its sample table is missing, or of no use."""
+        """Return where the fields that are read lie in a shard; None if its sample table is missing, or of another one.
+
+        Raises:
+            IndexFormatError: It is damaged.
+        """
         documents = self.documents
 
         def read() -> Records | None:
@@ -139,7 +143,7 @@ class PackedSource(OneOrder):
 
         try:
             return self._records.of(shard, read)
-        except DataError:
+        except IndexMismatchError:
             return None
 
     # --- what the engine needs (streaming.engine.source.Source) ---

@@ -18,7 +18,7 @@ from streaming.cache import NodeCache
 from streaming.catalog.open import OpenShards
 from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
 from streaming.decode.registry import FieldDecoder
-from streaming.errors import ConfigError, DataError, IndexMissingError, StorageError
+from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import (
     Apart,
@@ -455,10 +455,14 @@ class ChunkSource(OneOrder):
         return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + inside)
 
     def samples_at(self, url: str) -> SampleTable | None:
-        """Return the sample table of a shard; None if it is missing or does not match."""
+        """Return the sample table of a shard; None if it is missing or does not match.
+
+        Raises:
+            IndexFormatError: It is damaged.
+        """
         try:
             return self._recent.table(self, self._numbers[url])
-        except DataError:
+        except IndexMismatchError:
             return None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -16,7 +16,7 @@ from streaming.batches.rows import Rows
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.source import Source
-from streaming.errors import DataError
+from streaming.errors import DataError, IndexFormatError
 from streaming.fetch.layout import taken_apart
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
@@ -144,6 +144,8 @@ class Substitutes:
         try:
             with memoryview(memory) as out:
                 first_row = rows.add(taken_apart(self._source.fetch_unit(wanted, out), out), 0)
+        except IndexFormatError:
+            raise  # of the index, not of the chunk's bytes
         except DataError:
             return None
         return _Apart(bytes(memory), rows, first_row)

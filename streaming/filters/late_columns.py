@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from streaming.catalog.build import home_of, shard_name
 from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values, read_column, type_named
+from streaming.index.files import ADD_AGAIN, read_document, write_document
 from streaming.index.layout import (
     checked_name,
     column_document_path,
@@ -30,17 +30,18 @@ _KIND = "late column"
 
 
 def document_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
-    """Serialize a document that is stored beside an index as JSON, with its kind and version."""
-    return json.dumps({"kind": kind, "version": _VERSION, **content}, indent=1, sort_keys=True).encode()
+    """Serialize a document that is stored beside an index as JSON, with its kind, version and seal."""
+    return write_document({"kind": kind, "version": _VERSION, **content})
 
 
-def read_document(data: bytes, kind: str) -> Any:
+def document_of_kind(data: bytes, kind: str) -> Any:
     """Parse the output of :func:`document_bytes`.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: The document is not of this kind, or has a newer major version.
+        ValueError, TypeError, KeyError, RecursionError: The document is damaged, not of this kind, or has a newer major
+            version.
     """
-    content = json.loads(data)
+    content = read_document(data)
     if content["kind"] != kind or str(content["version"]).partition(".")[0] != _MAJOR:
         raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")
     return content
@@ -80,13 +81,12 @@ class ColumnDocument:
             IndexFormatError: Not such a document, or one of a newer major version.
         """
         try:
-            content = read_document(data, _KIND)
+            content = document_of_kind(data, _KIND)
             document = cls(**{name: content[name] for name in cls.__dataclass_fields__})
             type_named(document.type)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise IndexFormatError(
-                f"{redact(source)}: not the document of a late column that this release reads ({error}); add the "
-                f"column again with `shard_tools column add`"
+                f"{redact(source)}: not the document of a late column that this release reads ({error}); {ADD_AGAIN}"
             ) from error
         return document
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from streaming.catalog.open import OpenShards, digest_of
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError
-from streaming.filters.late_columns import document_bytes, homes_of, read_document
+from streaming.filters.late_columns import document_bytes, document_of_kind, homes_of
 from streaming.filters.select import Filter, checked_subset, excluded_keys, filter_hash
 from streaming.index.layout import checked_name, view_path, views_directory
 from streaming.index.where import as_where
@@ -71,7 +71,7 @@ class View:
             IndexFormatError: Not a view, one of a newer major version, or its hash does not match its content.
         """
         try:
-            content = read_document(data, _KIND)
+            content = document_of_kind(data, _KIND)
             subset = checked_subset(content["subset"])
             values = {name: content[name] for name in cls.__dataclass_fields__}
             view = cls(**{**values, "subset": subset, "excluded": tuple(map(str, content["excluded"]))})
@@ -81,7 +81,7 @@ class View:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise IndexFormatError(
                 f"{redact(source)}: not a saved view that this release reads ({error}); save it again with "
-                f"`shard_tools view save`"
+                f"`shard_tools view save URL NAME … --overwrite`"
             ) from error
         return view
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from streaming.errors import ConfigError, IndexFormatError
 from streaming.index.chunk_table import ShardInfo, shard_rows, shards_of_rows
-from streaming.index.files import read_table, write_table
+from streaming.index.files import ADD_AGAIN, COLUMN_KIND, read_table, write_table
 from streaming.index.keys import key_array
 from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
@@ -23,7 +23,6 @@ from streaming.types import Int64Array
 
 KEY = "__key__"
 """The name of the samples' keys in conditions."""
-KIND = "column"
 _VALUE = "value"
 _NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
 _MAX_NAMES = 1000
@@ -448,7 +447,7 @@ def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: 
         version: Version of the column, the same for all shards.
     """
     facts = {
-        "kind": KIND, "column": name, "column_version": version, "shard": shard_rows([shard])[0],
+        "kind": COLUMN_KIND, "column": name, "column_version": version, "shard": shard_rows([shard])[0],
         "fingerprint": fingerprint,
     }  # fmt: skip
     plain = [] if pa.types.is_boolean(values.type) or is_string(values.type) else [_VALUE]
@@ -461,7 +460,7 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
     Raises:
         IndexFormatError: The bytes are damaged, or not a column file.
     """
-    rows, facts = read_table(buffer, KIND, source)
+    rows, facts = read_table(buffer, COLUMN_KIND, source)
     problem = ""
     try:
         (shard,) = shards_of_rows([facts["shard"]])
@@ -473,9 +472,7 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
         problem = str(error)
     if problem:
-        raise IndexFormatError(
-            f"{source}: damaged column file ({problem}); add the column again with `shard_tools column add`"
-        )
+        raise IndexFormatError(f"{source}: damaged column file ({problem}); {ADD_AGAIN}")
     return values, facts
 
 

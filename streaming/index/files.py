@@ -1,8 +1,14 @@
-"""Write and read the common form of index files: Parquet in memory, with a JSON document in its footer."""
+"""Write and read the common form of index files: Parquet with a JSON document in its footer, or a JSON document alone.
+
+Each file carries checksums of all its bytes, its *seal*. No reader uses a byte before its seal was compared: Parquet
+decodes many a changed byte to other rows, and its own checksums leave out page headers and the footer
+(``docs/design/0044-sealed-index.md``).
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,14 +16,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from crc32c import crc32c
 
 from streaming.errors import IndexFormatError
 from streaming.index.pages import begun_at_page
 
-FORMAT_VERSION = (1, 2)
+FORMAT_VERSION = (1, 3)
 """Major and minor. Readers accept any minor version of their major version and ignore what they do not know."""
 METADATA_KEY = b"shardstream"
 _FOOTER_TAIL_BYTES = 8
+_SEAL = struct.Struct("<II")
+"""Before the footer: CRC32C of the bytes before the seal, and of those behind it."""
+_SUM = "crc32c"
+"""The member of a JSON document that is its seal."""
 _FOOTER_GUESS_BYTES = 64 << 10
 """Bytes read of a file's end when the footer's length is unknown: most footers are shorter."""
 MAX_UNPACKED_BYTES = 1 << 30
@@ -27,11 +38,17 @@ _PAGE_BYTES = 64 << 10
 """Size of a page as written; a reader of a single key unpacks one page (Arrow's own size is 1 MiB or 20,000 rows)."""
 _ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB per column
 _MAGIC = b"PAR1"
+COLUMN_KIND = "column"
+REBUILD = "rebuild it with `shard_tools index URL`"
+RESTORE = (
+    "restore it from a copy of the data set, or convert that again; or delete it, and give decode= or --classes instead"
+)
+ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
 
 def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) -> bytes:
-    """Return ``table`` as Parquet bytes with ``facts`` in the footer; the same input gives the same bytes.
+    """Return ``table`` as Parquet bytes, sealed, with ``facts`` in the footer; the same input gives the same bytes.
 
     Args:
         table: The rows.
@@ -55,24 +72,103 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
         data_page_size=_PAGE_BYTES,
         version="2.6",
     )
-    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+    return sealed(sink.getvalue())
+
+
+def sealed(file: Any) -> bytes:
+    """Return a Parquet file with its seal: 8 bytes before the footer, where readers of Parquet look for nothing."""
+    data = memoryview(file).cast("B")
+    at = len(data) - _FOOTER_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
+    return b"".join((data[:at], _SEAL.pack(crc32c(data[:at]), crc32c(data[at:])), data[at:]))
+
+
+def _check_seal(buffer: Any, source: str, cure: str, *, whole: bool) -> None:
+    """Compare the seal of a file with all its bytes; unless ``whole``, with its footer, which ``buffer`` ends with.
+
+    Raises:
+        IndexFormatError: They differ, or there is no seal.
+    """
+    data = memoryview(buffer).cast("B")
+    _check_end(data, source, cure)
+    footer = len(data) - _FOOTER_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
+    seal = footer - _SEAL.size
+    if seal < 0:
+        raise damaged(source, "it is cut off", cure)
+    body_sum, footer_sum = _SEAL.unpack(data[seal:footer])
+    if crc32c(data[footer:]) != footer_sum or (whole and crc32c(data[:seal]) != body_sum):
+        raise damaged(source, "its bytes are not those of its checksum", cure)
+
+
+def is_original(rebuilt: bytes, file: Any) -> bool:
+    """Tell whether a Parquet file is what a damaged one was before: their seals are the same.
+
+    (Equal bytes would prove nothing: what was made from the damaged file may repeat its damage.)
+    """
+    footer = len(rebuilt) - _FOOTER_TAIL_BYTES - int.from_bytes(rebuilt[-8:-4], "little")
+    seal = slice(footer - _SEAL.size, footer)
+    return bytes(memoryview(file).cast("B")[seal]) == rebuilt[seal]
+
+
+def _check_end(data: memoryview, source: str, cure: str) -> None:
+    if len(data) < _FOOTER_TAIL_BYTES or data[-4:] != _MAGIC:
+        raise damaged(source, "it does not end as a Parquet file does", cure)
+
+
+def write_document(content: Mapping[str, Any]) -> bytes:
+    """Return a JSON document with its seal; the same content gives the same bytes."""
+    text = json.dumps({**content, _SUM: _sum_of(content)}, ensure_ascii=False, indent=1, sort_keys=True)
+    return f"{text}\n".encode("utf-8", "backslashreplace")  # of keys that are not UTF-8: as JSON escapes them
+
+
+def read_document(data: Any) -> dict[str, Any]:
+    """Return the content of a JSON document (:func:`write_document`), without its seal.
+
+    Raises:
+        ValueError, TypeError, RecursionError: It is damaged, was changed by hand, or has no seal.
+    """
+    content = json.loads(bytes(data))
+    if not isinstance(content, dict):
+        raise TypeError(f"expected a JSON object, got {type(content).__name__}")
+    said, found = content.pop(_SUM, None), _sum_of(content)
+    if said != found:
+        raise ValueError(f"its content has the CRC32C {found}, it says {str(said)[:80]}: damaged or changed by hand")
+    return content
+
+
+def read_note(data: Any, source: str) -> dict[str, Any]:
+    """Return the content of a document that a conversion left for readers (``tokens.json``, ``classes.json``).
+
+    Raises:
+        IndexFormatError: It is damaged, was changed by hand, or has no seal.
+    """
+    try:
+        return read_document(data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(source, str(error), RESTORE) from error
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    return f"{crc32c(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def read_table(
     buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None, *,
-    coded: bool = False, only: tuple[int, int] | None = None,
+    coded: bool = False, only: tuple[int, int] | None = None, checked: bool = True,
 ) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
     """Return the rows and the facts of an index file of this ``kind``.
 
     With ``columns``, only the columns that it returns for the facts. With ``coded``, texts stored with a dictionary are
     returned as Arrow dictionaries. With ``only``, only the rows from the first number to before the second; for columns
-    other than numbers.
+    other than numbers. Unless ``checked``, whatever a damaged file still gives, to be proved right by other means.
 
     Raises:
         IndexFormatError: The bytes are not such a file, damaged, of a newer major version, or their rows would take
             more than both :data:`MAX_UNPACKED_BYTES` and a thousand times the file.
     """
-    file = _opened(buffer, source)
+    cure = _cure_of(kind)
+    if checked:
+        _check_seal(buffer, source, cure, whole=True)
+    file = _opened(buffer, source, cure)
     facts = _facts_of(file, kind, source)
     try:
         wanted = None if columns is None else columns(facts)
@@ -80,7 +176,7 @@ def read_table(
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
-        raise damaged(source, str(error)) from error
+        raise damaged(source, str(error), cure) from error
 
 
 def _read_bounded(
@@ -193,28 +289,31 @@ def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
         raise damaged(source, f"its rows would take {num_bytes} bytes, at most {limit_bytes} are read")
 
 
-def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
+def read_facts(buffer: Any, kind: str, source: str, *, whole: bool = False) -> dict[str, Any]:
     """Return the facts alone.
 
-    ``buffer`` may be any tail of the file that contains the footer (see :func:`read_footer`).
+    ``buffer`` may be any tail of the file that contains seal and footer (see :func:`read_footer`); if it is the
+    ``whole`` file, all of it is checked.
     """
-    return _facts_of(_opened(buffer, source), kind, source)
+    cure = _cure_of(kind)
+    _check_seal(buffer, source, cure, whole=whole)
+    return _facts_of(_opened(buffer, source, cure), kind, source)
 
 
-def _opened(buffer: Any, source: str) -> pq.ParquetFile:
+def _opened(buffer: Any, source: str, cure: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(pa.BufferReader(buffer))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise damaged(source, str(error)) from error
+        raise damaged(source, str(error), cure) from error
 
 
 def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
     try:
         facts = json.loads((file.metadata.metadata or {})[METADATA_KEY])
     except KeyError:
-        raise IndexFormatError(f"{source}: a Parquet file, but not a shardstream index; {_cure()}") from None
+        raise IndexFormatError(f"{source}: a Parquet file, but not a shardstream index; {_cure_of(kind)}") from None
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise damaged(source, str(error)) from error
+        raise damaged(source, str(error), _cure_of(kind)) from error
     if not isinstance(facts, dict) or facts.get("kind") != kind:
         got = facts.get("kind") if isinstance(facts, dict) else facts
         raise IndexFormatError(f"{source}: expected an index file of kind {kind!r}, got {got!r}")
@@ -223,7 +322,7 @@ def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
 
 
 def read_footer(read: Callable[[int, int], Any], size_bytes: int, source: str) -> bytes:
-    """Read the end of an index file of ``size_bytes`` that holds its footer, in one request if possible.
+    """Read the end of an index file of ``size_bytes``: its seal and its footer, in one request if possible.
 
     Args:
         read: Returns the file's bytes [start, stop).
@@ -234,9 +333,8 @@ def read_footer(read: Callable[[int, int], Any], size_bytes: int, source: str) -
         IndexFormatError: The file does not end as a Parquet file does.
     """
     tail = bytes(read(max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes))
-    if len(tail) < _FOOTER_TAIL_BYTES or tail[-4:] != _MAGIC:
-        raise damaged(source, "it does not end as a Parquet file does")
-    need = int.from_bytes(tail[-8:-4], "little") + _FOOTER_TAIL_BYTES
+    _check_end(memoryview(tail), source, REBUILD)
+    need = int.from_bytes(tail[-8:-4], "little") + _FOOTER_TAIL_BYTES + _SEAL.size
     return bytes(read(size_bytes - need, size_bytes)) if len(tail) < need <= size_bytes else tail
 
 
@@ -258,13 +356,13 @@ def content_errors(source: str, what: str) -> Iterator[None]:
     except IndexFormatError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise IndexFormatError(f"{source}: {what} ({error}); {_cure()}") from error
+        raise IndexFormatError(f"{source}: {what} ({error}); {REBUILD}") from error
 
 
-def damaged(source: str, why: str) -> IndexFormatError:
+def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
     """Make the error for an index file whose content is impossible."""
-    return IndexFormatError(f"{source}: damaged index file ({why}); {_cure()}")
+    return IndexFormatError(f"{source}: damaged index file ({why}); {cure}")
 
 
-def _cure() -> str:
-    return "rebuild it with `shard_tools index --force URL`"
+def _cure_of(kind: str) -> str:
+    return ADD_AGAIN if kind == COLUMN_KIND else REBUILD

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from streaming.index.chunk_table import (
     shard_rows,
     shards_of_rows,
 )
-from streaming.index.files import content_errors, damaged, read_facts, read_table, write_table
+from streaming.index.files import content_errors, damaged, is_original, read_facts, read_table, write_table
 from streaming.index.keys import Keys, key_array
 from streaming.index.large import LargeSums
 from streaming.types import Int64Array
@@ -279,6 +280,23 @@ class SampleTable:
         column[self.span_starts[:-1]] = sums
         return _sum_column(column)
 
+    def restored(self, buffer: Any) -> bytes | None:
+        """Return the file that a damaged one, ``buffer``, was, with its lifted columns; None if that cannot be proved.
+
+        Args:
+            buffer: The damaged sample file.
+
+        Returns:
+            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file; its
+            checksums are those in the damaged one.
+        """
+        with suppress(IndexFormatError, KeyError, TypeError, ValueError, pa.ArrowException):
+            rows, facts = read_table(buffer, KIND, "", lambda facts: list(facts["columns"]), checked=False)
+            columns = {name: rows.column(name).combine_chunks() for name in facts["columns"]}
+            rebuilt = replace(self, columns=columns).to_parquet()
+            return rebuilt if is_original(rebuilt, buffer) else None
+        return None
+
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> SampleTable:
         """Return the table in the bytes of a sample file; ``source`` is its URL, for messages.
@@ -412,17 +430,27 @@ class Spans:
         return cls(chunks=chunks, firsts=firsts, byte_starts=byte_starts, crc32c=sums)
 
 
-def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
+def chunk_rows_from_footer(buffer: Any, source: str = "sample file", *, whole: bool = False) -> ChunkTable:
     """Return the chunk rows of one shard from its sample file, or from any tail of it that contains the footer.
 
-    Use :func:`streaming.index.files.read_footer` to get such a tail.
+    Use :func:`streaming.index.files.read_footer` to get such a tail. If ``buffer`` is the ``whole`` file, all of it is
+    checked.
 
     Raises:
         IndexFormatError: The footer is damaged, of another kind of file, or of a newer major version.
     """
-    chunks = _chunks_of_facts(read_facts(buffer, KIND, source), source)
+    chunks = _chunks_of_facts(read_facts(buffer, KIND, source, whole=whole), source)
     chunks.validate(source)
     return chunks
+
+
+def columns_from_footer(buffer: Any, source: str) -> list[str]:
+    """Return the names of the lifted columns of a sample file, from a tail of it that contains the footer.
+
+    Raises:
+        IndexFormatError: As :func:`chunk_rows_from_footer`.
+    """
+    return list(map(str, read_facts(buffer, KIND, source).get("columns", ())))
 
 
 def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:

@@ -19,6 +19,7 @@ from streaming.catalog import urls as expand
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, ShardstreamError, StateError, TarError
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.files import sealed
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
@@ -161,7 +162,13 @@ def pax(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
-    """Both kinds of index files; a table that is accepted keeps its promises."""
+    """Both kinds of index files, also with checksums that are right; a table that is accepted keeps its promises."""
+    _tables(data)
+    if data[-4:] == b"PAR1" and int.from_bytes(data[-8:-4], "little") <= len(data) - 8:
+        _tables(sealed(data))
+
+
+def _tables(data: bytes) -> None:
     with contextlib.suppress(DataError):
         table = ChunkTable.from_parquet(data, "c")
         table.validate()

@@ -13,7 +13,7 @@ from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.mapped import FileMaps
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
-from streaming.errors import DataError, IndexMismatchError
+from streaming.errors import DataError, IndexFormatError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
 from streaming.metrics import Metrics
@@ -329,7 +329,7 @@ class ChunkStore:
 
 def _note(unit: Unit, error: BaseException) -> None:
     """Record an error on the unit: damage of its bytes, or failure of the fetch."""
-    if isinstance(error, DataError) and not isinstance(error, IndexMismatchError):
+    if isinstance(error, DataError) and not isinstance(error, (IndexFormatError, IndexMismatchError)):
         unit.damage = error
     else:
         unit.failure = error
