@@ -11,6 +11,8 @@ import copy
 import io
 import json
 import logging
+import pickle
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -357,3 +359,77 @@ def test_classes_tell_no_secret(place: Place, tmp_path: Path, caplog: pytest.Log
     told.add(caplog.text, capfd.readouterr())
     told.files(tmp_path, place.folder)
     told.check()
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+ELSEWHERE: dict[str, tuple[str, dict[str, Any]]] = {
+    "http": ("http://{at}/x.tar", {}),
+    "signed": (f"http://{{at}}/x.tar?{QUERY}", {}),
+    "http by fsspec": (f"http://{{at}}/x.tar?{QUERY}", {"client": "fsspec"}),
+    "s3": ("s3://bucket/x", {"endpoint_url": "http://{at}", "key": "abcdef0123", "secret": "0ddba11"}),
+    "s3 by fsspec": (
+        "s3://bucket/x",
+        {"endpoint_url": "http://{at}", "key": "abcdef0123", "secret": "0ddba11", "client": "fsspec"},
+    ),
+    "s3 without a scheme": ("s3://bucket/x", {"endpoint_url": "{at}"}),
+    "gs": ("gs://bucket/x", {"endpoint_url": "http://{at}", "token": "fedcba9876"}),
+    "az": ("az://bucket/x", {"endpoint_url": "http://{at}", "account_name": "a", "sas_token": "?sv=1&sig=0ddba11"}),
+    "ftp": ("ftp://{at}/x", {}),
+    "a file on a host": ("file://{at}/x", {}),
+    "an unknown scheme": ("nowhere://{at}/x", {}),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of fsspec's ftp, never connected
+def test_errors_of_every_kind_of_store_tell_no_secret(
+    kind: str, s3fs_closed: Callable[[Storage], Storage], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = f"{USER}:{PASSWORD}@127.0.0.1:{free_port()}"
+    url, options = ELSEWHERE[kind]
+    told, raised = Told(), 0
+    storage = Storage({**{name: value.format(at=at) for name, value in options.items()}, **IMPATIENT})
+    if kind == "s3 by fsspec":
+        s3fs_closed(storage)
+    for call in (storage.read, storage.info, lambda url: list(storage.list(url)), lambda url: storage.put(url, b"x")):
+        try:
+            told.add(call(url.format(at=at)))
+        except streaming.errors.ShardstreamError as error:
+            told.add(error, storage, storage._options)
+            raised += 1
+    assert raised >= 3  # fsspec lists nothing of a web server that does not answer
+    told.add(caplog.text)
+    told.check()
+
+
+def test_a_cause_keeps_its_name_and_what_it_says() -> None:
+    port = free_port()
+    with pytest.raises(streaming.errors.StorageError) as caught:
+        Storage(IMPATIENT).read(f"http://127.0.0.1:{port}/x?sig={PASSWORD}")
+    text = "".join(traceback.format_exception(caught.value))
+    assert re.search(rf"obstore\.exceptions\.\w+: .*Error performing GET http://127\.0\.0\.1:{port}/x\?… in ", text)
+    assert "Connection refused" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (f"http://u:{PASSWORD}@host/a.tar?sig=x: no such shard", "http://…@host/a.tar?…: no such shard"),
+        ("(see https://host/a?b=c).", "(see https://host/a?…)."),
+        ("http://…@host/a?…, bytes 0-9", "http://…@host/a?…, bytes 0-9"),
+        ("s3://bucket/what?.tar is 3", "s3://bucket/what?.tar is 3"),
+    ],
+)
+def test_errors_leave_out_secrets_of_urls_when_they_are_made(message: str, shown: str) -> None:
+    for kind in (streaming.errors.DataError, streaming.errors.NotFoundError, streaming.errors.OptionError):
+        error = kind(message)
+        assert str(error) == str(pickle.loads(pickle.dumps(error))) == shown
+
+
+def test_a_password_that_is_percent_encoded_is_sent_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    with GuardedHttpServer(tmp_path, "me@home", "p/w:1", "") as server:
+        assert bytes(Storage().read(f"http://me%40home:p%2Fw%3A1@127.0.0.1:{server.port}/x")) == b"abc"
+        with pytest.raises(streaming.errors.AccessDeniedError, match="came from the user and password in the URL"):
+            Storage().read(f"http://me%40home@127.0.0.1:{server.port}/x")
