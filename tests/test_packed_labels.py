@@ -113,7 +113,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
     options=choices(), world=st.integers(1, 3), size=st.integers(1, 9), balance=st.sampled_from([None, "local"]),
     last_batch=st.sampled_from(["pad", "partial"]), collate_fn=st.sampled_from([None, list]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 def test_labels_are_those_of_a_loop_over_tokens(
     folder: Path, options: dict[str, Any], world: int, size: int, last_batch: str, balance: Any, collate_fn: Any
 ) -> None:

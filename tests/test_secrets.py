@@ -156,7 +156,9 @@ FLAGS = {"s3 works": [], "s3 refused": ["--debug"], "s3 unreachable": ["--debug"
 """Kinds of places, and what verbs are told there."""
 
 
-@pytest.fixture(params=FLAGS)
+@pytest.fixture(
+    params=[pytest.param(kind, marks=[pytest.mark.matrix] if kind.endswith("missing") else []) for kind in FLAGS]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     store, kind = request.param.split()
     make = {"s3": s3_place, "web": web_place}[store]
@@ -381,7 +383,9 @@ ELSEWHERE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=[pytest.mark.matrix] if one == "s3 by fsspec" else []) for one in ELSEWHERE]
+)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of fsspec's ftp, never connected
 def test_errors_of_every_kind_of_store_tell_no_secret(
     kind: str, s3fs_closed: Callable[[Storage], Storage], caplog: pytest.LogCaptureFixture

@@ -159,10 +159,10 @@ class Filler:
         self._gap_counts = segments.counts[self._gaps].tolist()
         self._pieces = np.flatnonzero(~is_gap)
         self._piece_begins = segments.begins[self._pieces]
-        self._is_first = segments.documents[self._pieces] == 0
         # Pieces whose first token nothing predicts: all, or those that begin a row.
         self._alone, self._alone_splits = self._piece_begins, segments.pieces
         if shape.labels_across:
+            self._is_first = segments.documents[self._pieces] == 0
             self._alone, self._alone_splits = self._piece_begins[self._is_first], segments.filled
         there = segments.there
         is_later = rows.starts[there] > 0  # a window after another one of its document
