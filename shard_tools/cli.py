@@ -22,6 +22,7 @@ from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.options import (
     COUNT,
     PAIR,
+    SECRET_PAIR,
     SIZE,
     as_storage_options,
     duplicates_option,
@@ -338,7 +339,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 @click.argument("target")
 @click.option(
     "--target-option",
-    type=PAIR,
+    type=SECRET_PAIR,
     multiple=True,
     metavar="K=V",
     help="Option of the target's store, such as endpoint_url=URL; the other store options then apply to SOURCE only.",

@@ -32,9 +32,12 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer r
 
 
 class PairType(click.ParamType):  # type: ignore[type-arg]
-    """``KEY=VALUE``."""
+    """``KEY=VALUE``; ``is_secret``: never repeat what is given."""
 
     name = "key=value"
+
+    def __init__(self, *, is_secret: bool = False) -> None:
+        self._is_secret = is_secret
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         """Return the text before and after the first ``=``."""
@@ -42,7 +45,8 @@ class PairType(click.ParamType):  # type: ignore[type-arg]
             return value
         key, equals, text = str(value).partition("=")
         if not equals or not key:
-            self.fail(f"{value!r} is not of the form KEY=VALUE", param, ctx)
+            shown = "what is given (not shown, as it may be secret)" if self._is_secret else repr(value)
+            self.fail(f"{shown} is not of the form KEY=VALUE", param, ctx)
         return key, text
 
 
@@ -52,7 +56,7 @@ def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 SIZE = SizeType()
-PAIR = PairType()
+PAIR, SECRET_PAIR = PairType(), PairType(is_secret=True)
 COUNT = click.IntRange(min=1)
 engine_option = click.option(
     "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."
@@ -75,7 +79,7 @@ def with_storage_options(command: Command) -> Command:
         click.option("--anon", is_flag=True, help="Send unsigned requests, for public buckets."),
         click.option(
             "--storage-option",
-            type=PAIR,
+            type=SECRET_PAIR,
             multiple=True,
             metavar="K=V",
             help="Any other option of the store. Command lines are visible to other users of this machine: "

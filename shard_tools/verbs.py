@@ -34,6 +34,7 @@ class ToolGroup(click.Group):
             _tell_program(ctx, error, str(error))
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except click.ClickException as error:
+            vars(error)["message"] = redact_text(error.message)  # a command line may name a URL
             _tell_program(ctx, error, error.format_message())
             raise
         except OSError as error:

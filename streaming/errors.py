@@ -31,10 +31,13 @@
 Each type also derives from the matching builtin, so that ``except FileNotFoundError`` keeps working. A message says
 what went wrong, where (URL, key, byte range), expected and actual values, and what to do. Errors of other libraries are
 translated in one place, the adapter that called them, and remain available as ``__cause__``.
+
+No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 
 if not hasattr(sys.modules["streaming"], "_HOMES"):
@@ -45,8 +48,39 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
     )
 
 
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]+://[^\s'\"`]+")
+_AFTER_URL = ".,:;)]"
+
+
+def redact(url: str) -> str:
+    """Return ``url`` for messages: without user and password, and without a query string that may be a signature.
+
+    Outside http(s) a question mark may be part of a key: what follows it is hidden if it looks like ``name=value``.
+    """
+    scheme = found[1].lower() if (found := _SCHEME.match(url)) else "file"
+    path, mark, query = url.partition("?")
+    if scheme == "file" or (scheme not in {"http", "https"} and "=" not in query):
+        path, mark = url, ""
+    path = re.sub(r"(://)[^/?]*@", r"\1…@", path)
+    return f"{path}?…" if mark else path
+
+
+def redact_text(text: str) -> str:
+    """Return ``text`` with every URL in it redacted; punctuation after one stays."""
+
+    def shown(found: re.Match[str]) -> str:
+        url = found[0].rstrip(_AFTER_URL)
+        return redact(url) + found[0][len(url) :]
+
+    return _URL.sub(shown, text)
+
+
 class ShardstreamError(Exception):
     """Base class of all errors that shardstream raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact_text(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(ShardstreamError, ValueError):

@@ -217,13 +217,15 @@ class _Part:
                     break
                 self._seen, self._ended = number + 1, number + 1 == self._share
                 last = last if sample is None else sample
-                yield self._marked(last, is_valid=sample is not None)
+                yield self._marked(last, repeats=sample is None)
             self._ended = True
         finally:
             self._fetcher.close()
 
-    def _marked(self, sample: Sample, *, is_valid: bool) -> Sample:
-        return {**sample, "__valid__": is_valid} if self._last_batch == "pad" else sample
+    def _marked(self, sample: Sample, *, repeats: bool) -> Sample:
+        if self._last_batch != "pad":
+            return sample
+        return {**sample, "__valid__": not repeats and sample.get("__valid__", True)}  # "skip" has marked substitutes
 
 
 class _Epochs:

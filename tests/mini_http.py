@@ -6,6 +6,7 @@ Run ``python mini_http.py --root DIR``; it prints its port when it listens, and 
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 import sys
 import threading
@@ -18,11 +19,16 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     root = ""
+    guard = ""
+    """What each request must bring, as ``user:password?query``; "": nothing."""
 
     def log_message(self, *args: object) -> None:
         pass
 
     def do_GET(self) -> None:
+        if self.guard and not self._is_let_in():
+            self._answer(401, {"Content-Length": "0", "WWW-Authenticate": 'Basic realm="test"'})
+            return
         path = os.path.normpath(os.path.join(self.root, unquote(urlsplit(self.path).path).lstrip("/")))
         if not path.startswith(self.root + os.sep) or not os.path.isfile(path):
             self._answer(404, {"Content-Length": "0"})
@@ -52,6 +58,11 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def _is_let_in(self) -> bool:
+        user, _, query = self.guard.partition("?")
+        basic = f"Basic {base64.b64encode(user.encode()).decode()}"
+        return self.headers.get("Authorization") == basic and urlsplit(self.path).query == query
+
     def _answer(self, status: int, headers: dict[str, str]) -> None:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.connection.sendall(f"HTTP/1.1 {status} {self.responses[status][0]}\r\n{lines}\r\n".encode())
@@ -70,8 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--root", required=True)
+    parser.add_argument("--guard", default="")
     args = parser.parse_args()
-    Handler.root = os.path.abspath(args.root)
+    Handler.root, Handler.guard = os.path.abspath(args.root), args.guard
     server = Server(("127.0.0.1", args.port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)

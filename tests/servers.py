@@ -289,6 +289,18 @@ class HttpServer(LoopbackServer):
         self._spawn(nginx, "-p", self._folder, "-c", config)
 
 
+class GuardedHttpServer(LoopbackServer):
+    """Our own small web server over ``root``, for those alone who bring ``user``, ``password`` and ``query``."""
+
+    def __init__(self, root: str | os.PathLike[str], user: str, password: str, query: str) -> None:
+        super().__init__()
+        self._root, self._guard = os.path.abspath(os.fspath(root)), f"{user}:{password}?{query}"
+
+    def _start(self) -> None:
+        program = os.path.join(_HERE, "mini_http.py")
+        self._spawn(sys.executable, program, "--root", self._root, "--guard", self._guard, announces=True)
+
+
 class AzuriteServer(LoopbackServer):
     """Microsoft's emulator of blob storage; only where ``azurite-blob`` is installed."""
 

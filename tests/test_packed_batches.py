@@ -44,8 +44,8 @@ def expected_labels(rows: dict[str, torch.Tensor], *, across: bool, masked: bool
         for place in range(LENGTH):
             target = place + 1 if shift else place
             is_target = target < LENGTH and numbers[target] >= 0 and not (masked and tokens[target] % 3 == 0)
-            if not across and is_target:
-                is_target = target > 0 and numbers[target - 1] == numbers[target]
+            if is_target:  # the first token of a row has none before it that predicts it
+                is_target = target > 0 and (across or numbers[target - 1] == numbers[target])
             row.append(tokens[target] if is_target else -100)
         labels.append(row)
     return torch.tensor(labels)

@@ -38,9 +38,10 @@ from shard_tools.sets.copy import copy
 from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
 from shard_tools.tokens import source as read_in_batches
 from shard_tools.tokens.adapters import ENCODINGS, RanksTokenizer
-from shard_tools.tokens.chat import ChatTemplate, Conversation
+from shard_tools.tokens.chat import ChatTemplate
 from shard_tools.tokens.documents import parse_shares
 from shard_tools.tokens.encode import open_processes
+from shard_tools.tokens.messages import Conversation
 from shard_tools.tokens.tokenizer import TokenizerFile, open_tokenizer
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError
@@ -749,6 +750,118 @@ def test_conversations_that_have_no_exact_mask_are_rejected(
     if reason != "empty":
         with pytest.raises(DataError, match=f"document 0: {reason}"):
             chat_set(tmp_path / "strict", "bytes", template, chats)
+
+
+# What is published as messages, and the same as role and content.
+ASKS: list[Mapping[str, object]] = [
+    {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"},
+]  # fmt: skip
+SHAREGPT = [{"from": "human" if one["role"] == "user" else "gpt", "value": one["content"]} for one in ASKS]
+PARTS = [{**one, "content": [{"type": "text", "text": str(one["content"])[:2], "image_url": None},
+                             {"type": "text", "text": str(one["content"])[2:]}]} for one in ASKS]  # fmt: skip
+FROM_A_TABLE = [{"name": None, "tool_calls": None, "weight": None, **one} for one in ASKS]
+READS_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("chat", [SHAREGPT, PARTS, FROM_A_TABLE], ids=["sharegpt", "parts", "table"])
+def test_messages_are_read_in_the_shapes_in_which_they_are_published(
+    tmp_path: Path, template: str, chat: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat_set(tmp_path / "a", "bytes", template, [ASKS])
+    chat_set(tmp_path / "b", "bytes", template, [chat])
+    assert said(tmp_path / "b") == said(tmp_path / "a")
+    assert not caplog.records
+
+
+def test_a_template_that_reads_parts_gets_them(tmp_path: Path) -> None:
+    chat_set(tmp_path / "a", "bytes", CHATML, [ASKS])
+    chat_set(tmp_path / "b", "bytes", READS_PARTS, [PARTS])
+    assert said(tmp_path / "b") == said(tmp_path / "a")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("mute", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])
+@pytest.mark.parametrize("shape", [ASKS, SHAREGPT], ids=["roles", "sharegpt"])
+def test_what_is_not_to_be_learned_carries_no_loss(
+    tmp_path: Path, template: str, mute: dict[str, object], shape: Any
+) -> None:
+    chat_set(tmp_path / "whole", "bytes", template, [ASKS])
+    tokens, learned = said(tmp_path / "whole")
+    for number in (1, 3):
+        chat = [{**one, **mute} if i == number else one for i, one in enumerate(shape)]
+        chat[4 - number] = {**chat[4 - number], "weight": 1}
+        chat_set(tmp_path / f"{number}", "bytes", template, [chat])
+        found, mask = said(tmp_path / f"{number}")
+        assert found == tokens
+        kept = bytes(token for token, one in zip(tokens, mask, strict=True) if one and token < 256)
+        assert kept.strip() == (b"2<|im_end|>" if number == 1 else b"Hello<|im_end|>")
+        assert sum(mask) < sum(learned)
+
+
+def test_parquet_has_weights_as_jsonl_has_them(tmp_path: Path) -> None:
+    chat = [*ASKS[:3], {**ASKS[3], "weight": 0}]
+    chat_set(tmp_path / "a", "bytes", CHATML, [chat])
+    pq.write_table(pa.table({"messages": [chat]}), tmp_path / "b.parquet")  # all its messages have the key
+    template = str(tmp_path / "a" / "template.jinja")
+    run(tmp_path / "b.parquet", tmp_path / "b" / "out", messages_field="messages", chat_template=template)
+    assert said(tmp_path / "b") == said(tmp_path / "a")
+
+
+CALLS = [{"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("chat", "message", "template"),
+    [
+        ([{"role": "assistant", "content": None}], r"no content: message 0 \(assistant\) has no content", CHATML),
+        ([{"role": "assistant"}], r"no content: message 0 \(assistant\)", CHATML),
+        (CALLS, "template: .*concatenate|it would write None", CHATML),
+        ([*ASKS, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+         r"no text: message 4 \(user\): part 0 of its content is of type 'image_url'", READS_PARTS),
+        ([{"role": "assistant", "content": ["Hi"]}], "part 0 of its content is of type 'str'", CHATML),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "x", "cache": 1}]}], "has also 'cache'", CHATML),
+        ([{"role": "assistant", "content": 4}], "content of type int, expected text", CHATML),
+        ([{"from": "bing", "value": "x"}], "message 0 is from 'bing'; expected one of human", CHATML),
+        ([*SHAREGPT, *ASKS], "some messages have 'role' and 'content', others 'from' and 'value'", CHATML),
+        ([{"speaker": "a", "text": "b"}], "message 0 has no role; .*got speaker, text", CHATML),
+        ([{**ASKS[1], "weight": 0.5}], "weight: message 0 has weight 0.5; expected 0 or 1", CHATML),
+        ([{**ASKS[1], "train": "no"}], "weight: message 0 has train 'no'; expected true or false", CHATML),
+        ([{**ASKS[0], "train": True}, ASKS[1]], r"message 0 \(user\) has train True, but only what the assis", CHATML),
+        ([ASKS[0], {**ASKS[1], "weight": 0}], "no assistant message: all messages of the assistant have", CHATML),
+        ([*ASKS[:3], {**ASKS[3], "weight": 0}], "prefixes differ: .*no weight of 0",
+         FORGETS + "{% generation %}x{% endgeneration %}"),
+    ],
+)  # fmt: skip
+def test_messages_that_would_be_lost_are_rejected_by_name(
+    tmp_path: Path, chat: Any, message: str, template: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        chat_set(tmp_path / "a", "bytes", template, [chat])
+
+
+def test_a_content_that_is_null_is_the_templates_beside_calls_of_tools(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.content is none %}{{ m.tool_calls | tojson }}{% else %}"
+        "{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chat_set(tmp_path / "a", "bytes", template, [[ASKS[0], *CALLS]])
+    text = bytes(token for token, one in zip(*said(tmp_path / "a"), strict=True) if one).decode()
+    assert text == json.dumps(CALLS[0]["tool_calls"])
+    with pytest.raises(DataError, match="it would write None"):
+        chat_set(tmp_path / "b", "bytes", template.replace("m.content is none", "false"), [[ASKS[0], *CALLS]])
+
+
+def test_keys_that_nobody_reads_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chat = [{**one, "loss": False, "id": i, "name": "x"} for i, one in enumerate(ASKS)]
+    template = "{% for m in messages if m.name == 'y' %}!{% endfor %}" + CHATML
+    chat_set(tmp_path / "a", "bytes", template, [chat, chat])
+    (record,) = caplog.records
+    assert "document 0: 'id', 'loss' of its messages are not used: neither the chat template nor" in record.getMessage()
 
 
 def test_json_in_templates_is_written_as_transformers_does() -> None:

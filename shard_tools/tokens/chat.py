@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from streaming.errors import ConfigError, DataError
+from shard_tools.tokens.messages import ASSISTANT, Conversation, Message, RejectedError, with_joined_parts
+from streaming.errors import ConfigError
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -29,28 +30,8 @@ Pieces: TypeAlias = list[tuple[str, bool]]
 
 _START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which no text contains
 _OPEN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_PART = re.compile(r"""\.text\b|\[\s*['"]text['"]\s*\]""")  # what only a template that reads parts of contents has
 _CLOSE = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
-
-
-class RejectedError(DataError):
-    """A record that gives no tokens, or no exact mask; ``reason`` is the category that is counted."""
-
-    def __init__(self, reason: str, what: str) -> None:
-        super().__init__(what)
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """The content of one document of instruction data.
-
-    Attributes:
-        messages: Objects with ``role`` and ``content``.
-        tools: Tools that the template may describe.
-    """
-
-    messages: Sequence[Mapping[str, object]]
-    tools: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,32 +65,54 @@ class ChatTemplate:
         Raises:
             RejectedError: The template rejects it, or no exact mask is possible.
         """
-        roles = [message.get("role") for message in conversation.messages]
-        if "assistant" not in roles:
-            raise RejectedError("no assistant message", f"roles are {', '.join(map(str, roles)) or 'none'}")
+        if not _PART.search(self.source):
+            conversation = replace(conversation, messages=with_joined_parts(conversation.messages))
         whole = self._render(conversation, conversation.messages)
         if _OPEN.search(self.source):
-            return _marked(whole)
+            return _marked(self._without_marks(conversation, whole))
         pieces: Pieces = []
         done = 0
-        for number, role in enumerate(roles):
-            if role != "assistant":
+        for number, message in enumerate(conversation.messages):
+            if message["role"] != ASSISTANT:
                 continue
-            before = self._render(conversation, conversation.messages[:number], prompt=True)
-            after = self._render(conversation, conversation.messages[: number + 1])
-            if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
-                raise RejectedError(
-                    "prefixes differ",
-                    f"the template renders messages up to {number} differently when message {number} (or a later one) "
-                    "follows; put {% generation %} around what the assistant says in the template",
-                )
-            pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
-            done = len(after)
+            begin, end = self._span(conversation, number, whole, prompt=True)
+            if begin < done:
+                raise self._differ(number)
+            pieces += [(whole[done:begin], False), (whole[begin:end], number not in conversation.muted)]
+            done = end
         return [*pieces, (whole[done:], False)]
 
-    def _render(
-        self, conversation: Conversation, messages: Sequence[Mapping[str, object]], *, prompt: bool = False
-    ) -> str:
+    def unused(self, keys: Iterable[str]) -> list[str]:
+        """Return those of the keys (of messages, or ``tools``) that are lost because the template mentions no such."""
+        return sorted(key for key in keys if not re.search(rf"\b{re.escape(key)}\b", self.source))
+
+    def _without_marks(self, conversation: Conversation, whole: str) -> str:
+        """Return the text without the marks of messages that carry no loss."""
+        for number in sorted(conversation.muted, reverse=True):  # what precedes a message stays as it is
+            begin, end = self._span(conversation, number, whole)
+            said = "".join(text for text, _ in _marked(whole[begin:end]))
+            whole = whole[:begin] + said + whole[end:]
+        return whole
+
+    def _span(self, conversation: Conversation, number: int, whole: str, *, prompt: bool = False) -> tuple[int, int]:
+        """Return where a message lies in the whole text: from the end of the text of the messages before it."""
+        before = self._render(conversation, conversation.messages[:number], prompt=prompt)
+        after = self._render(conversation, conversation.messages[: number + 1])
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise self._differ(number)
+        return len(before), len(after)
+
+    def _differ(self, number: int) -> RejectedError:
+        cure = "put {% generation %} around what the assistant says in the template"
+        if _OPEN.search(self.source):
+            cure = "no weight of 0 (train: false) is possible with this template: it must not rewrite messages"
+        return RejectedError(
+            "prefixes differ",
+            f"the template renders messages up to {number} differently when message {number} (or a later one) "
+            f"follows; {cure}",
+        )
+
+    def _render(self, conversation: Conversation, messages: Sequence[Message], *, prompt: bool = False) -> str:
         try:
             return _compiled(self.source).render(
                 messages=messages,
@@ -125,13 +128,13 @@ class ChatTemplate:
 def _marked(text: str) -> Pieces:
     """Split a text at the marks that stand for ``{% generation %}``."""
     first, *rest = text.split(_START)
-    pieces: Pieces = [(first, False)]
-    for part in rest:
+    pieces: Pieces = []
+    for part in (f"{_STOP}{first}", *rest):
         said, stop, other = part.partition(_STOP)
         if not stop or _STOP in other:
             raise RejectedError("template", "{% generation %} blocks are nested, or a message holds U+FDD0 or U+FDD1")
         pieces += [(said, True), (other, False)]
-    return pieces
+    return pieces[1:]
 
 
 @functools.lru_cache(maxsize=2)
@@ -145,8 +148,13 @@ def _compiled(source: str) -> Template:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    def written(value: object) -> object:
+        if value is None:
+            raise TemplateError("it would write None, for a content or other value that is null")
+        return value
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], finalize=written
     )
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = _to_json

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shard_tools.convert.records import Record
-from shard_tools.tokens.chat import Conversation, RejectedError
+from shard_tools.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError
 
@@ -96,12 +96,14 @@ class SetTally:
         num_tokens: Their tokens.
         longest: Tokens of the longest one.
         rejected: Number of records without tokens, by reason.
+        keys: Keys of messages that were compared with the template.
     """
 
     num_documents: int = 0
     num_tokens: int = 0
     longest: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    keys: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,9 @@ def _conversation(value: object, record: Record, name: str) -> tuple[Conversatio
         except (ValueError, RecursionError) as error:
             raise RejectedError("unreadable", f"{name!r} is not JSON: {error}") from error
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-        raise RejectedError("not messages", f"{name!r}: expected a list of objects with role and content")
+        raise RejectedError(
+            "not messages", f"{name!r}: expected a list of objects with role and content (or from and value)"
+        )
     if not value:
         raise RejectedError("empty", f"{name!r} is empty")
-    return Conversation(messages=value, tools=record.metadata.get("tools")), dump(value)
+    return read_conversation(value, record.metadata.get("tools")), dump(value)

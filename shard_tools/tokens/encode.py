@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_tools.tokens.adapters import Ids
-from shard_tools.tokens.chat import ChatTemplate, Conversation, Pieces, RejectedError
+from shard_tools.tokens.chat import ChatTemplate, Pieces
+from shard_tools.tokens.messages import Conversation, RejectedError
 from shard_tools.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
 
 

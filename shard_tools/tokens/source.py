@@ -13,9 +13,9 @@ from shard_tools.convert.records import Record, Skipped, Source
 from shard_tools.convert.rows import dump_json
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
-from shard_tools.tokens.chat import Conversation, RejectedError
 from shard_tools.tokens.documents import Document, Reading, SetTally
 from shard_tools.tokens.encode import Encoded, Encoder
+from shard_tools.tokens.messages import Conversation, RejectedError
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
 
@@ -108,7 +108,23 @@ class TokenSource:
                     self._reject(number, record, error.reason, str(error))
                 continue
             if document is not None:
+                self._name_unused(document)
                 yield document
+
+    def _name_unused(self, document: Document) -> None:
+        """Name, once, each key of messages that nobody reads: it may have been meant to change what is learned."""
+        template, content = self.encoder.template, document.content
+        if template is None or not isinstance(content, Conversation):
+            return
+        new = content.keys - self.tally.keys
+        self.tally.keys.update(new)
+        if unused := template.unused(new):
+            _log.warning(
+                "%s, document %d: %s of its messages %s not used: neither the chat template nor the mask reads %s "
+                "(the mask reads weight and train); others like it are not logged",
+                document.record.where or f"sample {document.record.key!r}", document.number,
+                ", ".join(map(repr, unused)), *(("is", "it") if len(unused) == 1 else ("are", "them")),
+            )  # fmt: skip
 
     def _reject(self, number: int, record: Record, reason: str, what: str) -> None:
         where = f"{record.where or f'sample {record.key!r}'}, document {number}"

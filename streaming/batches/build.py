@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from streaming.batches.collate import default_collate, empty_like, without_rows
-from streaming.batches.columns import Columns, PackColumns, as_planned
+from streaming.batches.columns import Columns, PackColumns, as_planned, exclude_packs
 from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.jagged import Allocate, Form
 from streaming.batches.losses import user_trace
@@ -183,6 +183,8 @@ class Recipe:
     def whole(self, batch: Batch, mask: Mask, num_rows: int) -> Any:
         """Finish a default batch: add its mask, take this rank's portion, and apply the last step."""
         if mask is not None:
+            if self.packs is not None:
+                exclude_packs(batch, mask)
             batch["__valid__"] = torch.from_numpy(mask)
         return self.cut(batch, num_rows)
 
@@ -361,9 +363,11 @@ class BatchBuilder:
         if self._recipe.collate_fn is not None:
             self._draws.begin_collate()
             if mask is not None:
-                for sample, valid in zip(samples, mask.tolist(), strict=True):
+                for sample, valid in zip(samples, mask, strict=True):
                     if isinstance(sample, dict):
-                        sample["__valid__"] = valid
+                        if self._recipe.packs is not None:
+                            exclude_packs(sample, np.asarray(valid))
+                        sample["__valid__"] = bool(valid)
             return self._recipe.cut(self._collated(self._recipe.collate_fn, samples), len(samples))
         return self._recipe.whole(self._default(samples), mask, len(samples))
 

@@ -22,7 +22,7 @@ from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.errors import ConfigError, DecodeError
 from streaming.packing.fill import Filler, segments_of
-from streaming.packing.layout import PackRows, PackShape
+from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
 from streaming.packing.padded import rows_of_padded
 from streaming.types import Batch, Decoder, Int64Array
 
@@ -161,6 +161,25 @@ class PackColumns:
         cu_seqlens, longest = segments.cu_seqlens(low, high, shape)
         return {**tensors, "cu_seqlens": torch.from_numpy(cu_seqlens), "max_seqlen": longest,
                 "num_tokens": segments.tokens[high] - segments.tokens[low], "num_labels": num_labels}  # fmt: skip
+
+
+def exclude_packs(batch: Batch, valid: npt.NDArray[np.bool_]) -> None:
+    """Take the rows that do not count out of the loss, in place: their labels become -100, no number counts them.
+
+    What else a row holds stays, so that a model computes on it as on any other.
+
+    Args:
+        batch: Packs, a padded pack, or one pack alone.
+        valid: Whether each row counts, bool [B]; [] for a pack alone.
+    """
+    if valid.all():
+        return
+    counts = torch.from_numpy(valid)
+    labels: Any = batch["labels"]
+    labels[~counts] = IGNORED
+    documents: Any = batch.get("document_ids")
+    tokens: Any = batch["attention_mask"] if documents is None else documents != NO_DOCUMENT
+    batch["num_tokens"], batch["num_labels"] = int(tokens[counts].sum()), int((labels != IGNORED).sum())
 
 
 def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:

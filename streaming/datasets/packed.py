@@ -120,7 +120,8 @@ class Packed(PackedSource):
       where the loss mask is 0;
     - ``cu_seqlens``: int32 [n + 1], the offsets at which the n documents start in the batch flattened to [B * T], and
       its end; padding at the end of a pack is a sequence of its own. ``max_seqlen``: the length of the longest, an int;
-    - ``num_tokens``, ``num_labels``: the number of tokens without padding, and of labels that are not -100, ints;
+    - ``num_tokens``, ``num_labels``: the number of tokens without padding, and of labels that are not -100, ints. Packs
+      that fill the last batch (``last_batch="pad"``) have no labels but -100, and neither number counts them;
     - ``__key__``: for each pack, the list of its documents' keys; ``__url__``: the shard of each pack;
     - in a mixture also ``__source__``, and ``source_ids`` int64 [B]: the same as indices into the sorted names.
 
@@ -162,8 +163,9 @@ class Packed(PackedSource):
             convert`` writes it with a chat template; None: all tokens count.
         shift_labels: False: ``labels[t]`` is ``input_ids[t]``, for models that shift labels themselves (Hugging Face).
             True: ``labels[t]`` is token t + 1, for losses that compare position by position (Megatron, TorchTitan).
-        labels_across: Whether the first token of a document is predicted from the document before it. If not, its label
-            is -100 (with ``shift_labels``: the label of the last token of the document before).
+        labels_across: Whether the first token of a document is predicted from the last token of the document before it.
+            If not, its label is -100 (with ``shift_labels``: the label of that last token), as it always is for the
+            first token of a pack. With ``multiple``, this needs ``shift_labels``.
         pad_id: Value of ``input_ids`` at padding.
         max_docs: Maximum number of documents per pack. ``cu_seqlens`` then always has the shape int32 [B * (max_docs +
             1) + 1], filled up with B * T, and ``max_seqlen`` is T: static shapes for compiled models and CUDA graphs.
@@ -230,7 +232,7 @@ class Packed(PackedSource):
             {"column": column, "field": field or "", "mask_field": mask_field}, {"shift_labels": shift_labels,
              "labels_across": labels_across, "overlap_labels": overlap_labels}, dtype, whole=whole,
         )  # fmt: skip
-        _check_labels(rules, labels_across=labels_across, overlap_labels=overlap_labels)
+        _check_labels(rules, shift=shift_labels, across=labels_across, overlap_labels=overlap_labels)
         peers = job_peers(agent_store())
         shards = documents.shards
         fields = tuple(name for name in (field, mask_field) if name is not None)
@@ -570,16 +572,23 @@ def _checked_alike(alike: Any) -> tuple[str, ...]:
     return tuple(alike)
 
 
-def _check_labels(rules: PackRules, *, labels_across: bool, overlap_labels: bool) -> None:
+def _check_labels(rules: PackRules, *, shift: bool, across: bool, overlap_labels: bool) -> None:
     """Reject options for labels that cannot apply.
 
     Raises:
-        ConfigError: Rows hold one document, or windows do not overlap.
+        ConfigError: Rows hold one document, a model that shifts labels would predict from a gap, or windows do not
+            overlap.
     """
-    if rules.padded and labels_across:
+    if rules.padded and across:
         raise ConfigError(
             "labels_across=True with padded=True: each document is a row of its own, and nothing comes before it; "
             "leave one of them out"
+        )
+    if across and rules.multiple > 1 and not shift:
+        raise ConfigError(
+            f"labels_across=True with multiple={rules.multiple}: a model that shifts labels itself would predict the "
+            "first token of a document from the padding before it, not from the last token of the previous document. "
+            "Add shift_labels=True, for a loss that compares position by position, or leave one of them out"
         )
     if not overlap_labels and rules.stride is None:
         raise ConfigError("overlap_labels=False applies to windows that overlap; add stride=…, or leave it out")

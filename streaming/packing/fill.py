@@ -159,6 +159,11 @@ class Filler:
         self._gap_counts = segments.counts[self._gaps].tolist()
         self._pieces = np.flatnonzero(~is_gap)
         self._piece_begins = segments.begins[self._pieces]
+        # Pieces whose first token nothing predicts: all, or those that begin a row.
+        self._alone, self._alone_splits = self._piece_begins, segments.pieces
+        if shape.labels_across:
+            self._is_first = segments.documents[self._pieces] == 0
+            self._alone, self._alone_splits = self._piece_begins[self._is_first], segments.filled
         there = segments.there
         is_later = rows.starts[there] > 0  # a window after another one of its document
         self._stale_counts = np.minimum(is_later * shape.stale, segments.counts[self._pieces])
@@ -238,23 +243,35 @@ class Filler:
             found = masks if isinstance(masks, FoundItems) else self.find(masks, np.dtype(np.uint8))
             labels[self._items(found, low, high)[shift:] == 0] = IGNORED
         self._fill_gaps(out, IGNORED, low, high, shift)
-        first_piece, last_piece = segments.pieces[low], segments.pieces[high]
         before = segments.places[low] + shift
-        if not shape.labels_across:  # nothing is predicted from another document; position -1 is ignored as well
-            out[self._piece_begins[first_piece:last_piece] - before] = IGNORED
+        alone = slice(self._alone_splits[low], self._alone_splits[high])
+        out[self._alone[alone] - before] = IGNORED  # position -1, the end of a row, bears no loss with a shift
         if shape.stale:
-            counts = self._stale_counts[first_piece:last_piece]
-            begins = self._piece_begins[first_piece:last_piece] - before + counts - np.cumsum(counts)
+            span = self._pieces_of(low, high)
+            counts = self._stale_counts[span]
+            begins = self._piece_begins[span] - before + counts - np.cumsum(counts)
             out[begins.repeat(counts) + np.arange(counts.sum())] = IGNORED
+        if shape.labels_across and shift and shape.multiple > 1:
+            self._lead_over_gaps(out, low, high)
         if shift and high > low:
             out.reshape(high - low, -1)[:, -1] = IGNORED
         if masks is not None or shape.stale:
             return int(np.count_nonzero(out != IGNORED))
-        # Every token except those that begin a document; a shift alone loses the first of each row.
-        lost = last_piece - first_piece if not shape.labels_across else 0
-        if shape.labels_across and shape.shift_labels:
-            lost = segments.filled[high] - segments.filled[low]
-        return segments.tokens[high] - segments.tokens[low] - lost
+        return segments.tokens[high] - segments.tokens[low] - (alone.stop - alone.start)
+
+    def _lead_over_gaps(self, out: npt.NDArray[np.int64], low: int, high: int) -> None:
+        """Move labels of first tokens, one position before them, over the gap to the last token of the piece before."""
+        span, first = self._pieces_of(low, high), self._segments.places[low]
+        begins = self._piece_begins[span] - first
+        ends = begins + self._segments.counts[self._pieces[span]]
+        later = np.flatnonzero(~self._is_first[span])
+        later = later[begins[later] > ends[later - 1]]
+        at = begins[later] - 1
+        out[ends[later - 1] - 1] = out[at]
+        out[at] = IGNORED
+
+    def _pieces_of(self, low: int, high: int) -> slice:
+        return slice(self._segments.pieces[low], self._segments.pieces[high])
 
     def _span(self, low: int, high: int) -> tuple[int, int]:
         return low, self._segments.num_packs if high < 0 else high

@@ -26,7 +26,8 @@ class PackShape:
         dtype: Type of these tokens, such as ``"<u2"``.
         mask_field: Field that holds one byte per token, 0 for tokens without loss; None: all have loss.
         shift_labels: ``labels[t]`` is token t + 1 instead of token t.
-        labels_across: The first token of a document is predicted from the last one of the document before it.
+        labels_across: The first token of a document is predicted from the last one of the document before it. If gaps
+            lie between documents (``multiple``), only with ``shift_labels``.
         pad_id: ``input_ids`` of padding.
         max_docs: Maximum number of documents in a pack, so that ``cu_seqlens`` has a static shape; None: no maximum.
         multiple: The space of each document is rounded up to a multiple of this.

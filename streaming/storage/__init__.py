@@ -4,6 +4,7 @@ This package holds ``Storage`` and everything common to all stores; the kinds of
 threads in ``requests``, shared definitions in ``base``. Handles bytes and URLs; knows nothing of shards.
 """
 
+from streaming.errors import redact, redact_text
 from streaming.storage.base.active import ActiveRequest
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,
@@ -21,8 +22,6 @@ from streaming.storage.base.urls import (
     join_url,
     local_path,
     looked_for,
-    redact,
-    redact_text,
     scheme_of,
     split_query,
     split_url,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from streaming.errors import ConfigError, NotFoundError, StorageError
+from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.forks import in_children, never_free
 from streaming.metrics import Metrics
 from streaming.storage.adapters.object import OBJECT_SCHEMES
@@ -23,7 +23,7 @@ from streaming.storage.base.adapter import (
 )
 from streaming.storage.base.mirrors import Mirror, Route, Routes
 from streaming.storage.base.options import parse_options
-from streaming.storage.base.urls import as_url, redact, scheme_of
+from streaming.storage.base.urls import as_url, scheme_of
 from streaming.storage.store import Store, never
 
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streaming.errors import AccessDeniedError, ConfigError
+from streaming.errors import AccessDeniedError, ConfigError, redact
 from streaming.storage.base.options import StorageOptions
 
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
@@ -51,7 +51,8 @@ def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | No
     """Return the endpoint that replaces AWS's own, if any."""
     found = options.endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if found and not found.startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint_url {found!r}: expected http://host:port or https://host")
+        shown = redact(f"://{found}").removeprefix("://")
+        raise ConfigError(f"endpoint_url {shown!r}: expected http://host:port or https://host")
     return found.rstrip("/") if found else None
 
 

@@ -22,6 +22,7 @@ from streaming.errors import (
     ShardstreamError,
     StorageError,
     TransferError,
+    redact,
 )
 from streaming.storage.adapters.credentials import s3_endpoint_of_process
 from streaming.storage.base.adapter import (
@@ -37,7 +38,7 @@ from streaming.storage.base.adapter import (
     maker_of_writer,
 )
 from streaming.storage.base.options import StorageOptions
-from streaming.storage.base.urls import redact, scheme_of, split_query
+from streaming.storage.base.urls import scheme_of, secrets_of, without_secrets
 
 _DENIED_WORDS = ("403", "401", "forbidden", "access denied", "nocredentials", "unable to locate credentials",
                  "signaturedoesnotmatch", "invalidaccesskeyid", "the access key")  # fmt: skip
@@ -175,8 +176,9 @@ class FsspecAdapter:
             raise
         except Exception as error:  # noqa: BLE001 (boundary: file systems may raise anything)
             ours = _translate(f"{doing} {redact(url)}", self._options, error)
-            secret = isinstance(ours, AccessDeniedError) or split_query(url)[1]
-            raise ours from (None if secret else error)
+            if isinstance(ours, AccessDeniedError):
+                raise ours from None
+            raise ours from without_secrets(error, self._options.secrets | secrets_of(url))
 
 
 def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         chain.append(f"{type(cause).__name__}: {cause}")
         cause = cause.__cause__ or cause.__context__
     text = " ".join(chain).lower()
-    endpoint = options.endpoint_url or "the store's own endpoint"
+    endpoint = redact(options.endpoint_url or "the store's own endpoint")
     if _says(text, _REGION_WORDS):
         return AccessDeniedError(
             f"{where}: the bucket is not in region {options.region}; give region= in storage_options"

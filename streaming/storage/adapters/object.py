@@ -8,19 +8,21 @@ every read does so.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
-from streaming.errors import ConfigError, NotFoundError, StorageError
+from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
@@ -35,7 +37,7 @@ from streaming.storage.base.adapter import (
     copy_piece,
 )
 from streaming.storage.base.options import GROWTH, StorageOptions
-from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query
+from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, scheme_of, split_query
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
 _PIECE_BYTES = 256 << 10
@@ -73,7 +75,7 @@ class ObjectAdapter:
     keeps_versions = True
 
     def __init__(self, options: StorageOptions) -> None:
-        self._options = options
+        self._options, self._secrets = options, frozenset(options.secrets)
         self._lock = threading.Lock()
         self._stores: OrderedDict[tuple[str, bool], tuple[Any, RequestPlace]] = OrderedDict()
         self._ranged: set[str] = set()
@@ -177,7 +179,7 @@ class ObjectAdapter:
             else:
                 self._stores.move_to_end((root, patient))
         store, place = found
-        return store, key, place.at(url)
+        return store, key, replace(place, url=url, secrets=self._secrets)
 
     def _connect(self, scheme: str, root: str, *, patient: bool) -> tuple[Any, RequestPlace]:
         """Make a client for one bucket or host; ``patient`` ones retry by themselves (multipart uploads)."""
@@ -186,18 +188,21 @@ class ObjectAdapter:
             "retry_config": self._retry_config(patient=patient),
         }
         bucket = root.partition("://")[2]
-        place = RequestPlace(url=root, endpoint=root, source="none")
+        place = RequestPlace(url=root, endpoint=redact(root), source="none", secrets=self._secrets)
         with object_errors(place, "connecting to"):
             if scheme in HTTP_SCHEMES:
+                bare, header = _without_user(root)
+                source = "the URL alone"
+                if header:  # obstore does not send what stands in a URL
+                    common["client_options"]["default_headers"] = {"authorization": header}
+                    source = "the user and password in the URL"
                 host = redact(split_query(root)[0].rstrip("/"))
-                return client().stores.HTTPStore(root, **common), RequestPlace(
-                    url=root, endpoint=host, source="the URL alone"
-                )
+                return client().stores.HTTPStore(bare, **common), RequestPlace(url=root, endpoint=host, source=source)
             if scheme in {"s3", "s3a"}:
                 return self._s3(bucket, common)
             if scheme in {"gs", "gcs"}:
                 config, source = gcs_config(self._options)
-                endpoint = self._options.endpoint_url or "storage.googleapis.com"
+                endpoint = redact(self._options.endpoint_url or "storage.googleapis.com")
                 place = RequestPlace(url=root, endpoint=endpoint, source=source)
                 return client().stores.GCSStore(bucket, config=config, **common), place
             return self._azure(bucket, common)
@@ -232,7 +237,8 @@ class ObjectAdapter:
         container, _, host = bucket.partition("@")
         if host and "account_name" not in config:
             config["account_name"] = host.partition(".")[0]
-        endpoint = self._options.endpoint_url or f"{config.get('account_name', 'the account')}.blob.core.windows.net"
+        own = f"{config.get('account_name', 'the account')}.blob.core.windows.net"
+        endpoint = redact(self._options.endpoint_url or own)
         place = RequestPlace(url=f"az://{bucket}", endpoint=endpoint, source=source)
         return client().stores.AzureStore(container, config=config, **common), place
 
@@ -279,6 +285,16 @@ def _shared(make: Callable[[], Any], *parts: object) -> Any:
         with suppress(TypeError):  # a forked child's clients are of another type, without weak references
             _clients[key] = found
     return found
+
+
+def _without_user(root: str) -> tuple[str, str]:
+    """Return the root of an http(s) URL without user and password, and the header that carries them; "": none."""
+    parts = urlsplit(root)
+    user, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return root, ""
+    user = unquote(user if ":" in user else f"{user}:")
+    return parts._replace(netloc=host).geturl(), f"Basic {base64.b64encode(user.encode()).decode()}"
 
 
 def _quoted(tag: str | None) -> str | None:

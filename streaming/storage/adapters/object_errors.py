@@ -9,15 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from streaming.errors import (
-    AccessDeniedError,
-    ConfigError,
-    NotFoundError,
-    ShardstreamError,
-    StorageError,
-)
+from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, ShardstreamError, StorageError, redact
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
     ChangedError,
@@ -27,7 +21,7 @@ from streaming.storage.base.adapter import (
     ThrottledError,
     UnreachableError,
 )
-from streaming.storage.base.urls import redact
+from streaming.storage.base.urls import secrets_of, without_secrets
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
@@ -51,17 +45,14 @@ _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlace:
-    """The target of a request, in words for messages; contains no secret."""
+    """The target of a request, in words for messages, and what must not be told of it."""
 
-    url: str
+    url: str = field(repr=False)
     endpoint: str
     source: str
     region: str | None = None
     span: str = ""
-
-    def at(self, url: str) -> RequestPlace:
-        """Return the same for ``url``."""
-        return replace(self, url=url)
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)
 
     def with_range(self, start: int, stop: int | None) -> RequestPlace:
         """Return the same for a byte range."""
@@ -73,17 +64,22 @@ class RequestPlace:
 
 @contextmanager
 def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
-    """Raise our errors in place of obstore's. The original stays as ``__cause__`` unless it may contain a secret."""
+    """Raise our errors in place of obstore's. The original stays as ``__cause__``, without secrets.
+
+    Where access was denied it does not: the answer may repeat what was signed, in a form that is not known.
+    """
     try:
         yield
     except ShardstreamError:
         raise
     except (client().errors.BaseError, FileNotFoundError, ValueError, PermissionError) as error:
         ours = _translate(place, doing, error)
-        secret = isinstance(ours, AccessDeniedError) or "?" in place.url
-        raise ours from (None if secret else error)
+        if isinstance(ours, AccessDeniedError):
+            raise ours from None
+        raise ours from without_secrets(error, place.secrets | secrets_of(place.url))
     except OSError as error:
-        raise PassingError(f"{doing} {place}: {error}; endpoint {place.endpoint}") from error
+        cause = without_secrets(error, place.secrets | secrets_of(place.url))
+        raise PassingError(f"{doing} {place}: {cause}; endpoint {place.endpoint}") from cause
 
 
 def _translate(  # noqa: PLR0911 (one return for each kind)

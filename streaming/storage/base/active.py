@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from streaming.storage.base.urls import redact
+from streaming.errors import redact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,8 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from streaming.errors import StorageError, TransferError
+from streaming.errors import StorageError, TransferError, redact
 from streaming.forks import Maker
-from streaming.storage.base.urls import redact
 
 ReadBuffer = memoryview
 """The result of a read: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""

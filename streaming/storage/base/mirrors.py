@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from streaming.errors import ConfigError
-from streaming.storage.base.urls import as_url, redact, split_url
+from streaming.errors import ConfigError, redact
+from streaming.storage.base.urls import as_url, split_url
 from streaming.types import SHARD_SUFFIXES
 
 REST_S = 30.0
@@ -32,7 +32,7 @@ class Mirror:
         options: Its own storage options, which override the primary's.
     """
 
-    url: str
+    url: str = field(repr=False)
     options: Mapping[str, object] = field(default_factory=dict, repr=False)
 
 

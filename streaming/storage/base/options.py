@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from streaming.arguments import checked_flag, did_you_mean, is_number
 from streaming.errors import ConfigError
 from streaming.storage.base.mirrors import Mirror, parse_mirrors
+from streaming.storage.base.urls import secrets_of
 
 GROWTH = 4
 """Factor between the bounds of consecutive delays: an isolated fault costs next to nothing, and a store that keeps
@@ -114,7 +115,7 @@ class StorageOptions:
         hedging: Second requests; set by options of their own, see :class:`HedgePolicy`.
     """
 
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     region: str | None = None
     key: str | None = field(default=None, repr=False)
     secret: str | None = field(default=None, repr=False)
@@ -142,6 +143,13 @@ class StorageOptions:
             raise ConfigError(f"storage option {given} is given without {missing}; give both or neither")
         if self.anon and self.key is not None:
             raise ConfigError("storage options anon=True and key cannot be combined; give one of them")
+
+    @property
+    def secrets(self) -> set[str]:
+        """All that must not be told, as it is given."""
+        given = (self.key, self.secret, self.token, self.account_key, self.connection_string)
+        found = {one for one in given if one} | secrets_of(f"?{(self.sas_token or '').lstrip('?')}")
+        return found | secrets_of(self.endpoint_url or "")
 
 
 _BOOLEANS = {"anon", "requester_pays", "path_style"}

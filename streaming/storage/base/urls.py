@@ -5,14 +5,17 @@ A "directory" here has no trailing slash (except the root ``/``), so that ``join
 
 from __future__ import annotations
 
+import base64
 import os
 import re
+from collections.abc import Collection
 from urllib.parse import unquote
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, redact, redact_text
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]+://[^\s'\"`]+")
+_LEAST_SECRET = 4
+"""Characters of a secret that is looked for outside URLs; shorter ones would hide ordinary words."""
 HTTP_SCHEMES = frozenset({"http", "https"})
 
 
@@ -33,7 +36,8 @@ def local_path(url: str) -> str:
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in {"", "localhost"}:
-            raise ConfigError(f"{url}: a file URL names no host; write file:///{host}{slash}{path} or a plain path")
+            right = f"file:///{host.rpartition('@')[2]}{slash}{path}"
+            raise ConfigError(f"{redact(url)}: a file URL names no host; write {right} or a plain path")
         rest = "/" + path
     return unquote(rest)
 
@@ -74,23 +78,47 @@ def join_url(base: str, *names: str) -> str:
     return path + query
 
 
-def redact(url: str) -> str:
-    """Return ``url`` for messages: without user and password, and without a query string that may be a signature.
+def secrets_of(url: str) -> set[str]:
+    """Return what :func:`redact` hides of ``url``, in the forms in which a client may repeat it."""
+    path, _, query = url.partition("?")
+    found = {part.partition("=")[2] for part in query.split("&")}
+    user, at, _ = path.partition("://")[2].partition("/")[0].rpartition("@")
+    if at:
+        name, _, password = user.partition(":")
+        plain = f"{unquote(name)}:{unquote(password)}"
+        found |= {password or name, base64.b64encode(plain.encode()).decode()}
+    return {text for one in found for text in (one, unquote(one)) if text}
 
-    Outside http(s) a question mark may be part of a key: what follows it is hidden if it looks like ``name=value``.
+
+def without_secrets(error: BaseException, secrets: Collection[str]) -> BaseException:
+    """Return ``error``, as the cause of one of ours, without the secrets in its text and in URLs there.
+
+    If it holds any, a stand-in with the same name, place and causes replaces it, since what keeps its text differs
+    from type to type.
     """
-    path, query = split_query(url)
-    if not query and scheme_of(url) != "file":
-        path, mark, query = url.partition("?")
-        if mark and "=" not in query:
-            path, query = url, ""
-    path = re.sub(r"(://)[^/?]*@", r"\1…@", path)
-    return f"{path}?…" if query else path
+    hidden = sorted((one for one in secrets if len(one) >= _LEAST_SECRET), key=len, reverse=True)
 
+    def shown(text: str) -> str:
+        for secret in hidden:
+            text = text.replace(secret, "…")
+        return redact_text(text)
 
-def redact_text(text: str) -> str:
-    """Return ``text`` with every URL in it redacted."""
-    return _URL.sub(lambda found: redact(found[0]), text)
+    def safe(found: BaseException | None) -> BaseException | None:
+        if found is None:
+            return None
+        cause, context = safe(found.__cause__), safe(None if found.__suppress_context__ else found.__context__)
+        notes = [shown(note) for note in getattr(found, "__notes__", ())]
+        texts = [str(found), repr(found)]
+        if cause is found.__cause__ and context in (None, found.__context__) and [*map(shown, texts)] == texts:
+            return found
+        names = {"__module__": type(found).__module__, "__qualname__": type(found).__qualname__}
+        other: BaseException = type(type(found).__name__, (Exception,), names)(shown(texts[0]))
+        other.__cause__, other.__context__, other.__suppress_context__ = cause, context, found.__suppress_context__
+        for note in notes:
+            other.add_note(note)
+        return other.with_traceback(found.__traceback__)
+
+    return safe(error) or error
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:

@@ -16,11 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, redact
 from streaming.monitor import Monitor
 from streaming.storage.base.active import Call
 from streaming.storage.base.adapter import Adapter, ChangedError, PassingError, RangeBody
-from streaming.storage.base.urls import redact
 from streaming.storage.requests.silences import Patience
 from streaming.storage.requests.threads import RequestThreads
 
