@@ -99,6 +99,14 @@ class ImageFolder:
         """Bytes of all images."""
         return sum(image.file.size_bytes for image in self._images)
 
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The images under their extensions, ``json``, and ``cls`` where there are classes."""
+        extensions = {image.extension for image in self._images}
+        classes = {image.class_name is not None for image in self._images}
+        images = dict.fromkeys(sorted(extensions), len(extensions) == 1)
+        return {**images, "json": True, **({"cls": classes == {True}} if True in classes else {})}
+
     def identity(self) -> dict[str, object]:
         """Return a digest of names and sizes, in order."""
         return identity_of(self.kind, [f"{one.key}\0{one.file.name}\0{one.file.size_bytes}" for one in self._images])

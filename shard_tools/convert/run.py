@@ -98,6 +98,7 @@ class ConvertReport(Report):
         classes: Class numbers, if the source has classes.
         classes_from: What determined the numbers; "" if the source alone did.
         skipped: What was left out of the source.
+        remarks: What is odd about samples that this run wrote, and about how many.
         seconds: Wall time of this run.
     """
 
@@ -110,6 +111,7 @@ class ConvertReport(Report):
     classes: Mapping[str, int]
     classes_from: str
     skipped: tuple[Skipped, ...]
+    remarks: Mapping[str, int]
     seconds: float
 
 
@@ -171,6 +173,7 @@ def convert(
         classes=classes,
         classes_from=getattr(reader, "classes_from", ""),
         skipped=reader.skipped,
+        remarks=packed.remarks,
         seconds=time.monotonic() - started,
     )
 

@@ -211,7 +211,7 @@ def tokenize(
                 executor=executor,
                 ahead=2 * options.workers + 2,
                 keep=options.keep,
-                fields=tuple(extension for _, extension in options.fields),
+                fields_kept=tuple(extension for _, extension in options.fields),
                 columns=options.columns,
                 on_error=options.on_error,
                 progress=progress,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ class TokenSource:
         executor: Where to encode.
         ahead: Batches in progress at once.
         keep: Columns that go into the field ``json``; for tars: fields that are kept as they are.
-        fields: Fields of the records that are kept as they are.
+        fields_kept: Fields of the records that are kept as they are.
         columns: Additional columns of the sample table.
         on_error: ``"raise"``: a record without tokens is an error, unless it is empty; ``"skip"``: it is counted.
         progress: Called with bytes of text.
@@ -50,7 +50,7 @@ class TokenSource:
     executor: Executor
     ahead: int
     keep: tuple[str, ...]
-    fields: tuple[str, ...]
+    fields_kept: tuple[str, ...]
     columns: tuple[str, ...]
     on_error: str
     progress: Progress
@@ -75,6 +75,14 @@ class TokenSource:
     def skipped(self) -> tuple[Skipped, ...]:
         """What the underlying source left out."""
         return self.below.skipped
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The tokens of every document, and what is kept of those that have it."""
+        rows = self.below.kind != "tars"
+        kept = (*self.fields_kept, *(("json",) if rows and self.keep else () if rows else self.keep))
+        always = (TOKENS_FIELD,) if self.encoder.template is None else (TOKENS_FIELD, MASK_FIELD)
+        return dict.fromkeys(kept, False) | dict.fromkeys(always, True)
 
     def identity(self) -> dict[str, object]:
         """Return the identity of the underlying source."""
@@ -148,10 +156,12 @@ class TokenSource:
             fields[MASK_FIELD] = encoded.mask
         metadata = record.metadata or {name: follow(record.fields, name) for name in self.columns}
         counted = {TOKENS_COLUMN: num_tokens, POSITION_COLUMN: document.number}
-        return Record(key=record.key, fields=fields, metadata={**metadata, **counted}, where=record.where)
+        return Record(
+            key=record.key, fields=fields, metadata={**metadata, **counted}, where=record.where, remarks=record.remarks
+        )
 
     def _kept(self, record: Record) -> dict[str, bytes]:
-        kept = {name: record.fields[name] for name in self.fields if name in record.fields}
+        kept = {name: record.fields[name] for name in self.fields_kept if name in record.fields}
         if not record.metadata:
             return kept | {name: record.fields[name] for name in self.keep if name in record.fields}
         row = {name: record.metadata[name] for name in self.keep if name in record.metadata}
