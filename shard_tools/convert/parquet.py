@@ -54,6 +54,7 @@ class ParquetFiles(FileSource):
                 always.append(_columns_without_null(parquet) & everywhere[-1])
         if self._seed is not None:
             self._groups = [self._groups[i] for i in permutation(len(self._groups), self._seed)]
+        self.item_types = {name: column.items for name, column in columns.items() if column.items}
         self._mapper = RowMapper.of(options)
         if not options.named_only:
             self._mapper = self._fit(self._mapper, columns)
@@ -82,7 +83,7 @@ class ParquetFiles(FileSource):
                 for name, column in columns.items()
                 if column.kind == "list" and name not in named
             },
-            items={name: column.items for name, column in columns.items() if column.items},
+            items=self.item_types,
         )
 
     def _types(self, columns: Sequence[str]) -> dict[str, Counter[str]]:

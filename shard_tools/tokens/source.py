@@ -13,9 +13,9 @@ from shard_tools.convert.records import Record, Skipped, Source
 from shard_tools.convert.rows import dump_json
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
-from shard_tools.tokens.chat import Conversation, RejectedError
-from shard_tools.tokens.documents import Document, Reading, SetTally
-from shard_tools.tokens.encode import Encoded, Encoder
+from shard_tools.tokens.chat import RejectedError
+from shard_tools.tokens.documents import Content, Document, Reading, SetTally
+from shard_tools.tokens.encode import DocumentEncoder, Encoded
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
 
@@ -46,7 +46,7 @@ class TokenSource:
 
     below: Source
     reading: Reading
-    encoder: Encoder
+    encoder: DocumentEncoder
     executor: Executor
     ahead: int
     keep: tuple[str, ...]
@@ -81,7 +81,7 @@ class TokenSource:
         """The tokens of every document, and what is kept of those that have it."""
         rows = self.below.kind != "tars"
         kept = (*self.fields_kept, *(("json",) if rows and self.keep else () if rows else self.keep))
-        always = (TOKENS_FIELD,) if self.encoder.template is None else (TOKENS_FIELD, MASK_FIELD)
+        always = (TOKENS_FIELD, MASK_FIELD) if self.encoder.masked else (TOKENS_FIELD,)
         return dict.fromkeys(kept, False) | dict.fromkeys(always, True)
 
     def identity(self) -> dict[str, object]:
@@ -130,7 +130,7 @@ class TokenSource:
         """Yield documents with their tokens, in order; batches are encoded ahead."""
         waiting: deque[list[Document]] = deque()
 
-        def contents() -> Iterator[list[str | Conversation]]:
+        def contents() -> Iterator[list[Content]]:
             for batch in _batches(documents):
                 waiting.append(batch)
                 yield [document.content for document in batch]
@@ -192,9 +192,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def describe(encoder: Encoder) -> dict[str, object]:
+def describe(encoder: DocumentEncoder) -> dict[str, object]:
     """Return a JSON-able description of the tokens: everything their bytes depend on, without counts and times."""
-    template = encoder.template
+    template, file = encoder.template, encoder.file
     return {
         "field": TOKENS_FIELD,
         "column": TOKENS_COLUMN,
@@ -202,7 +202,7 @@ def describe(encoder: Encoder) -> dict[str, object]:
         "vocab_size": encoder.ends.vocab_size,
         "bos": encoder.ends.bos,
         "eos": encoder.ends.eos,
-        "mask": None if template is None else MASK_FIELD,
-        "tokenizer": {"kind": encoder.file.kind, "sha256": encoder.file.sha256, "pattern": encoder.file.pattern},
+        "mask": MASK_FIELD if encoder.masked else None,
+        "tokenizer": None if file is None else {"kind": file.kind, "sha256": file.sha256, "pattern": file.pattern},
         "chat_template": None if template is None else template.source,
     }
