@@ -70,6 +70,8 @@ def show_convert(report: ConvertReport) -> None:
             if report.classes_from
             else f"classes: {len(report.classes):,} (field cls: number by sorted name in this source)"
         )
+    if report.shuffle_seed is not None:
+        click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
     if report.skipped:
         click.echo(f"left out {len(report.skipped):,} files of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:

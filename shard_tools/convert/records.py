@@ -88,7 +88,9 @@ class SourceOptions:
     Attributes:
         fields: (column, extension) pairs: columns of a table that become fields of their own.
         key_field: Where keys come from; ``"number"`` counts; None: what is usual for the layout.
-        shuffle_seed: Read in an order mixed by this seed; None keeps the source's.
+        shuffle_seed: Read in an order mixed by this seed; None: as usual for the layout, which is not at all, but
+            for folders of several classes.
+        keep_order: Keep the source's order, whatever is usual.
         num_threads: Threads that read ahead.
         exclude: A folder or prefix whose content is not taken: the target may lie in the source.
         classes: Where the numbers of classes come from.
@@ -101,6 +103,7 @@ class SourceOptions:
     fields: tuple[tuple[str, str], ...] = ()
     key_field: str | None = None
     shuffle_seed: int | None = None
+    keep_order: bool = False
     num_threads: int = 1
     exclude: str | None = None
     classes: str | None = None
@@ -117,7 +120,8 @@ class ShardOptions:
     Attributes:
         max_bytes: Maximum size of a shard.
         max_samples: Maximum number of samples in a shard.
-        shuffle_seed: Shuffle the records uniformly with this seed; None keeps the source's order.
+        shuffle_seed: Shuffle the records uniformly with this seed; None: as usual, which is not at all, but for folders
+            of several classes, where it is 0.
         workers: Threads that read ahead; for a tokenizer, processes, which also determine the number of batches in
             progress.
         overwrite: Delete the shards that the target holds.

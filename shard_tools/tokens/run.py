@@ -93,6 +93,7 @@ class TokenizeOptions(RecordOptions):
         Raises:
             ConfigError: They do.
         """
+        RecordOptions.__post_init__(self)
         given = [name for name in ("text", "messages", "tokens") if getattr(self, f"{name}_field") is not None]
         if len(given) > 1:
             raise ConfigError(

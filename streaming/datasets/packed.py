@@ -386,7 +386,7 @@ class Packed(PackedSource):
         why = f"it has {found:g} bytes for each token of the column" if found else "no sample table has its sizes"
         raise ConfigError(
             f"dtype: it cannot be inferred for field {field!r}: {why}. If the field holds raw uint16 or uint32, give "
-            'dtype="uint16" or "uint32": the column then counts something else, or was made with another tokenizer. If it '
+            'dtype="uint16" or "uint32": the column counts something else, or was made with another tokenizer. If it '
             "holds anything else, such as int64 or arrays with a header, write it anew: `shard_tools convert URL "
             "TARGET --tokens-field FIELD`"
         )
