@@ -21,8 +21,10 @@ from shard_tools.columns.lift import lift_all
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.options import (
     COUNT,
+    KEEP_ORDER,
     PAIR,
     SECRET_PAIR,
+    SEED,
     SIZE,
     as_storage_options,
     duplicates_option,
@@ -79,7 +81,12 @@ def cli() -> None:
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
 @click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
-@click.option("--shuffle", "shuffle_seed", type=click.IntRange(min=0), metavar="SEED", help="Shuffle the records.")
+@click.option(
+    "--shuffle",
+    metavar="SEED|none",
+    type=SEED,
+    help="Shuffle the records.  [default: none; of folders of several classes 0]",
+)
 @click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number': count them.")
 @click.option(
     "--field",
@@ -118,7 +125,7 @@ def cli() -> None:
 @json_option
 @with_storage_options
 def convert_command(
-    source: str, target: str, *, engine: str, workers: int | None, as_json: bool, **arguments: Any
+    source: str, target: str, *, engine: str, workers: int | None, as_json: bool, shuffle: Any, **arguments: Any
 ) -> None:
     """Pack SOURCE into indexed tar shards in TARGET.
 
@@ -134,6 +141,7 @@ def convert_command(
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
     storage_options = as_storage_options(arguments)
+    arguments |= {"keep_order": True} if shuffle == KEEP_ORDER else {"shuffle_seed": shuffle}
     tokens = take_token_options(arguments)
     if tokens:
         tokens |= {"storage_options": storage_options, **arguments}

@@ -16,6 +16,7 @@ from streaming.storage import RetryPolicy, Storage
 from streaming.types import DuplicateKeys
 
 Command = Callable[..., Any]
+KEEP_ORDER = "none"  # the value of --shuffle that keeps what is usually shuffled in order
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
@@ -50,6 +51,19 @@ class PairType(click.ParamType):  # type: ignore[type-arg]
         return key, text
 
 
+class SeedType(click.ParamType):  # type: ignore[type-arg]
+    """The seed of a shuffle, 0 or more, or ``none``."""
+
+    name = "seed"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the seed, or ``"none"``."""
+        text = str(value)
+        if text != KEEP_ORDER and not text.isdecimal():
+            self.fail(f"{text!r} is neither a seed (0, 1, 2, …) nor {KEEP_ORDER!r}", param, ctx)
+        return text if text == KEEP_ORDER else int(text)
+
+
 def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """Split comma-separated names such as ``json,txt``; used as the ``type`` of an option."""
     return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
@@ -57,6 +71,7 @@ def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 SIZE = SizeType()
 PAIR, SECRET_PAIR = PairType(), PairType(is_secret=True)
+SEED = SeedType()
 COUNT = click.IntRange(min=1)
 engine_option = click.option(
     "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."

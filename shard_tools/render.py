@@ -70,6 +70,8 @@ def show_convert(report: ConvertReport) -> None:
             if report.classes_from
             else f"classes: {len(report.classes):,} (field cls: number by sorted name in this source)"
         )
+    if report.shuffle_seed is not None:
+        click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
     if report.skipped:
         click.echo(f"left out {len(report.skipped):,} files of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:
@@ -90,9 +92,10 @@ def show_tokens(report: TokenizeReport) -> None:
         for reason, count in one.rejected.items():
             click.echo(f"left out {count:,} documents: {plain(reason)}", err=True)
     click.echo(
-        f"field tok: {report.dtype}, {report.tokenizer} of {report.vocab_size:,} ids, "
+        f"field tok: {report.dtype}, {report.tokenizer} {'of' if report.sha256 else 'below'} {report.vocab_size:,}"
+        f"{' ids' if report.sha256 else ''}, "
         f"bos {'none' if report.bos is None else report.bos}, eos {'none' if report.eos is None else report.eos}"
-        f"{'; field mask: uint8, 1 where the assistant speaks' if report.masked else ''}"
+        f"{'; field mask: uint8, 1 where a token carries loss' if report.masked else ''}"
     )
     click.echo(
         f"{report.seconds:.1f} s, {report.documents_per_s:,.0f} documents/s, {report.tokens_per_s:,.0f} tokens/s; "

@@ -18,7 +18,17 @@ from shard_tools.tokens.run import ON_ERROR, TokenizeOptions, tokenize
 from shard_tools.verbs import emit
 from streaming.platforms import num_cores
 
-_NAMES: tuple[str, ...] = ("text_field", "messages_field", "chat_template", "bos", "eos", "keep", "split")
+_NAMES: tuple[str, ...] = (
+    "text_field",
+    "messages_field",
+    "tokens_field",
+    "mask_field",
+    "chat_template",
+    "bos",
+    "eos",
+    "keep",
+    "split",
+)
 _NAMES += ("group_field", "documents", "on_error", "pattern")
 
 
@@ -33,6 +43,12 @@ def tokenizer_options(command: Command) -> Command:
         ),
         option("--text-field", metavar="FIELD", help="Field that holds the text.  [default: text; txt in tars]"),
         option("--messages-field", metavar="FIELD", help="Field that holds the messages of instruction data."),
+        option(
+            "--tokens-field",
+            metavar="FIELD",
+            help="Field that holds token ids already, such as input_ids: a list of whole numbers.",
+        ),
+        option("--mask-field", metavar="FIELD", help="Loss mask of --tokens-field: 0 and 1, or labels with -100."),
         option("--chat-template", metavar="FILE", help="Turns messages into text. Default: the tokenizer's."),
         option(
             "--bos", metavar="TOKEN", help="Put before each document: name, id or 'none'. Default: the tokenizer's."
@@ -64,11 +80,11 @@ def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of :func:`tokenizer_options` from ``arguments`` and return those that were given.
 
     Raises:
-        click.UsageError: Some were given, but not ``--tokenizer``.
+        click.UsageError: Some were given, but neither ``--tokenizer`` nor ``--tokens-field``.
     """
     tokenizer = arguments.pop("tokenizer")
     given = {name: value for name in _NAMES if (value := arguments.pop(name)) not in (None, ())}
-    if tokenizer is None:
+    if tokenizer is None and "tokens_field" not in given:
         if given:
             name = next(iter(given)).replace("_", "-")
             raise click.UsageError(f"--{name} applies to tokens; say which with --tokenizer FILE.")
@@ -89,9 +105,12 @@ def convert_tokens(
     """Run ``convert --tokenizer``."""
     if options.pop("classes", None) is not None:
         raise click.UsageError("--classes numbers folders of images; it cannot be combined with --tokenizer.")
+    if options.get("tokens_field") is not None and engine != "local":
+        raise click.UsageError("--tokens-field: there is nothing to encode elsewhere; leave --engine out.")
     workers = workers or (DEFAULT_WORKERS["ray"] if engine == "ray" else num_cores())
     chosen = TokenizeOptions(workers=workers, **options)
-    processes = engine == "local" and workers > 1  # a single one is this process
+    # A single one is this process, which also takes ids as they are.
+    processes = engine == "local" and workers > 1 and chosen.tokens_field is None
     opened: AbstractContextManager[Executor | None]
     opened = open_processes(workers) if processes else open_engine(engine, workers)
     with opened as executor, progress_bar("convert", "documents") as progress:

@@ -448,6 +448,20 @@ def bad_samples_are_listed(folder: Path) -> None:
     assert keys(samples.url, on_error="substitute", max_bad_samples=1.0)
 
 
+@scenario(("convert", "--tokens-field"), ("convert", "--mask-field"))
+def arrays_become_packs(folder: Path) -> None:
+    rows = {"input_ids": [[5, 6, 7], [8, 9]], "loss": [[0, 1, 1], [1, 1]]}
+    pq.write_table(pa.table(rows), folder / "in.parquet")
+    tool("convert", folder / "in.parquet", folder / "arrays")
+    arrays = StreamingDataset(str(folder / "arrays"))
+    text = error_of(lambda: Packed(arrays, 8, field="input_ids.npy"))
+    assert "`shard_tools convert URL TARGET --tokens-field FIELD [--mask-field FIELD]`" in text
+    named = ("--tokens-field", "input_ids.npy", "--mask-field", "loss.npy")
+    tool("convert", arrays.urls[0].rpartition("/")[0], folder / "out", *named)
+    pack = Packed(StreamingDataset(str(folder / "out")), 8, mask_field="mask")[0]
+    assert sorted(pack["input_ids"].tolist()) == [0, 0, 0, 5, 6, 7, 8, 9]
+
+
 @scenario(("ls", ""))
 def keys_that_there_are_are_listed(folder: Path) -> None:
     samples = write_set(folder, (3,))

@@ -24,6 +24,7 @@ from streaming.types import Int64Array
 
 _REINDEX = "if the shard is right, run `shard_tools index --force`; if not, restore it"
 _REPLACED = "restore the shard that was indexed, or run `shard_tools index --force` for this one"
+_CONVERT_AGAIN = "restore the shard that was written, or convert again with --overwrite"
 _MAX_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk
 _MAX_KEYS_LISTED = 10  # findings about single samples, per chunk and kind
 
@@ -36,11 +37,14 @@ class ShardTask:
         url: The shard.
         chunks: Its chunk rows in the chunk table: a table of this one shard.
         samples: Loads its sample table, or says None if there is none.
+        fields: The fields that the conversion which wrote it gives its samples, True for those of every sample; None:
+            nothing says.
     """
 
     url: str
     chunks: ChunkTable
     samples: Callable[[], SampleTable | None]
+    fields: Mapping[str, bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +179,27 @@ class ShardCheck:
             )  # fmt: skip
         elif samples is not None and found == promised:
             self._compare(layout, body, samples, int(chunks.first_sample[row]), start)
+        if self.task.fields is not None:
+            self._check_fields(layout, self.task.fields, start)
         if self.decoder is not None:
             self._decode(layout, body, start)
+
+    def _check_fields(self, layout: ChunkLayout, promised: Mapping[str, bool], base: int) -> None:
+        """Compare the fields of a chunk's samples with those that the conversion gives them."""
+        for name in sorted({*promised, *layout.fields}):
+            column = layout.fields.index(name) if name in layout.fields else None
+            there = np.zeros(len(layout.keys), bool) if column is None else layout.starts[:, column] >= 0
+            if promised.get(name):
+                odd, what = ~there, f"the sample lacks the field {name!r}, which every sample of this conversion has"
+            elif name not in promised:
+                odd, what = there, f"the sample has a field {name!r}, which this conversion does not make"
+            else:
+                continue
+            for number in np.flatnonzero(odd)[:_MAX_KEYS_LISTED].tolist():
+                span = (layout.record_starts[number : number + 2] + base).tolist()
+                self._find(
+                    "fields", what, key=layout.keys[number], byte_start=span[0], byte_end=span[1], cure=_CONVERT_AGAIN
+                )
 
     def _compare(self, layout: ChunkLayout, body: memoryview, samples: SampleTable, first: int, base: int) -> None:
         """Compare the sample table's rows of one chunk with the members in the tar."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
+from shard_tools.convert.journal import NAME as JOURNAL
+from shard_tools.convert.journal import load_journal
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
@@ -18,7 +20,7 @@ from shard_tools.sets.tables import load_samples, names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, resolve_decoders
-from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
+from streaming.errors import AccessDeniedError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.storage import Storage, join_url, split_url
@@ -53,9 +55,10 @@ def verify(
 
     This checks the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples fill
     the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in the data
-    set, that nothing follows the archive's end, that no shard is missing, and (for a folder or prefix) that none is
-    missing in the index; with ``decode`` also that every field can be decoded. Every file of the index is read whole:
-    values that are not in the shards, such as columns, are compared with the checksum that each file carries.
+    set, that samples of a converted set have the fields that the conversion gives them, that nothing follows the
+    archive's end, that no shard is missing, and (for a folder or prefix) that none is missing in the index; with
+    ``decode`` also that every field can be decoded. Every file of the index is read whole: values that are not in the
+    shards, such as columns, are compared with the checksum that each file carries.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -98,20 +101,28 @@ def _plan(
     shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool
 ) -> tuple[list[ShardTask], list[Finding]]:
     """Return what to check, and the findings that do not require reading a shard."""
+    findings: list[Finding] = []
     promised: dict[str, ChunkTable] = {}  # by URL, each a table of one shard
     named = {(home_of(url, index_url), shard_name(url, index_url)): url for url in shards}
     folders = {home_of(url, index_url): split_url(url)[0] for url in reversed(shards)}
+    fields: dict[str, Mapping[str, bool] | None] = {}  # by URL
     for home, folder in folders.items():
         table = _chunk_table(storage, home, folder, shards)
+        try:
+            converted = _converted_fields(storage, home, table)
+        except IndexFormatError as error:
+            cure = "convert again with --overwrite, or delete this file: nothing but `convert` and `verify` reads it"
+            findings.append(Finding(kind="index", shard=join_url(home, JOURNAL), what=str(error), cure=cure))
+            converted = None
         for shard in table.shards:
             url = named.get((home, shard.name), place_of(shard.name, folder, index_url))
             promised[url] = table.select([shard.name])
+            fields[url] = converted
     tasks: list[ShardTask] = []
-    findings: list[Finding] = []
     for url in sorted({*shards, *promised}) if whole else shards:
         if url in promised:
             load = partial(load_samples, storage, url, index_url)
-            tasks.append(ShardTask(url=url, chunks=promised[url], samples=load))
+            tasks.append(ShardTask(url=url, chunks=promised[url], samples=load, fields=fields[url]))
         else:
             what = "the shard is in the store but not in the index"
             cure = "run `shard_tools index` to add it, or remove it"
@@ -129,6 +140,16 @@ def _chunk_table(storage: Storage, home: str, folder: str, shards: Sequence[str]
             f"{join_url(home, chunks_path())}: the shards in {folder or '.'} have no index to check against; "
             "make one with `shard_tools index`, or say where it lies with --index"
         ) from error
+
+
+def _converted_fields(storage: Storage, home: str, table: ChunkTable) -> Mapping[str, bool] | None:
+    """Return the fields that ``convert`` gave the samples of a directory; None if others have written there since."""
+    try:
+        journal = load_journal(home, storage)
+    except AccessDeniedError:  # what many stores say of a file that is not there
+        return None
+    whole = journal is not None and journal.complete and journal.num_samples == table.total_samples
+    return journal.fields if journal is not None and whole else None
 
 
 def _check_all(

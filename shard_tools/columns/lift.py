@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pyarrow as pa
 
 from shard_tools.columns.target import AddReport, ColumnTarget
@@ -13,21 +14,24 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.pieces import ShardPieces
 from shard_tools.sets.tables import needed_samples
 from shard_tools.write.columns import ColumnValue, column_value
+from streaming.decode import raw, resolve_decoders
 from streaming.errors import ConfigError, DataError
 from streaming.fetch.read import ShardFacts, fetch_range
 from streaming.filters.late_columns import find_columns
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
 
+_DECODERS = resolve_decoders("auto")
 _GAP_BYTES = 128 << 10  # as where a filter leaves out samples: shards are many, and read side by side
 _PIECE_BYTES = 8 << 20
 
 
 def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: Progress | None = None) -> AddReport:
-    """Add the late column ``target`` with the value at ``path`` in each sample, such as ``json.similarity``.
+    """Add the late column ``target`` with the value at ``path`` in each sample, such as ``json.similarity`` or ``cls``.
 
-    Only that field is read (other large ones are skipped), and every byte read is checked. Samples without the field or
-    the entry have no value.
+    A whole field has the type that its decoder gives: ``cls`` holds integers; a field without a decoder, text. Only the
+    field is read (other large ones are skipped), and every byte read is checked. Samples without the field or the entry
+    have no value.
 
     Raises:
         ConfigError: No sample has the field, or values are of types that cannot be compared.
@@ -94,14 +98,26 @@ def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnVal
     if field is None:
         return [None] * table.num_samples, False
     values = list[ColumnValue]()
+    source = _Decoded(field) if field == path and _DECODERS.decoder_for(field) is not raw else path
     for key, fields in samples_of(target, shard, table, (field,)):
         try:
-            values.append(column_value(fields, target.name, path, key) if fields else None)
+            values.append(column_value(fields, target.name, source, key) if fields else None)
         except (ValueError, UnicodeDecodeError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise DataError(f"{redact(url)}: sample {key!r}, field {field!r}: {error}") from error
     return values, True
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Decode a field as ``decode="auto"`` does."""
+
+    field: str
+
+    def __call__(self, sample: Mapping[str, object]) -> object:
+        value = _DECODERS.decoder_for(self.field)(sample[self.field])  # type: ignore[arg-type]  # bytes of a shard
+        return value[()] if isinstance(value, np.ndarray) and not value.ndim else value
 
 
 def sample_table_of(target: ColumnTarget, shard: int) -> SampleTable:

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from shard_tools.convert.records import ShardOptions, Source, refuse_known
+from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import SeenKeys, check_key
@@ -74,6 +74,7 @@ def write_elsewhere(
     start: int,
     first_shard: int,
     known_keys: Collection[str],
+    remarks: Remarks,
 ) -> int:
     """Write all shards from ``first_shard`` on, which begins with record ``start``; return the number of all records.
 
@@ -90,8 +91,9 @@ def write_elsewhere(
     sizes = _measured(work, executor, range(start, num_records), known_keys)
     shards = _cut(sizes, work, start, first_shard)
     next_shard = first_shard
-    for shard, num_bytes in ordered(executor, partial(_write_shard, work), shards, _AHEAD):
+    for shard, num_bytes, noted in ordered(executor, partial(_write_shard, work), shards, _AHEAD):
         next_shard = shard.number + 1
+        remarks.join(noted)
         progress.advance(num_bytes=num_bytes, num=shard.num_samples)
     work.writer(next_shard).close()  # publishes the chunk table of all shards
     return num_records
@@ -142,17 +144,18 @@ def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number
         yield _Shard(number=number, start=start, num_samples=shard_samples)
 
 
-def _write_shard(work: ConvertWork, shard: _Shard) -> tuple[_Shard, int]:
-    """Write one shard and its sample table; return the bytes of its fields. May be repeated."""
-    num_bytes = 0
+def _write_shard(work: ConvertWork, shard: _Shard) -> tuple[_Shard, int, Remarks]:
+    """Write one shard and its sample table; return the bytes of its fields, and remarks. May be repeated."""
+    num_bytes, remarks = 0, Remarks()
     writer = work.writer(shard.number)
     try:
         with contextlib.closing(work.reader.records(shard.start)) as records:
             for record in itertools.islice(records, shard.num_samples):
                 writer.write(record.sample)
+                remarks.add(record)
                 num_bytes += sum(map(len, record.fields.values()))
         writer.close(chunk_table=False)
     except BaseException:
         writer.abort()
         raise
-    return shard, num_bytes
+    return shard, num_bytes, remarks

@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -61,6 +61,11 @@ class FileSource:
     def skipped(self) -> tuple[Skipped, ...]:
         """Nothing is left out."""
         return ()
+
+    @property
+    def fields(self) -> Mapping[str, bool] | None:
+        """Not known before reading."""
+        return None
 
     def identity(self) -> dict[str, object]:
         """Return the names and sizes of the files, as one digest."""

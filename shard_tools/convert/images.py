@@ -22,10 +22,16 @@ from shard_tools.convert.records import (
 )
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.keys import check_key
+from streaming.decode.images import stored_size
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
 from streaming.index.files import read_note, write_document
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 
+_TURNED = (
+    "the image is turned or mirrored by its EXIF orientation: decoders here apply it (columns width and height, too); "
+    "other programs may not"
+)
+_NO_SIZE = "no width and height: the image is damaged, or of a kind that is not decoded here"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
 _log = logging.getLogger(__name__)
@@ -52,6 +58,12 @@ class ImageFolder:
     training set beside it, otherwise in the order of their sorted names. The key is the path without its extension,
     with dots in the file's name replaced by ``_``. Bytes are stored unchanged, under the lower-case extension, with a
     ``json`` field that holds class and path.
+
+    Images of several classes are shuffled, unless ``keep_order`` is set: in the order of their names, a shard would
+    hold one class or two, and a batch no more than a few.
+
+    ``cls`` and ``class``, and ``width`` and ``height`` of the upright image, become columns. A remark counts images
+    without a size, and those that their EXIF orientation turns.
 
     Raises:
         NotFoundError: There is no image.
@@ -80,8 +92,12 @@ class ImageFolder:
         names = sorted({image.class_name for image in images if image.class_name is not None})
         self.class_names = names
         self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
-        if options.shuffle_seed is not None:
-            images = [images[i] for i in permutation(len(images), options.shuffle_seed)]
+        self.shuffle_seed = options.shuffle_seed
+        if self.shuffle_seed is None and len(names) > 1 and not options.keep_order:
+            self.shuffle_seed = 0
+        if self.shuffle_seed is not None:
+            images = [images[i] for i in permutation(len(images), self.shuffle_seed)]
+        self.columns = ("cls", "class", "width", "height") if names else ("width", "height")
         if key_field == NUMBER_KEYS:
             images = [replace(image, key=number_key(number)) for number, image in enumerate(images)]
         else:
@@ -99,6 +115,14 @@ class ImageFolder:
     def num_bytes(self) -> int:
         """Bytes of all images."""
         return sum(image.file.size_bytes for image in self._images)
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The images under their extensions, ``json``, and ``cls`` where there are classes."""
+        extensions = {image.extension for image in self._images}
+        classes = {image.class_name is not None for image in self._images}
+        images = dict.fromkeys(sorted(extensions), len(extensions) == 1)
+        return {**images, "json": True, **({"cls": classes == {True}} if True in classes else {})}
 
     def identity(self) -> dict[str, object]:
         """Return a digest of names and sizes, in order."""
@@ -118,7 +142,14 @@ class ImageFolder:
             number = self.classes[image.class_name]
             fields["cls"] = str(number).encode()
             metadata["cls"] = number
-        return Record(key=image.key, fields=fields, metadata=metadata)
+        remark = ""
+        try:
+            metadata["height"], metadata["width"], orientation = stored_size(fields[image.extension])
+            remark = _TURNED if orientation > 1 else ""
+        except Exception:  # noqa: BLE001  of a library: a damaged image is stored as it is, for readers to pass over
+            remark = _NO_SIZE
+        where, remarks = redact(image.file.url), (remark,) if remark else ()
+        return Record(key=image.key, fields=fields, metadata=metadata, where=where, remarks=remarks)
 
 
 def numbered_classes(
@@ -234,6 +265,8 @@ def _classify(file: SourceFile) -> _Image | Skipped:
     stem, dot, extension = name.rpartition(".")
     if not dot or not stem or name.startswith("._") or extension.lower() not in IMAGE_EXTENSIONS:
         return Skipped(path=file.name, reason="not an image")
+    if any(part.startswith(".") for part in file.name.split("/")):  # .ipynb_checkpoints would be a class
+        return Skipped(path=file.name, reason="hidden: a name that starts with a dot")
     if file.size_bytes == 0:
         return Skipped(path=file.name, reason="empty file")
     key = (folder + "/" if folder else "") + stem.replace(".", "_")

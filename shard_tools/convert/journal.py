@@ -6,6 +6,7 @@ the same conversion writes the same journal.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,17 @@ class TargetNotEmptyError(ShardstreamError, FileExistsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """The work of a conversion, and whether it is complete."""
+    """The work of a conversion, whether it is complete, and the fields that its samples then have.
+
+    ``fields`` is the source's own word, not what was written, so that ``verify`` can compare the two: True for a field
+    of every sample, False for one that some lack; None if only reading tells.
+    """
 
     source: dict[str, Any]
     options: dict[str, Any]
     complete: bool = False
     num_samples: int | None = None
+    fields: Mapping[str, bool] | None = None
 
     def same_work(self, other: Journal) -> bool:
         """Tell whether both describe the same conversion."""
@@ -66,6 +72,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
             options=dict(content["options"]),
             complete=bool(content["complete"]),
             num_samples=content["num_samples"],
+            fields=None if content.get("fields") is None else dict(content["fields"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
@@ -88,6 +95,7 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
         "options": journal.options,
         "complete": journal.complete,
         "num_samples": journal.num_samples,
+        "fields": None if journal.fields is None else dict(journal.fields),
     }
     storage.put(join_url(target, NAME), write_document(content))
 

@@ -7,7 +7,7 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -51,6 +51,13 @@ class LineFiles(FileSource):
         zipped = next((file for file in self.files if file.name.lower().endswith(PACKED)), None)
         if self._seed is not None and zipped is not None:
             raise ConfigError(f"--shuffle: {zipped.shown_url} is compressed and cannot be read out of order; unpack it")
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The fields that are known before reading: lines of JSON may have any columns."""
+        columns = {"text"} if self._unit == "line" else {"text", "path"}
+        known = columns if self.kind == "text" else ()
+        return self._mapper.fields_of(known, known)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""
@@ -168,6 +175,11 @@ class CsvFiles(FileSource):
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         super().__init__("csv", find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude), storage)
         self._mapper, self._num_threads = RowMapper.of(options), options.num_threads
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The fields that are known before the header is read."""
+        return self._mapper.fields_of((), ())
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the rows from number ``start`` on."""

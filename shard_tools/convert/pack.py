@@ -18,7 +18,7 @@ from functools import partial
 from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import ShardOptions, Source, refuse_known
+from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
 from shard_tools.running.progress import Progress
 from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, DataError, ShardstreamError
@@ -32,12 +32,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTarget:
-    """The current content of the target, and how many of its samples an earlier run had written."""
+    """The content of the target, how many of its samples an earlier run wrote, and what this run remarked on others."""
 
     num_shards: int
     num_samples: int
     num_bytes: int
     num_resumed_samples: int
+    remarks: Mapping[str, int]
 
 
 def pack(
@@ -73,7 +74,8 @@ def pack(
         StorageError: A store failed.
     """
     storage = Storage(storage_options)
-    journal = Journal(source=reader.identity(), options={**identity, "pattern": place.name})
+    journal = Journal(source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields)
+    remarks = Remarks()
     earlier = _prepare(place, journal, storage, overwrite=options.overwrite, position=position)
     progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
     progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
@@ -92,6 +94,7 @@ def pack(
                 start=earlier.num_records,
                 first_shard=earlier.num_shards,
                 known_keys=earlier.keys,
+                remarks=remarks,
                 progress=progress,
             )
         except BaseException:
@@ -99,6 +102,7 @@ def pack(
             raise
         if number == 0:
             raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
+    remarks.log(redact(place.directory))
     table = read_chunks(storage, place.directory)
     if not earlier.complete:
         save_journal(place.directory, replace(journal, complete=True, num_samples=table.total_samples), storage)
@@ -107,6 +111,7 @@ def pack(
         num_samples=table.total_samples,
         num_bytes=sum(shard.size_bytes for shard in table.shards),
         num_resumed_samples=earlier.num_samples,
+        remarks=dict(remarks.counts),
     )
 
 
@@ -263,13 +268,16 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
     return table if table.shard.size_bytes == size_bytes else None
 
 
-def _write(work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], progress: Progress) -> int:
+def _write(
+    work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks, progress: Progress
+) -> int:
     """Write all records except existing ones, one after the other; return the number of all records."""
     number = start
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
             refuse_known(record.key, known_keys)
             writer.write(record.sample)
+            remarks.add(record)
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1
     return number

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +19,7 @@ from streaming.types import Int64Array
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
 _NUMBER_DIGITS = 9
+_log = logging.getLogger(__name__)
 _SEEDS = 0x9E3779B97F4A7C15  # neighboring seeds lie far apart
 
 
@@ -30,6 +33,7 @@ class Record:
         metadata: The row or entry that it was made from.
         where: File and line or row, for messages.
         problem: Why it cannot be read; only in tolerant sources.
+        remarks: What is odd about it though it is stored, in words that are the same for all such records.
     """
 
     key: str
@@ -37,11 +41,36 @@ class Record:
     metadata: Mapping[str, object] = field(default_factory=dict)
     where: str = ""
     problem: DataError | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def sample(self) -> dict[str, object]:
         """The sample for ``ShardWriter``, including the metadata from which columns are taken."""
         return {**self.fields, "__key__": self.key, "__metadata__": self.metadata}
+
+
+@dataclass(slots=True)
+class Remarks:
+    """Count what is odd about records, and keep the first of each kind; changed only by the thread that writes."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        """Count the remarks of a record."""
+        for remark in record.remarks:
+            self.counts[remark] += 1
+            self.first.setdefault(remark, record.where)
+
+    def join(self, later: Remarks) -> None:
+        """Count the remarks of records that come after these."""
+        self.counts += later.counts
+        self.first = later.first | self.first
+
+    def log(self, target: str) -> None:
+        """Log one warning for each kind."""
+        for remark, count in self.counts.items():
+            _log.warning("%s: %s: %s samples, the first from %s", target, remark, f"{count:,}", self.first[remark])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +88,9 @@ class SourceOptions:
     Attributes:
         fields: (column, extension) pairs: columns of a table that become fields of their own.
         key_field: Where keys come from; ``"number"`` counts; None: what is usual for the layout.
-        shuffle_seed: Read in an order mixed by this seed; None keeps the source's.
+        shuffle_seed: Read in an order mixed by this seed; None: as usual for the layout, which is not at all, but
+            for folders of several classes.
+        keep_order: Keep the source's order, whatever is usual.
         num_threads: Threads that read ahead.
         exclude: A folder or prefix whose content is not taken: the target may lie in the source.
         classes: Where the numbers of classes come from.
@@ -72,6 +103,7 @@ class SourceOptions:
     fields: tuple[tuple[str, str], ...] = ()
     key_field: str | None = None
     shuffle_seed: int | None = None
+    keep_order: bool = False
     num_threads: int = 1
     exclude: str | None = None
     classes: str | None = None
@@ -88,7 +120,8 @@ class ShardOptions:
     Attributes:
         max_bytes: Maximum size of a shard.
         max_samples: Maximum number of samples in a shard.
-        shuffle_seed: Shuffle the records uniformly with this seed; None keeps the source's order.
+        shuffle_seed: Shuffle the records uniformly with this seed; None: as usual, which is not at all, but for folders
+            of several classes, where it is 0.
         workers: Threads that read ahead; for a tokenizer, processes, which also determine the number of batches in
             progress.
         overwrite: Delete the shards that the target holds.
@@ -126,6 +159,10 @@ class Source(Protocol):
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """What was left out so far."""
+
+    @property
+    def fields(self) -> Mapping[str, bool] | None:
+        """The fields of its samples, True for those that every sample has; None if only reading tells."""
 
     def identity(self) -> dict[str, object]:
         """Return JSON-serializable facts that identify this source; a conversion continues only if they are equal."""

@@ -8,32 +8,17 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shard_tools.convert.records import NUMBER_KEYS, Record, SourceOptions, number_key
+from shard_tools.write.filetypes import is_read_as
 from streaming.errors import ConfigError, DataError
 
 DROP = "-"  # as the extension of a column: leave it out
 _UNSAFE = re.compile(r"[^a-z0-9_-]+")
-_MAGIC = (
-    (b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"GIF8", "gif"), (b"BM", "bmp"),
-    (b"II*\0", "tif"), (b"MM\0*", "tif"), (b"fLaC", "flac"), (b"ID3", "mp3"), (b"\xff\xfb", "mp3"),
-    (b"OggS", "ogg"), (b"%PDF", "pdf"), (b"\x93NUMPY", "npy"), (b"\x1aE\xdf\xa3", "webm"),
-)  # fmt: skip
-_BOXED = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}  # RIFF containers, by the word at byte 8
-_BRANDS = {b"avif": "avif", b"heic": "heic", b"M4A ": "m4a"}  # ISO media files, by the brand at byte 8
-
-
-def sniff_extension(payload: bytes) -> str:
-    """Return the extension of a file with these first bytes, or ``"bin"``."""
-    if payload[:4] == b"RIFF":
-        return _BOXED.get(bytes(payload[8:12]), "bin")
-    if payload[4:8] == b"ftyp":
-        return _BRANDS.get(bytes(payload[8:12]), "mp4")
-    return next((extension for magic, extension in _MAGIC if payload.startswith(magic)), "bin")
 
 
 def dump_json(value: object) -> bytes:
@@ -69,18 +54,20 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
     """Return a list of numbers as ``.npy``, as many dimensions as the nesting has.
 
     Args:
-        value: The numbers.
+        value: The numbers. None becomes NaN where ``dtype`` is a type of floats.
         dtype: Their type, where a table tells it: an empty list has it, too. Else int64, float64 or bool, as they look;
             uint64 for whole numbers of which one needs it.
 
     Raises:
-        DataError: They are no numbers, or make no rectangle.
+        DataError: They are no numbers, make no rectangle, or a None among them has no place in ``dtype``.
     """
+    if _has_none(value) and (dtype is None or np.dtype(dtype).kind != "f"):
+        raise DataError("a list with NULL among its items cannot be stored as .npy; store it as json")
     try:
-        array = np.asarray(value, None if None in value else dtype)
+        array = np.asarray(value, dtype)
         if dtype is None and array.dtype.kind == "f" and array.size and _all_whole(value):
             array = np.asarray(value, np.uint64)  # NumPy's own choice would round them
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(f"a ragged list of length {len(value)} cannot be stored as .npy; store it as json") from error
     except OverflowError as error:
         raise DataError(
@@ -93,6 +80,12 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
     return out.getvalue()
 
 
+def _has_none(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return None in value or (isinstance(value[0], list) and any(map(_has_none, value)))
+
+
 def _all_whole(value: object) -> bool:
     return all(map(_all_whole, value)) if isinstance(value, list) else isinstance(value, int)
 
@@ -102,22 +95,24 @@ class RowMapper:
     """Map rows of a table to samples.
 
     Columns named in ``fields`` become separate fields with the extension given there (``"-"`` drops them), and so do
-    binary columns; all others together become the ``json`` field.
+    binary columns and lists of numbers; all others together become the ``json`` field. Which field a column becomes is
+    decided once, before the first row: a value that is not of its field's type is stored there with a remark.
 
     Args:
         fields: (column, extension) pairs.
         key_field: The column that holds the key; None or ``"number"``: the row's number.
-        num_binary: Number of binary columns in the table: if there are several, their fields are called ``column.ext``,
-            otherwise ``ext``.
-        arrays: Item types of columns that hold lists of numbers, which are stored as ``column.npy``.
+        binary: Fields of binary columns.
+        arrays: Fields of columns that hold lists of numbers.
+        items: Types of the numbers in lists, by column.
         tolerant: A row that cannot be stored is a record with a ``problem``, not an error.
         named_only: Columns that ``fields`` does not name do not become fields.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
     key_field: str | None = None
-    num_binary: int = 1
+    binary: Mapping[str, str] = field(default_factory=dict)
     arrays: Mapping[str, str] = field(default_factory=dict)
+    items: Mapping[str, str] = field(default_factory=dict)
     tolerant: bool = False
     named_only: bool = False
 
@@ -134,6 +129,21 @@ class RowMapper:
         if len({*columns}) < len(columns) or len({*targets}) < len(targets):
             raise ConfigError("--field: a column or an extension is named twice; each may appear once")
 
+    def fields_of(self, everywhere: Collection[str], always: Collection[str]) -> dict[str, bool]:
+        """Return the fields of the samples of a table, True for those that every sample has.
+
+        Args:
+            everywhere: Columns that every row has, with a value or NULL.
+            always: Those of them that have a value in every row.
+        """
+        named = dict(self.fields)
+        own = {} if self.named_only else {**self.binary, **self.arrays}
+        fields = {name: column in always for column, name in (own | named).items() if name != DROP}
+        if not self.named_only:  # json also holds NULL of a column that has a field of its own
+            rest = {*everywhere} - {*own, *named}
+            fields["json"] = bool(rest) or not fields or fields.get("json", False)
+        return fields
+
     def record(self, row: Mapping[str, object], number: int, where: str, raw: bytes | None = None) -> Record:
         """Return the sample of ``row``.
 
@@ -147,7 +157,8 @@ class RowMapper:
             DataError: If a value cannot be stored as asked; the message begins with ``where``.
         """
         try:
-            return Record(key=self._key(row, number), fields=self._fields(row, raw), metadata=row, where=where)
+            fields, remarks = self._fields(row, raw)
+            return Record(key=self._key(row, number), fields=fields, metadata=row, where=where, remarks=remarks)
         except (DataError, UnicodeEncodeError) as error:
             told = (type(error) if isinstance(error, DataError) else DataError)(f"{where}: {error}")
             told.__cause__ = error
@@ -163,21 +174,18 @@ class RowMapper:
             raise DataError(f"--key {self.key_field}: expected text or a whole number there, got {value!r}")
         return str(value).replace(".", "_")
 
-    def _fields(self, row: Mapping[str, object], raw: bytes | None) -> dict[str, bytes]:
-        extensions = dict(self.fields)
+    def _fields(self, row: Mapping[str, object], raw: bytes | None) -> tuple[dict[str, bytes], tuple[str, ...]]:
         found: list[tuple[str, str, bytes]] = []  # column, field, content
         rest: dict[str, object] = {}
+        remarks: tuple[str, ...] = ()
+        named = dict(self.fields)
         for column, value in row.items():
-            if column in extensions:
-                if (name := extensions[column]) != DROP and value is not None:
-                    found.append((column, name, encode_value(value, name, column, self.arrays.get(column))))
-            elif self.named_only:
-                continue
-            elif (payload := as_payload(value)) is not None:
-                found.append((column, self._binary_name(column, payload), payload))
-            elif column in self.arrays and isinstance(value, list):
-                found.append((column, f"{safe_extension(column)}.npy", dump_npy(value, self.arrays[column])))
-            else:
+            name = named.get(column) or (None if self.named_only else self._own_field(column, value))
+            if name is not None and name != DROP and value is not None:
+                content, remark = self._content(value, name, column)
+                found.append((column, name, content))
+                remarks += (remark,) if remark else ()
+            elif column not in named and not self.named_only:
                 rest[column] = value
         if rest:
             found.append(
@@ -188,11 +196,23 @@ class RowMapper:
         fields = {name: content for _, name, content in found}
         if len(fields) < len(found):
             _refuse_twice(found)
-        return fields
+        return fields, remarks
 
-    def _binary_name(self, column: str, payload: bytes) -> str:
-        extension = sniff_extension(payload)
-        return extension if self.num_binary == 1 else f"{safe_extension(column)}.{extension}"
+    def _own_field(self, column: str, value: object) -> str | None:
+        """Return the field of a column that no option names; None if the value belongs into ``json``."""
+        if as_payload(value) is not None:
+            return self.binary.get(column)
+        return self.arrays.get(column) if isinstance(value, list) else None
+
+    def _content(self, value: object, name: str, column: str) -> tuple[bytes, str]:
+        """Return the content of a field, and a remark if it is not what the field's name says."""
+        payload = as_payload(value)
+        if payload is None:
+            return encode_value(value, name, column, self.items.get(column))
+        extension = name.rpartition(".")[2]
+        if is_read_as(payload, extension):
+            return payload, ""
+        return payload, f"column {column!r}: the content is not of the type {extension} that its field {name!r} names"
 
 
 def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
@@ -231,22 +251,27 @@ def as_payload(value: object) -> bytes | None:
     return None
 
 
-def encode_value(value: object, extension: str, column: str, dtype: str | None = None) -> bytes:
-    """Return ``value`` as the content of a field called ``extension``; ``dtype`` is that of a list's items.
+def encode_value(value: object, extension: str, column: str, dtype: str | None = None) -> tuple[bytes, str]:
+    """Return ``value`` as the content of a field called ``extension``, and a remark if it is not stored as it is.
+
+    ``dtype`` is that of a list's items.
 
     Raises:
         DataError: The value cannot be encoded so.
     """
-    payload = as_payload(value)
     last = extension.lower().rpartition(".")[2]
-    if payload is not None:
-        return payload
     if last == "json":
-        return dump_json(value)
+        return dump_json(value), ""
     if last == "npy" and isinstance(value, list):
-        return dump_npy(value, dtype)
+        try:
+            remark = f"column {column!r}: NULL among the items of a list is stored as NaN" if _has_none(value) else ""
+            return dump_npy(value, dtype), remark
+        except DataError as error:
+            raise DataError(
+                f"column {column!r}: {error} with --field {column}={safe_extension(column)}.json"
+            ) from error
     if isinstance(value, str):
-        return value.encode()
+        return value.encode(), ""
     if isinstance(value, (int, float, decimal.Decimal)):
-        return str(int(value) if isinstance(value, bool) else value).encode()
+        return str(int(value) if isinstance(value, bool) else value).encode(), ""
     raise DataError(f"--field {column}={extension}: cannot store a {type(value).__name__} there; try {column}=json")

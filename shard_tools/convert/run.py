@@ -34,7 +34,8 @@ class RecordOptions(ShardOptions):
         kind: The source's layout, or ``"auto"``.
         key_field: The field that holds keys; ``"number"`` counts; None: what is usual for the layout.
         fields: (column, extension) pairs: columns to be stored as fields of their own.
-        columns: Metadata that the sample table shall hold.
+        columns: Metadata that the sample table shall hold, in addition to those that the layout gives it.
+        keep_order: Do not shuffle what usually is shuffled: folders of several classes.
         max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
     """
 
@@ -42,7 +43,17 @@ class RecordOptions(ShardOptions):
     key_field: str | None = None
     fields: tuple[tuple[str, str], ...] = ()
     columns: tuple[str, ...] = ()
+    keep_order: bool = False
     max_gzip_ratio: float = MAX_GZIP_RATIO
+
+    def __post_init__(self) -> None:
+        """Reject options that contradict each other.
+
+        Raises:
+            ConfigError: They do.
+        """
+        if self.keep_order and self.shuffle_seed is not None:
+            raise ConfigError(f"--shuffle {self.shuffle_seed}: the order cannot be kept, too; give a seed, or none")
 
     def identity(self) -> dict[str, object]:
         """Return what the bytes of the result depend on."""
@@ -60,7 +71,8 @@ class RecordOptions(ShardOptions):
         """
         place = Destination.of(target)
         options = SourceOptions(
-            fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, num_threads=self.workers,
+            fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
+            num_threads=self.workers,
             exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio, **how,
         )  # fmt: skip
         reader = open_source(source, storage, kind=self.kind, options=options)
@@ -97,7 +109,9 @@ class ConvertReport(Report):
         num_resumed_samples: Samples that an earlier run had written.
         classes: Class numbers, if the source has classes.
         classes_from: What determined the numbers; "" if the source alone did.
+        shuffle_seed: The seed by which records were shuffled; None: they keep the source's order.
         skipped: What was left out of the source.
+        remarks: What is odd about samples that this run wrote, and about how many.
         seconds: Wall time of this run.
     """
 
@@ -109,7 +123,9 @@ class ConvertReport(Report):
     num_resumed_samples: int
     classes: Mapping[str, int]
     classes_from: str
+    shuffle_seed: int | None
     skipped: tuple[Skipped, ...]
+    remarks: Mapping[str, int]
     seconds: float
 
 
@@ -149,12 +165,13 @@ def convert(
     reader = options.open(source, target, storage, classes=options.classes)
     check_columns(reader, options.named_columns)
     classes: dict[str, int] = getattr(reader, "classes", {})
+    seed: int | None = getattr(reader, "shuffle_seed", options.shuffle_seed)
     packed = pack(
         reader,
         place,
         options,
-        identity=options.identity() | _numbers_of(reader, classes),
-        columns=options.columns,
+        identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
+        columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *options.columns))),
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),
@@ -170,7 +187,9 @@ def convert(
         num_resumed_samples=packed.num_resumed_samples,
         classes=classes,
         classes_from=getattr(reader, "classes_from", ""),
+        shuffle_seed=seed,
         skipped=reader.skipped,
+        remarks=packed.remarks,
         seconds=time.monotonic() - started,
     )
 

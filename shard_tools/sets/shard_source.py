@@ -77,6 +77,7 @@ class ShardSource:
         key_prefix: str = "",
     ) -> None:
         self.skipped: tuple[Skipped, ...] = ()
+        self.fields: Mapping[str, bool] | None = None  # those of the samples that are read
         self._parts, self._columns = selection.parts, selection.columns
         self._storage = storage
         self._facts = {"kind": self.kind, "fingerprint": fingerprint, "samples": selection.digest()}

@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypeAlias
 
 from shard_tools.convert.records import Record
+from shard_tools.tokens.ids import TokenIds
 from shard_tools.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError
 
+Content: TypeAlias = str | Conversation | TokenIds
 TRAIN = "train"
 _HASHES = 2**64
 
@@ -77,13 +80,13 @@ class Document:
     Attributes:
         number: Number of its record in the source.
         record: Its record.
-        content: Its text, or its messages.
+        content: Its text, its messages, or its tokens.
         num_bytes: Size of its text in UTF-8.
     """
 
     number: int
     record: Record
-    content: str | Conversation
+    content: Content
     num_bytes: int
 
 
@@ -111,14 +114,19 @@ class Reading:
     """How a document is found in a record.
 
     Attributes:
-        text_field: Location of its text: a column, a field of a tar, or a path into one, such as ``json.text``.
+        text_field: Location of its text: a column, a field of a tar, or a path into one, such as ``json.text``. Exactly
+            one of this and the next two is given.
         messages_field: Location of its messages instead.
+        tokens_field: Location of its tokens instead.
+        mask_field: Location of the loss mask of these tokens.
         group_field: Field that is hashed; None: the document itself.
         share: Documents with other hashes belong to another set.
     """
 
-    text_field: str
+    text_field: str | None = None
     messages_field: str | None = None
+    tokens_field: str | None = None
+    mask_field: str | None = None
     group_field: str | None = None
     share: Share = Share()
 
@@ -131,11 +139,16 @@ class Reading:
         if record.problem is not None:
             utf8 = isinstance(record.problem.__cause__, UnicodeError)
             raise RejectedError("invalid UTF-8" if utf8 else "unreadable", str(record.problem))
-        content: str | Conversation
-        if self.messages_field is not None:
+        content: Content
+        if self.tokens_field is not None:
+            mask = self._value(record, self.mask_field) if self.mask_field is not None else None
+            content = TokenIds.of(self._value(record, self.tokens_field), self.tokens_field, mask, self.mask_field)
+            hashed = content.ids.astype("<i8").tobytes()
+        elif self.messages_field is not None:
             content, hashed = _conversation(self._value(record, self.messages_field), record, self.messages_field)
         else:
-            content, hashed = _text(self._value(record, self.text_field), self.text_field)
+            name = self.text_field or ""
+            content, hashed = _text(self._value(record, name), name)
         num_bytes = len(hashed)
         if self.share.stop - self.share.start < _HASHES:
             if self.group_field is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,32 @@ class Encoded(NamedTuple):
     what: str = ""
 
 
+class DocumentEncoder(Protocol):
+    """Turn documents into tokens: the function that executors run. Pure, so it may be repeated anywhere."""
+
+    @property
+    def ends(self) -> Ends:
+        """The tokens before and after every document, and the width of tokens."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents have a mask."""
+
+    @property
+    def file(self) -> TokenizerFile | None:
+        """The tokenizer, if known."""
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of conversations."""
+
+    def __call__(self, batch: Sequence[Any]) -> list[Encoded]:
+        """Return the tokens of each document of a batch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Turn documents into tokens: the function that executors run. Pure, so it may be repeated anywhere.
+    """Turn texts or conversations into tokens.
 
     Attributes:
         file: The tokenizer.
@@ -51,11 +74,16 @@ class Encoder:
     ends: Ends
     template: ChatTemplate | None = None
 
+    @property
+    def masked(self) -> bool:
+        """Whether documents have a mask."""
+        return self.template is not None
+
     def __call__(self, batch: Sequence[str | Conversation]) -> list[Encoded]:
         """Return the tokens of each document of a batch: all texts, or all conversations."""
         if self.template is None:
             texts = [one for one in batch if isinstance(one, str)]
-            return [self._encoded(ids, None) for ids in open_tokenizer(self.file).encode(texts)]
+            return [_encoded(ids, None, self.ends) for ids in open_tokenizer(self.file).encode(texts)]
         rendered = [_render(self.template, one) for one in batch if isinstance(one, Conversation)]
         texts = [text for pieces in rendered if not isinstance(pieces, Encoded) for text, _ in pieces]
         ids = iter(open_tokenizer(self.file).encode(texts))
@@ -66,22 +94,26 @@ class Encoder:
                 continue
             parts = [next(ids) for _ in pieces]
             mask = [np.full(len(part), said, np.uint8) for part, (_, said) in zip(parts, pieces, strict=True)]
-            found.append(self._encoded(np.concatenate(parts), np.concatenate(mask)))
+            found.append(_encoded(np.concatenate(parts), np.concatenate(mask), self.ends))
         return found
 
-    def _encoded(self, ids: Ids, mask: npt.NDArray[np.uint8] | None) -> Encoded:
-        if not len(ids):
-            return Encoded(reason="empty", what="the tokenizer makes no tokens of its text")
-        width = self.ends.width
-        begin, end = (
-            b"" if token is None else token.to_bytes(width, "little") for token in (self.ends.bos, self.ends.eos)
-        )
-        tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
-        if mask is None:
-            return Encoded(tokens=tokens)
-        # Tokens that nobody said do not count towards the loss.
-        said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
-        return Encoded(tokens=tokens, mask=said)
+
+def _encoded(ids: Ids, mask: npt.NDArray[np.uint8] | None, ends: Ends) -> Encoded:
+    if not len(ids):
+        return Encoded(reason="empty", what="the tokenizer makes no tokens of its text")
+    return with_ends(ids, mask, ends)
+
+
+def with_ends(ids: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None, ends: Ends) -> Encoded:
+    """Return ``ids`` [n], which fit the width, and ``mask`` [n], between begin and end tokens with the mask 0."""
+    width = ends.width
+    begin, end = (b"" if token is None else token.to_bytes(width, "little") for token in (ends.bos, ends.eos))
+    tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
+    if mask is None:
+        return Encoded(tokens=tokens)
+    # Tokens that nobody said do not count towards the loss.
+    said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
+    return Encoded(tokens=tokens, mask=said)
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Encoded:

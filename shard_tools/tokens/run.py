@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shard_tools.convert.files import is_local
 from shard_tools.convert.pack import Destination, PackedTarget, pack
 from shard_tools.convert.records import TEXT_UNITS, Source
@@ -17,13 +19,16 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.tokens.chat import ChatTemplate
 from shard_tools.tokens.documents import Reading, SetTally, Share, parse_shares
-from shard_tools.tokens.encode import Encoder
+from shard_tools.tokens.encode import DocumentEncoder, Encoder
+from shard_tools.tokens.ids import IdEncoder
 from shard_tools.tokens.source import POSITION_COLUMN, TOKENS_COLUMN, TokenSource, check_kept, describe
 from shard_tools.tokens.tokenizer import (
     BYTES,
+    Ends,
     TokenizerFile,
     find_ends,
     find_tokenizer,
+    id_below,
     load_config,
     open_tokenizer,
     token_name,
@@ -48,10 +53,13 @@ class TokenizeOptions(RecordOptions):
 
     Attributes:
         tokenizer: A ``tokenizer.json``, a directory with one, a sentencepiece model, a file of tiktoken ranks, or
-            ``"bytes"``.
+            ``"bytes"``. With ``tokens_field`` it is not run: its vocabulary bounds the ids. None: they have 32 bits, or
+            16 if the table says that theirs do.
         pattern: How text is split before tiktoken merges: the name of an encoding, or a regular expression.
         text_field: Location of the text; None: ``text``, or ``txt`` in tars.
         messages_field: Location of messages instead, which a chat template turns into text and a mask.
+        tokens_field: Location of token ids instead, such as ``input_ids``: a list of whole numbers.
+        mask_field: Location of a loss mask beside them: 0 and 1, or labels with -100.
         chat_template: File of the template; None: that of ``tokenizer_config.json`` beside the tokenizer.
         bos: Token before each document: a name, an id, ``"none"``; None: the tokenizer's own, unless it is also the
             end token. With messages none: the template provides it.
@@ -64,10 +72,12 @@ class TokenizeOptions(RecordOptions):
         on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: it is counted.
     """
 
-    tokenizer: str
+    tokenizer: str | None = None
     pattern: str | None = None
     text_field: str | None = None
     messages_field: str | None = None
+    tokens_field: str | None = None
+    mask_field: str | None = None
     chat_template: str | None = None
     bos: str | None = None
     eos: str | None = None
@@ -83,10 +93,16 @@ class TokenizeOptions(RecordOptions):
         Raises:
             ConfigError: They do.
         """
-        if self.text_field is not None and self.messages_field is not None:
+        RecordOptions.__post_init__(self)
+        given = [name for name in ("text", "messages", "tokens") if getattr(self, f"{name}_field") is not None]
+        if len(given) > 1:
             raise ConfigError(
-                "--text-field and --messages-field: a document is either a text or a conversation; give one"
+                f"--{given[0]}-field and --{given[1]}-field: a document is a text, a conversation or tokens; give one"
             )
+        if self.tokenizer is None and self.tokens_field is None:
+            raise ConfigError("text needs --tokenizer FILE; tokens that are ids already, --tokens-field FIELD")
+        if self.mask_field is not None and self.tokens_field is None:
+            raise ConfigError("--mask-field is the mask of --tokens-field; conversations get one from their template")
         if self.chat_template is not None and self.messages_field is None:
             raise ConfigError("--chat-template turns messages into text; say where they are with --messages-field")
         if self.group_field is not None and not self.split:
@@ -193,11 +209,11 @@ def tokenize(
     """
     started = time.monotonic()
     storage = Storage(storage_options)
-    encoder = _encoder(options, storage, executor)
     shares = parse_shares(options.split)
     if len(shares) > 1 and "{" in split_url(target)[1]:
         raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
     reader = _reader(source, target, options, storage)
+    encoder = _id_encoder(options, reader, storage) if options.tokens_field else _encoder(options, storage, executor)
     progress = progress or NoProgress()
     tallies = [SetTally() for _ in shares]
     sets = []
@@ -211,7 +227,7 @@ def tokenize(
                 executor=executor,
                 ahead=2 * options.workers + 2,
                 keep=options.keep,
-                fields=tuple(extension for _, extension in options.fields),
+                fields_kept=tuple(extension for _, extension in options.fields),
                 columns=options.columns,
                 on_error=options.on_error,
                 progress=progress,
@@ -224,13 +240,13 @@ def tokenize(
     return TokenizeReport(
         kind=reader.kind,
         target=target,
-        tokenizer=encoder.file.kind,
-        sha256=encoder.file.sha256,
+        tokenizer="ids" if encoder.file is None else encoder.file.kind,
+        sha256="" if encoder.file is None else encoder.file.sha256,
         vocab_size=ends.vocab_size,
         dtype=ends.dtype,
         bos=ends.bos,
         eos=ends.eos,
-        masked=encoder.template is not None,
+        masked=encoder.masked,
         sets=tuple(sets),
         documents_per_s=sum(tally.num_documents for tally in tallies) / seconds,
         tokens_per_s=sum(tally.num_tokens for tally in tallies) / seconds,
@@ -238,14 +254,28 @@ def tokenize(
     )
 
 
-def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | None) -> Encoder:
+def _id_encoder(options: TokenizeOptions, reader: Source, storage: Storage) -> DocumentEncoder:
+    """Determine the bound of ids: that of the tokenizer, else that of the column's type."""
+    if options.tokenizer is not None:
+        file = find_tokenizer(options.tokenizer, storage, special=True, pattern=options.pattern)
+        ends = find_ends(file, load_config(file, storage), bos=options.bos, eos=options.eos, by_default=False)
+        return IdEncoder(ends=ends, masked=options.mask_field is not None, file=file)
+    if options.pattern is not None:
+        raise ConfigError("--pattern belongs to a file of tiktoken ranks; give it with --tokenizer, or leave it out")
+    stored: Mapping[str, str] = getattr(reader, "item_types", {})
+    bound = 2**16 if np.dtype(stored.get(options.tokens_field or "", "int64")).itemsize <= 2 else 2**32
+    begin, end = (id_below(bound, option, given) for option, given in (("--bos", options.bos), ("--eos", options.eos)))
+    return IdEncoder(ends=Ends(bos=begin, eos=end, vocab_size=bound), masked=options.mask_field is not None)
+
+
+def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | None) -> DocumentEncoder:
     """Open the tokenizer here, to find errors in it before a document is read."""
     chat = options.messages_field is not None
-    file = find_tokenizer(options.tokenizer, storage, special=chat, pattern=options.pattern)
+    file = find_tokenizer(options.tokenizer or "", storage, special=chat, pattern=options.pattern)
     config = load_config(file, storage)
     ends = find_ends(file, config, bos=options.bos, eos=options.eos, by_default=not chat)
     if not chat and ends.eos is None and options.eos is None:
-        told = redact(options.tokenizer)
+        told = redact(options.tokenizer or "")
         _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", told)
     template = _template(options, file, config, storage) if chat else None
     if isinstance(executor, ProcessPoolExecutor) and is_local(file.url) and file.url != BYTES:
@@ -267,7 +297,7 @@ def _template(
         source = named.get("default")
     if not isinstance(source, str):
         raise ConfigError(
-            f"--messages-field: no chat template beside {redact(options.tokenizer)} (tokenizer_config.json, "
+            f"--messages-field: no chat template beside {redact(options.tokenizer or '')} (tokenizer_config.json, "
             "chat_template.jinja); give one with --chat-template FILE"
         )
     bos, eos = open_tokenizer(file).ends()
@@ -287,18 +317,25 @@ def _reader(source: str, target: str, options: TokenizeOptions, storage: Storage
     if options.documents != "line" and reader.kind != "text":
         raise ConfigError(f"--documents {options.documents} is for texts; a source of kind {reader.kind!r} has rows")
     where = _reading(options, reader, Share())
+    fields = {
+        "--messages-field": where.messages_field,
+        "--tokens-field": where.tokens_field,
+        "--mask-field": where.mask_field,
+        "--text-field": where.text_field,
+        "--group-field": where.group_field,
+    }
     named = options.named_columns + [("--keep", name) for name in options.keep]
-    named += [("--messages-field", where.messages_field)] if where.messages_field else []
-    named += [] if where.messages_field else [("--text-field", where.text_field)]
-    named += [("--group-field", where.group_field)] if where.group_field else []
-    check_columns(reader, named, in_fields=True)
+    check_columns(reader, named + [(option, name) for option, name in fields.items() if name], in_fields=True)
     return reader
 
 
 def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
+    otherwise = None if options.messages_field or options.tokens_field else "txt" if reader.kind == "tars" else "text"
     return Reading(
-        text_field=options.text_field or ("txt" if reader.kind == "tars" else "text"),
+        text_field=options.text_field or otherwise,
         messages_field=options.messages_field,
+        tokens_field=options.tokens_field,
+        mask_field=options.mask_field,
         group_field=options.group_field,
         share=share,
     )
@@ -318,8 +355,10 @@ def _write(
         identity=options.identity()
         | {
             "keep": list(options.keep),
-            "text_field": documents.reading.text_field if options.messages_field is None else None,
+            "text_field": documents.reading.text_field,
             "messages_field": options.messages_field,
+            "tokens_field": options.tokens_field,
+            "mask_field": options.mask_field,
             "documents": options.documents,
             "share": [share.name, share.start, share.stop],
             "group_field": options.group_field,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ from shard_tools.convert.records import Record, Skipped, Source
 from shard_tools.convert.rows import dump_json
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
-from shard_tools.tokens.documents import Document, Reading, SetTally
-from shard_tools.tokens.encode import Encoded, Encoder
+from shard_tools.tokens.documents import Content, Document, Reading, SetTally
+from shard_tools.tokens.encode import DocumentEncoder, Encoded
 from shard_tools.tokens.messages import Conversation, RejectedError
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
@@ -37,7 +37,7 @@ class TokenSource:
         executor: Where to encode.
         ahead: Batches in progress at once.
         keep: Columns that go into the field ``json``; for tars: fields that are kept as they are.
-        fields: Fields of the records that are kept as they are.
+        fields_kept: Fields of the records that are kept as they are.
         columns: Additional columns of the sample table.
         on_error: ``"raise"``: a record without tokens is an error, unless it is empty; ``"skip"``: it is counted.
         progress: Called with bytes of text.
@@ -46,11 +46,11 @@ class TokenSource:
 
     below: Source
     reading: Reading
-    encoder: Encoder
+    encoder: DocumentEncoder
     executor: Executor
     ahead: int
     keep: tuple[str, ...]
-    fields: tuple[str, ...]
+    fields_kept: tuple[str, ...]
     columns: tuple[str, ...]
     on_error: str
     progress: Progress
@@ -75,6 +75,14 @@ class TokenSource:
     def skipped(self) -> tuple[Skipped, ...]:
         """What the underlying source left out."""
         return self.below.skipped
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The tokens of every document, and what is kept of those that have it."""
+        rows = self.below.kind != "tars"
+        kept = (*self.fields_kept, *(("json",) if rows and self.keep else () if rows else self.keep))
+        always = (TOKENS_FIELD, MASK_FIELD) if self.encoder.masked else (TOKENS_FIELD,)
+        return dict.fromkeys(kept, False) | dict.fromkeys(always, True)
 
     def identity(self) -> dict[str, object]:
         """Return the identity of the underlying source."""
@@ -138,7 +146,7 @@ class TokenSource:
         """Yield documents with their tokens, in order; batches are encoded ahead."""
         waiting: deque[list[Document]] = deque()
 
-        def contents() -> Iterator[list[str | Conversation]]:
+        def contents() -> Iterator[list[Content]]:
             for batch in _batches(documents):
                 waiting.append(batch)
                 yield [document.content for document in batch]
@@ -164,10 +172,12 @@ class TokenSource:
             fields[MASK_FIELD] = encoded.mask
         metadata = record.metadata or {name: follow(record.fields, name) for name in self.columns}
         counted = {TOKENS_COLUMN: num_tokens, POSITION_COLUMN: document.number}
-        return Record(key=record.key, fields=fields, metadata={**metadata, **counted}, where=record.where)
+        return Record(
+            key=record.key, fields=fields, metadata={**metadata, **counted}, where=record.where, remarks=record.remarks
+        )
 
     def _kept(self, record: Record) -> dict[str, bytes]:
-        kept = {name: record.fields[name] for name in self.fields if name in record.fields}
+        kept = {name: record.fields[name] for name in self.fields_kept if name in record.fields}
         if not record.metadata:
             return kept | {name: record.fields[name] for name in self.keep if name in record.fields}
         row = {name: record.metadata[name] for name in self.keep if name in record.metadata}
@@ -198,9 +208,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def describe(encoder: Encoder) -> dict[str, object]:
+def describe(encoder: DocumentEncoder) -> dict[str, object]:
     """Return a JSON-able description of the tokens: everything their bytes depend on, without counts and times."""
-    template = encoder.template
+    template, file = encoder.template, encoder.file
     return {
         "field": TOKENS_FIELD,
         "column": TOKENS_COLUMN,
@@ -208,7 +218,7 @@ def describe(encoder: Encoder) -> dict[str, object]:
         "vocab_size": encoder.ends.vocab_size,
         "bos": encoder.ends.bos,
         "eos": encoder.ends.eos,
-        "mask": None if template is None else MASK_FIELD,
-        "tokenizer": {"kind": encoder.file.kind, "sha256": encoder.file.sha256, "pattern": encoder.file.pattern},
+        "mask": MASK_FIELD if encoder.masked else None,
+        "tokenizer": None if file is None else {"kind": file.kind, "sha256": file.sha256, "pattern": file.pattern},
         "chat_template": None if template is None else template.source,
     }

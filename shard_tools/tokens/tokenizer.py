@@ -192,6 +192,22 @@ def token_name(config: dict[str, object], name: str, otherwise: str | None) -> s
     return value if isinstance(value, str) else otherwise
 
 
+def id_below(bound: int, option: str, given: str | None) -> int | None:
+    """Return the id that an option gives without a tokenizer that could name it; None: none.
+
+    Raises:
+        ConfigError: It is not an id below ``bound``.
+    """
+    if given is None or given == _NO_END:
+        return None
+    if not given.isdecimal() or int(given) >= bound:
+        raise ConfigError(
+            f"{option} {given!r}: expected an id below {bound:,}, or {_NO_END!r}; a name needs --tokenizer FILE, where "
+            "it is looked up"
+        )
+    return int(given)
+
+
 def _id_of(option: str, given: str | None, file: TokenizerFile, tokenizer: Tokenizer) -> int | None:
     if given is None or given == _NO_END:
         return None

@@ -50,6 +50,7 @@ from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft"))
 _AT_THE_DOCUMENTS = "it belongs to the documents; write Packed(StreamingDataset(…, {}=…), …)"
 _ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(StreamingDataset)} | {
     "batch_size": "it belongs to the loader; write DataLoader(packed, batch_size=…)",
@@ -352,8 +353,6 @@ class Packed(PackedSource):
 
     def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
         """Return the type of tokens, as given or as found in the first documents; with peers, rank 0 looks."""
-        if dtype is not None:
-            return _DTYPES[dtype]
 
         def look() -> bytes:
             for shard in range(len(self.urls)):
@@ -368,13 +367,22 @@ class Packed(PackedSource):
 
         name = digest_of([list(self.urls), field])
         found = float(shared(peers, f"tokens/{name}", look))
+        if dtype is not None:
+            if found not in (0, width := np.dtype(_DTYPES[dtype]).itemsize):
+                _log.warning(
+                    "Packed: field %r has %g bytes for each token of column %r, but dtype=%r has %d: of each document "
+                    "only as many tokens are read as the column says", field, found, self.column, dtype, width,
+                )  # fmt: skip
+            return _DTYPES[dtype]
         for one in _DTYPES.values():
             if found == np.dtype(one).itemsize:
                 return one
         why = f"it has {found:g} bytes for each token of the column" if found else "no sample table has its sizes"
         raise ConfigError(
-            f'dtype: it cannot be inferred for field {field!r}: {why}; give dtype="uint16" or "uint32". If neither '
-            "fits, the column counts something else, or was made with another tokenizer"
+            f"dtype: it cannot be inferred for field {field!r}: {why}. If the field holds raw uint16 or uint32, give "
+            'dtype="uint16" or "uint32": the column counts something else, or was made with another tokenizer. If it '
+            "holds anything else, such as int64 or arrays with a header, write it anew: `shard_tools convert URL "
+            "TARGET --tokens-field FIELD`"
         )
 
     def _take_over(self) -> None:
@@ -610,11 +618,29 @@ def _check_documents(documents: Any, *, whole: bool) -> None:
         raise ConfigError(_NO_TRANSFORM)
 
 
+def _refuse_encoded(option: str, field: str) -> None:
+    """Refuse a field whose name says that its bytes are not the items themselves: headers would become tokens.
+
+    Raises:
+        ConfigError: It does.
+    """
+    extension = field.rpartition(".")[2].lower()
+    if extension in _ENCODED:
+        items = "tokens of two or four bytes each" if option == "field" else "one byte for each token"
+        raise ConfigError(
+            f"{option}={field!r}: a .{extension} field has a header or text around its numbers, but packs read {items} "
+            "straight from the shards; write them so with `shard_tools convert URL TARGET --tokens-field FIELD "
+            "[--mask-field FIELD]` (fields tok and mask, column tokens)"
+        )
+
+
 def _check_choices(names: Mapping[str, Any], flags: Mapping[str, Any], dtype: Any, *, whole: bool) -> None:
     for option, name in names.items():
         absent = (option == "mask_field" and name is None) or (option == "field" and whole)
         if not (isinstance(name, str) and name) and not absent:
             raise ConfigError(f"{option}: expected a name, got {name!r}")
+        if isinstance(name, str) and option != "column":
+            _refuse_encoded(option, name)
     for option, flag in flags.items():
         checked_flag(option, flag)
     if dtype is not None and dtype not in _DTYPES:

@@ -3,9 +3,10 @@
 The content decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
 the header and compared with the limit before a pixel is decoded.
 
-Not supported: EXIF orientation is not applied, color profiles are ignored, transparency is dropped and
-not blended, and of several frames the first is taken. Sixteen bits per channel become eight by dropping the
-low byte.
+Images come out upright: the EXIF orientation is applied, unless a decoder is told to leave it.
+
+Not supported: color profiles are ignored, transparency is dropped and not blended, and of several frames the first is
+taken. Sixteen bits per channel become eight by dropping the low byte, except in the mode ``gray16``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from PIL import (
     WebPImagePlugin,
 )
 
+from streaming.decode.upright import orientation_of, turned
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
@@ -44,7 +46,7 @@ LINEAR_UP_TO = 4 / 3
 224 x 224: 1,110 to 1,150 images per CPU second, against 800 to 820 with area averages (benchmarks/bench_decode.py,
 2026-11, x86-64 with 2 CPUs, under other load)."""
 
-_MODES = {  # name: (Pillow's mode, simplejpeg's, channels, what comes out)
+_MODES: dict[str, tuple[str, str | None, int, str]] = {  # (Pillow's mode, simplejpeg's, channels, what comes out)
     "rgb8": ("RGB", "RGB", 3, "uint8"),
     "gray8": ("L", "GRAY", 1, "uint8"),
     "rgba8": ("RGBA", "RGBA", 4, "uint8"),
@@ -52,6 +54,8 @@ _MODES = {  # name: (Pillow's mode, simplejpeg's, channels, what comes out)
     "gray": ("L", "GRAY", 1, "float32"),
     "rgba": ("RGBA", "RGBA", 4, "float32"),
     "pil": ("RGB", "RGB", 3, "pil"),
+    "index8": ("P", None, 1, "uint8"),
+    "gray16": ("I;16", None, 1, "uint16"),
 }
 MODES = tuple(_MODES)
 
@@ -77,15 +81,19 @@ class ImageDecoder:
     Attributes:
         mode: ``rgb8``, ``gray8``, ``rgba8``: uint8 ``[H, W, 3]``, ``[H, W]``, ``[H, W, 4]``. ``rgb``,
             ``gray``, ``rgba``: the same as float32 in 0..1. ``pil``: a loaded ``PIL.Image.Image`` in mode
-            RGB.
+            RGB. ``index8``: uint8 ``[H, W]``, the numbers that a palette image (or a gray one of up to eight bits)
+            stores, such as the classes of a mask. ``gray16``: uint16 ``[H, W]``, gray values of 16 bits, such as
+            depths; those of fewer bits are scaled up to the full range.
         size: (height, width) to resize to, without keeping the aspect; None keeps the size. A JPEG is first
-            decoded at the smallest of libjpeg's scales that is not below it.
+            decoded at the smallest of libjpeg's scales that is not below it. ``index8`` takes the nearest pixel.
         max_pixels: Largest height x width that is decoded.
+        upright: Whether the EXIF orientation is applied.
     """
 
     mode: str = "rgb8"
     size: tuple[int, int] | None = None
     max_pixels: int = MAX_PIXELS
+    upright: bool = True
 
     accepts_buffer = True
 
@@ -127,19 +135,22 @@ class ImageDecoder:
         kind = _MODES[self.mode][3]
         if kind == "pil":
             return Image.fromarray(pixels)
-        return pixels if kind == "uint8" else np.multiply(pixels, np.float32(1 / 255), dtype=np.float32)
+        return pixels if kind.startswith("uint") else np.multiply(pixels, np.float32(1 / 255), dtype=np.float32)
 
-    def _decode(self, data: ReadBuffer) -> npt.NDArray[np.uint8]:
-        """Return the image as uint8 ``[H, W(, C)]``."""
-        pixels = self._decode_jpeg(data) if bytes(data[:3]) == b"\xff\xd8\xff" else None
+    def _decode(self, data: ReadBuffer) -> npt.NDArray[Any]:
+        """Return the image as uint8 or uint16 ``[H, W(, C)]``."""
+        orientation = orientation_of(data) if self.upright else 1
+        size = self.size[::-1] if self.size is not None and orientation > 4 else self.size  # before it is turned
+        is_jpeg = bytes(data[:3]) == b"\xff\xd8\xff"
+        pixels = self._decode_jpeg(data, size) if is_jpeg and _MODES[self.mode][1] is not None else None
         if pixels is None:
             pixels = self._decode_pillow(data)
-        if self.size is not None and pixels.shape[:2] != self.size:
-            pixels = resize(pixels, self.size)
-        return pixels
+        if size is not None and pixels.shape[:2] != size:
+            pixels = nearest(pixels, size) if self.mode == "index8" else resize(pixels, size)
+        return turned(pixels, orientation)
 
-    def _decode_jpeg(self, data: ReadBuffer) -> npt.NDArray[np.uint8] | None:
-        """Return the JPEG, scaled as far down as ``size`` allows; None if Pillow has to decode it."""
+    def _decode_jpeg(self, data: ReadBuffer, size: tuple[int, int] | None) -> npt.NDArray[np.uint8] | None:
+        """Return the JPEG as stored, scaled as far down as ``size`` allows; None if Pillow has to decode it."""
         try:
             height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         except ValueError:
@@ -147,7 +158,7 @@ class ImageDecoder:
         self._check(height, width)
         if colorspace in {"CMYK", "YCCK"}:  # Pillow knows that Adobe stores them inverted
             return None
-        min_height, min_width = self.size or (0, 0)
+        min_height, min_width = size or (0, 0)
         try:
             pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
                 data,
@@ -159,11 +170,15 @@ class ImageDecoder:
             return None
         return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
 
-    def _decode_pillow(self, data: ReadBuffer) -> npt.NDArray[np.uint8]:
+    def _decode_pillow(self, data: ReadBuffer) -> npt.NDArray[Any]:
         _check_webp(data, self._check)
         with open_image(data) as image:
             self._check(image.height, image.width)
-            return to_uint8(image, _MODES[self.mode][0])
+            if not self.upright and isinstance(image, TiffImagePlugin.TiffImageFile):
+                raise ValueError("a TIFF comes out upright only, since Pillow turns it; leave upright=False out")
+            if self.mode == "index8":
+                return to_index8(image)
+            return to_gray16(image) if self.mode == "gray16" else to_uint8(image, _MODES[self.mode][0])
 
     def _check(self, height: int, width: int) -> None:
         if height * width > self.max_pixels:
@@ -173,13 +188,15 @@ class ImageDecoder:
             )
 
 
-def image(mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels: int = MAX_PIXELS) -> ImageDecoder:
-    """Make a decoder of images into ``mode``, resized to ``size`` (height, width).
+def image(
+    mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels: int = MAX_PIXELS, upright: bool = True
+) -> ImageDecoder:
+    """Make a decoder of images into ``mode``, resized to ``size`` (height, width), and turned upright.
 
     Raises:
         ConfigError: The mode is unknown, or a number is not positive.
     """
-    return ImageDecoder(mode=mode, size=size, max_pixels=max_pixels)
+    return ImageDecoder(mode=mode, size=size, max_pixels=max_pixels, upright=upright)
 
 
 def parse_image_spec(spec: str) -> ImageDecoder | None:
@@ -224,8 +241,77 @@ def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
     return np.array(image if image.mode == mode else image.convert(mode))
 
 
-def resize(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Resize ``pixels`` ``[H, W(, C)]`` to ``size`` (height, width).
+def to_index8(image: ImageFile.ImageFile) -> npt.NDArray[np.uint8]:
+    """Return the numbers that ``image`` stores for its pixels: uint8 ``[H, W]``, indices of its palette or gray values.
+
+    Raises:
+        ValueError: It stores colors, more than eight bits, or inexact values (JPEG).
+    """
+    bits = _gray_bits(image)
+    image.load()  # which also turns a TIFF
+    if image.mode not in {"1", "L", "P"} or image.format == "JPEG":
+        raise ValueError(
+            f"{image.format} image of Pillow's mode {image.mode} stores no numbers of up to eight bits for its pixels, "
+            "which index8 takes: expected a palette or gray image, not JPEG; take colors as rgb8, 16 bits as gray16"
+        )
+    pixels = np.array(image, np.uint8)
+    return pixels if bits is None else pixels // np.uint8(255 // (2**bits - 1))
+
+
+def _gray_bits(image: ImageFile.ImageFile) -> int | None:
+    """Return 2 or 4 for a gray PNG of so many bits, not loaded yet, whose values Pillow scales to 255; else None."""
+    stored = image.tile[0].args if image.tile else None
+    rawmode = stored[0] if isinstance(stored, tuple) else stored
+    return {"L;2": 2, "L;4": 4}.get(str(rawmode)) if image.format == "PNG" else None
+
+
+def to_gray16(image: ImageFile.ImageFile) -> npt.NDArray[np.uint16]:
+    """Return the gray values of ``image``: uint16 ``[H, W]``; those of fewer bits are scaled up to 65,535.
+
+    Raises:
+        ValueError: It stores colors, a palette, or 32 bits.
+    """
+    image.load()
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PNG", "PPM"}):
+        return np.array(image).astype(np.uint16)
+    if image.mode in {"1", "L"}:
+        return np.array(image.convert("L")).astype(np.uint16) * np.uint16(257)
+    raise ValueError(
+        f"{image.format} image of Pillow's mode {image.mode}: expected gray values of up to 16 bits; take colors as "
+        "rgb8, a palette as index8, and 32 bits as bytes"
+    )
+
+
+def stored_size(data: ReadBuffer) -> tuple[int, int, int]:
+    """Return height and width of an encoded image once it is upright, and its orientation, without decoding pixels.
+
+    Raises:
+        ValueError: It is not an image of a known kind, or its header is damaged.
+        Exception: Other errors of Pillow.
+    """
+    orientation = orientation_of(data)
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        with open_image(data) as image:
+            height, width = image.height, image.width
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose size Pillow may have turned already
+                orientation = image.tag_v2.get(274, 1)
+                height, width = image.tag_v2.get(257, height), image.tag_v2.get(256, width)
+    return (width, height, orientation) if orientation > 4 else (height, width, orientation)
+
+
+def nearest(pixels: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]:
+    """Resize ``pixels`` ``[H, W]`` to ``size`` (height, width) by taking the pixel at the middle of each new one."""
+    rows, columns = (
+        ((2 * np.arange(new) + 1) * old // (2 * new)) for new, old in zip(size, pixels.shape[:2], strict=True)
+    )
+    picked: npt.NDArray[Any] = pixels[rows[:, None], columns]
+    return picked
+
+
+def resize(pixels: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]:
+    """Resize ``pixels`` ``[H, W(, C)]``, uint8 or uint16, to ``size`` (height, width).
 
     Uses area averages if an axis shrinks by more than ``LINEAR_UP_TO`` and none grows, else bilinear: a JPEG
     scaled by libjpeg is mostly close enough, and bilinear takes a fifth of the time.
@@ -238,11 +324,14 @@ def resize(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[
     area = max(ratios) > LINEAR_UP_TO and min(ratios) >= 1
     cv2 = opencv()
     if cv2 is not None:
-        resized: npt.NDArray[np.uint8] = cv2.resize(
+        resized: npt.NDArray[Any] = cv2.resize(
             pixels, (width, height), interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR
         )
         return resized
     method = Image.Resampling.BOX if area else Image.Resampling.BILINEAR
+    if pixels.dtype == np.uint16:  # Pillow resizes 16 bits as floats
+        floats = Image.fromarray(pixels.astype(np.float32)).resize((width, height), method)
+        return np.asarray(floats).round().astype(np.uint16)
     return np.array(Image.fromarray(pixels).resize((width, height), method))
 
 

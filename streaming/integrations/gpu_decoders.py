@@ -6,11 +6,15 @@ CPU, so give them batches before they are copied to a device. All results are vi
 the decoder is done with them.
 
 torchvision's nvJPEG needs none of this: ``decode_jpeg(batch["jpg"].rows(), device="cuda")``.
+
+**Upright images.** The decoders of ``streaming.decode`` apply the EXIF orientation. DALI (``adjust_orientation=True``)
+and nvImageCodec (``apply_exif_orientation=True``) do so by default, too; nvJPEG under torchvision does not:
+``upright(images, batch["jpg"])`` turns what it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,9 +23,10 @@ import numpy.typing as npt
 import torch
 
 from streaming.batches.jagged import Jagged
+from streaming.decode.upright import orientation_of
 from streaming.errors import ConfigError
 
-__all__ = ["DaliSource", "arrays", "code_streams"]
+__all__ = ["DaliSource", "arrays", "code_streams", "upright"]
 
 
 def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
@@ -43,6 +48,25 @@ def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
             "device; take batches from the loader itself, not from a DevicePrefetcher"
         )
     return [row.numpy() for row in field.rows()]
+
+
+def upright(images: Sequence[torch.Tensor], field: Any) -> list[torch.Tensor]:
+    """Turn images [C, H, W], on any device, that a decoder made from a jagged field without its EXIF orientations.
+
+    Raises:
+        ConfigError: ``field`` is not a jagged field of bytes on the CPU, or has another number of rows.
+    """
+    payloads = arrays(field)
+    if len(images) != len(payloads):
+        raise ConfigError(f"upright: got {len(images)} images for the {len(payloads)} rows of the field they came from")
+    return [_turned(image, orientation_of(data.data)) for image, data in zip(images, payloads, strict=True)]
+
+
+def _turned(image: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Turn an image [C, H, W] as :func:`streaming.decode.upright.turned` turns [H, W, C]."""
+    flips = {2: [2], 3: [1, 2], 4: [1], 6: [1], 7: [1, 2], 8: [2]}.get(orientation, [])
+    image = image.flip(flips) if flips else image
+    return image.transpose(1, 2).contiguous() if orientation > 4 else image
 
 
 def code_streams(field: Any) -> list[Any]:
