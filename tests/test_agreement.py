@@ -20,7 +20,7 @@ import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
 from streaming.errors import AgreementError, ConfigError
-from streaming.job.agreement import agree, gathered
+from streaming.job.agreement import Together, agree
 from streaming.loops import shares
 from streaming.replicas import start_check
 from streaming.replicas.start_check import StartCheck
