@@ -208,6 +208,7 @@ class EpochLoop(BaseLoop):
             if self._is_broken:  # connections to other ranks outlive this run
                 self._store = None
                 self._drop_crew()
+            self._keeps_chunks &= not room.retain  # there is room for all of them
             return self._read(plan, room)
 
         return begin
