@@ -226,10 +226,9 @@ def test_a_row_that_is_too_soon_is_refused_on_all_ranks_with_the_row_that_is_not
                 loader.set_weights(CODE, at=at)
             return str(refusal.value), loader.set_weights(CODE, at=24 * SIZE)
 
-    assert set(threads(train, dp_size=4)) == {
-        (f"set_weights: at={at}: rows before {24 * SIZE} are planned already; give a row from {24 * SIZE} on, or leave "
-         "at out", 24 * SIZE)
-    }  # fmt: skip
+    first = 24 * SIZE
+    said = f"set_weights: at={at}: rows before {first} are planned already; give a row from {first} on, or leave at out"
+    assert set(threads(train, dp_size=4)) == {(said, first)}
 
 
 def test_what_one_rank_cannot_do_is_refused_on_all(
