@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from infra import DeviceMesh
+from streaming.loops import shares
 from streaming.remote import cluster
 from streaming.remote.reader import Reader
 from streaming.replicas import group as replica_group
@@ -21,14 +22,16 @@ Play = Callable[..., list[Any]]
 def played(monkeypatch: pytest.MonkeyPatch) -> Play:
     """``play(function, **sizes)``: the function's results for the mesh of each rank, each in a thread of its own."""
     store, own = dist.HashStore(), threading.local()
-    monkeypatch.setattr(replica_group, "job_store", lambda _: (own.rank, store))
+    for module in (replica_group, shares):
+        monkeypatch.setattr(module, "job_store", lambda _: (own.rank, store))
+    monkeypatch.setattr(shares, "job_world_size", lambda: own.world_size)
 
     def run(function: Callable[[DeviceMesh], Any], **sizes: int) -> list[Any]:
         meshes = [DeviceMesh.from_sizes(**sizes, rank=0, environ={})]  # type: ignore[arg-type]
         meshes = [meshes[0].with_rank(rank) for rank in range(meshes[0].world_size)]
 
         def one(mesh: DeviceMesh) -> Any:
-            own.rank = mesh.rank
+            own.rank, own.world_size = mesh.rank, mesh.world_size
             return function(mesh)
 
         with ThreadPoolExecutor(len(meshes), thread_name_prefix="rank") as ranks:

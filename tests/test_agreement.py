@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +20,7 @@ import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
 from streaming.errors import AgreementError, ConfigError
-from streaming.job.agreement import agree, gathered
+from streaming.job.agreement import Together, agree
 from streaming.loops import shares
 from streaming.replicas import start_check
 from streaming.replicas.start_check import StartCheck
@@ -113,18 +113,75 @@ def test_ranks_that_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
         agree(board, 0, ranks, GOOD, subject="y", timeout_s=0.05, required=True)
 
 
+def together(board: Any, rank: int, num_ranks: int, *, timeout_s: float = 30) -> Together:
+    return Together(board, rank, range(num_ranks), subject="set_weights", timeout_s=timeout_s)
+
+
 def test_a_rank_that_has_died_is_named_and_so_is_a_store_that_died_with_it() -> None:
     with pytest.raises(
-        AgreementError, match=r"set_weights: ranks \[1\] of 2 did not come within 0\.05 s; call it on all"
+        AgreementError, match=r"set_weights: ranks \[1\] of 2 did not come within 0\.05 s.* call it on all"
     ):
-        gathered(dist.HashStore(), 0, (0, 1), GOOD, subject="set_weights", timeout_s=0.05)
+        together(dist.HashStore(), 0, 2, timeout_s=0.05).exchange(dict)
 
     class Gone:
-        def add(self, *_: Any) -> int:
+        def check(self, *_: Any) -> bool:
             raise dist.DistNetworkError("Broken pipe\nframes of C++")
 
     with pytest.raises(AgreementError, match=r"set_weights: the key-value store .*answer \(Broken pipe\): the process"):
-        gathered(cast("Any", Gone()), 1, (0, 1), GOOD, subject="set_weights", timeout_s=0.05)
+        together(Gone(), 1, 2, timeout_s=0.05).exchange(dict)
+
+
+def test_all_ranks_get_what_all_have_said() -> None:
+    board = CountingBoard()
+    for turn in range(5):
+        found = on_ranks(
+            8, lambda rank, turn=turn: together(board, rank, 8).exchange(lambda: {"said": 10 * turn + rank})
+        )
+        assert found == [{rank: {"said": 10 * turn + rank} for rank in range(8)}] * 8
+    assert board._store.num_keys() <= 2 * (8 + 2) + 1
+
+
+@pytest.mark.parametrize("comes_late", [True, False])
+def test_a_rank_that_missed_a_call_changes_nothing_alone_and_takes_part_in_the_next(*, comes_late: bool) -> None:
+    """Its entry and those of the others remained: a late rank found them all, and every call after that was skewed."""
+    board = dist.HashStore()
+    found = on_ranks(2, lambda rank: together(board, rank, 3, timeout_s=0.05).exchange(lambda: {"call": "first"}))
+    assert all(isinstance(one, AgreementError) and "ranks [2] of 3" in str(one) for one in found), found
+    if comes_late:
+        with pytest.raises(AgreementError, match=r"ranks \[0, 1\] of 3 did not come.*nothing has changed"):
+            together(board, 2, 3, timeout_s=0.05).exchange(lambda: {"call": "first"})
+    for _ in range(3):
+        found = on_ranks(3, lambda rank: together(board, rank, 3).exchange(lambda: {"call": "next"}))
+        assert found == [{rank: {"call": "next"} for rank in range(3)}] * 3
+
+
+def test_what_one_rank_cannot_do_none_does() -> None:
+    board = dist.HashStore()
+
+    def act(rank: int) -> Any:
+        if rank == 1:
+            raise ConfigError("too little memory here")
+        return {}
+
+    for _ in range(2):
+        found = on_ranks(4, lambda rank: together(board, rank, 4).exchange(lambda: act(rank)))
+        assert [type(one) for one in found] == [AgreementError, ConfigError, AgreementError, AgreementError]
+        assert all("too little memory here" in str(one) for one in found)
+        assert all("rank 1 cannot" in str(one) for one in found if isinstance(one, AgreementError))
+    assert on_ranks(4, lambda rank: together(board, rank, 4).exchange(dict)) == [{rank: {} for rank in range(4)}] * 4
+
+
+def test_all_ranks_go_on_or_none_does_however_close_the_time_out_is() -> None:
+    board = dist.HashStore()
+    ends = set()
+    for turn in range(150):
+        found = on_ranks(
+            6, lambda rank, turn=turn: together(board, rank, 6, timeout_s=1e-5 * turn + 1e-6).exchange(dict)
+        )
+        kinds = {type(one) for one in found}
+        assert len(kinds) == 1, found
+        ends |= kinds
+    assert ends == {dict, AgreementError}
 
 
 # --- the loader ---

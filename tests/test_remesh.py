@@ -539,7 +539,7 @@ def test_the_log_says_what_changes(samples: SampleSet, caplog: pytest.LogCapture
             "of the batches handed out come again"
         ) in caplog.text
         next(iter(fetcher))
-        assert "chunks of the old share are still in memory" in caplog.text
+        assert "chunks of the old plan are still in memory" in caplog.text
 
 
 def test_nobody_of_the_older_process_group_is_asked(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,11 @@ class Position:
         return self._places[-1 - self._num_held]
 
     @property
+    def handed_out(self) -> Place:
+        """The place after the last batch handed out, whether training has received it or a wrapper holds it back."""
+        return self._places[-1]
+
+    @property
     def epoch(self) -> int:
         """The epoch in progress, or the next one to start."""
         return self.place.epoch

@@ -1,4 +1,4 @@
-"""Compare at the start what all ranks are about to train on, and report by name where they differ.
+"""Compare at the start what all ranks are about to train on; let all ranks change something together, or none.
 
 This uses the key-value store of torch.distributed, not a collective, so a rank that iterates alone never waits longer
 than a time-out. Every rank leaves one small entry and reads one verdict; the first rank of the mesh compares.
@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class Board(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the new number."""
+
+    def compare_set(self, key: str, expected: str, value: str) -> object:
+        """Leave an entry unless there is one; ``expected`` is ""."""
 
     def check(self, keys: list[str]) -> bool:
         """Tell whether all keys exist."""
@@ -106,44 +109,105 @@ def _home(board: Board, rank: int, ranks: Sequence[int], subject: str) -> tuple[
     return home, board.add(f"{home}/turn/{rank}", 1)
 
 
-def gathered(
-    board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float
-) -> dict[int, dict[str, Any]]:
-    """Gather the facts of all ``ranks``.
+class Together:
+    """The ranks that change something together: all of them do, or none does.
 
-    The n-th call of a rank for a ``subject`` is matched with the n-th of the others.
+    ::
 
-    Raises:
-        AgreementError: Some did not arrive, or the process that keeps the store has ended.
+        ranks = Together(board, rank, ranks, subject="set_weights", timeout_s=600)
+        told = ranks.exchange(lambda: {"weights": weights})    # the facts of all ranks; the same on each
+        ranks.exchange(prepare)                                # if one rank cannot, none goes on
+
+    Calls are matched by rounds that the store counts, not each rank for itself. So a rank that missed a call takes part
+    in the next one, and a rank that comes when the others have given up changes nothing alone.
+
+    Args:
+        board: Where ranks leave entries; None: this rank is the only one.
+        rank: This rank.
+        ranks: All participants, in the same order everywhere.
+        subject: What is changed, for messages; exchanges about different subjects are independent.
+        timeout_s: How long to wait for absent ranks.
     """
-    try:
-        return _gathered(board, rank, ranks, facts, subject=subject, timeout_s=timeout_s)
-    except AgreementError:
-        raise
-    except RuntimeError as error:  # torch.distributed.DistNetworkError is one
-        raise AgreementError(
-            f"{subject}: the key-value store of torch.distributed does not answer ({str(error).splitlines()[0]}): the "
-            "process that keeps it, usually rank 0 or torchrun's agent, has ended. Restart the job from its checkpoint"
-        ) from error
+
+    def __init__(self, board: Board | None, rank: int, ranks: Sequence[int], *, subject: str, timeout_s: float) -> None:
+        self.rank, self._board, self._ranks = rank, board, tuple(ranks)
+        self._subject, self._timeout_s = subject, timeout_s
+        self._num_exchanges = 0
+
+    def exchange(self, make: Callable[[], Facts]) -> dict[int, dict[str, Any]]:
+        """Call ``make`` on each rank and return what it returned, by rank.
+
+        Raises:
+            Exception: Whatever ``make`` raised here.
+            AgreementError: It raised on another rank (which is named), ranks did not arrive in time, or the process
+                that keeps the store has ended. Then no rank gets an answer.
+        """
+        self._num_exchanges += 1
+        failure: Exception | None = None
+        facts: Facts = {}
+        try:
+            facts = make()
+        except Exception as error:
+            if self._board is None:
+                raise
+            failure = error
+        if self._board is None:
+            return {self.rank: dict(facts)}
+        told = self._told(self._board, {"facts": dict(facts), "failure": "" if failure is None else str(failure)})
+        if failure is not None:
+            raise failure
+        for rank, said in told.items():
+            if said["failure"]:
+                raise AgreementError(
+                    f"{self._subject}: nothing has changed, because rank {rank} cannot: {said['failure']}"
+                )
+        return {rank: said["facts"] for rank, said in told.items()}
+
+    def _told(self, board: Board, said: Facts) -> dict[int, Any]:
+        try:
+            return self._round(board, said)
+        except AgreementError:
+            raise
+        except RuntimeError as error:  # torch.distributed.DistNetworkError is one
+            raise AgreementError(
+                f"{self._subject}: the key-value store of torch.distributed does not answer "
+                f"({str(error).splitlines()[0]}): the process that keeps it, usually rank 0 or torchrun's agent, has "
+                "ended. Restart the job from its checkpoint"
+            ) from error
+
+    def _round(self, board: Board, said: Facts) -> dict[int, Any]:
+        digest = hashlib.sha256(json.dumps([self._subject, self._num_exchanges, self._ranks]).encode()).hexdigest()[:32]
+        home = f"shardstream/together/{digest}"
+        number = _open_round(board, home)
+        place = f"{home}/{number}"
+        verdict, own = f"{place}/verdict", f"{place}/{self.rank}"
+        board.set(own, json.dumps(said))
+        if board.add(f"{place}/came", 1) == len(self._ranks):
+            board.compare_set(verdict, "", json.dumps([]))
+        elif not _came(board, [verdict], self._timeout_s):
+            missing = [one for one in self._ranks if not board.check([f"{place}/{one}"])]
+            board.compare_set(verdict, "", json.dumps(missing))
+        # Invariant: the first verdict on a round stands, so all ranks have the entries of all, or all give it up.
+        missing = json.loads(board.get(verdict))
+        board.set(f"{home}/round", str(number + 1))
+        if missing:
+            board.delete_key(own)
+            raise AgreementError(
+                f"{self._subject}: ranks {missing[:_NAMED]} of {len(self._ranks)} did not come within "
+                f"{self._timeout_s:g} s, and nothing has changed on any rank; call it on all ranks, at the same step"
+            )
+        told = {one: json.loads(board.get(f"{place}/{one}")) for one in self._ranks}
+        for key in (str(self.rank), *(("verdict", "came") if self.rank == self._ranks[0] else ())):
+            board.delete_key(f"{home}/{number - 1}/{key}")  # all ranks are in this round, so none reads the last one
+        return told
 
 
-def _gathered(
-    board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float
-) -> dict[int, dict[str, Any]]:
-    digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
-    home = f"shardstream/gather/{digest}"
-    turn = board.add(f"{home}/turn/{rank}", 1)
-    board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
-    if turn > 2:  # all ranks have read that one, because they have since reached the next
-        board.delete_key(f"{home}/{turn - 2}/{rank}")
-    keys = [f"{home}/{turn}/{one}" for one in ranks]
-    if not _came(board, keys, timeout_s):
-        missing = [one for one, key in zip(ranks, keys, strict=True) if not board.check([key])]
-        raise AgreementError(
-            f"{subject}: ranks {missing[:_NAMED]} of {len(ranks)} did not come within {timeout_s:g} s; call it on all "
-            "ranks, at the same step"
-        )
-    return {one: json.loads(board.get(key)) for one, key in zip(ranks, keys, strict=True)}
+def _open_round(board: Board, home: str) -> int:
+    """Return the number of the first round without a verdict."""
+    number = int(board.get(f"{home}/round")) if board.check([f"{home}/round"]) else 1
+    while board.check([f"{home}/{number}/verdict"]):
+        number += 1
+    return number
 
 
 _MARGIN_S = 5.0  # time for the comparing rank's own wait

@@ -235,6 +235,10 @@ class BaseLoop(Loop):
         """Release what outlives a run."""
         if self._sharing is not None:
             self._sharing.drop()
+        self._drop_crew()
+
+    def _drop_crew(self) -> None:
+        """Release the builders of batches, and what ends with them; the next run makes new ones."""
         self._note_ring_peak()
         crew, self._crew = self._crew, None
         if crew is not None:

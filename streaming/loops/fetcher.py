@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import cache, cached_property, partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,13 +25,15 @@ from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Run, RunOver
+from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import FetchRange, UnitKey
+from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.options import check_padded
-from streaming.loops.shares import RunShares
+from streaming.loops.runs import RampedRun, ReplannedRun
+from streaming.loops.shares import Change, RunShares, ranks_together
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.plan import memory as budget
@@ -45,6 +49,9 @@ from streaming.types import Int64Array
 
 _log = logging.getLogger(__name__)
 
+_MOST_AHEAD = 16
+"""Batches by which a rank may have read ahead of training when its weights change: a ``DevicePrefetcher`` holds three,
+and a rank that reads for its replicas is up to eight ahead of the last of them."""
 FETCH_THREADS = 64
 """Ranged GETs in parallel (for files: one per core). Eight saturate a nearby server (docs/design/0002); with a
 distant one, the chunks of the first batch should take a single round trip."""
@@ -61,6 +68,23 @@ def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, Pac
         return config, None
     peers = PackExchange(config.mesh, recipe.packs, recipe.cut, metrics)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """The memory for the chunks of one plan.
+
+    Attributes:
+        limit_bytes: See ``ChunkStore``.
+        sizes: See ``ChunkStore.room``.
+        retain: See ``ChunkStore``.
+        is_sliced: Whether units are slices of chunks.
+    """
+
+    limit_bytes: int
+    sizes: Mapping[UnitKey, int] = field(default_factory=dict)
+    retain: bool = False
+    is_sliced: bool = False
 
 
 class EpochLoop(BaseLoop):
@@ -93,6 +117,7 @@ class EpochLoop(BaseLoop):
         self._loaded_at: Place | None = None
         self._seeded_at: Place | None = None
         self._num_runs = 0
+        self._reading: Callable[[], ReplannedRun | None] = lambda: None
         self.shape.check_enough(self.samples_per_epoch)
         self.position.is_endless = self.samples_per_epoch >= ENDLESS
 
@@ -135,10 +160,65 @@ class EpochLoop(BaseLoop):
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
-        if self.shares is None:
+        shares = self.shares
+        if shares is None:
             return super().set_weights(weights, at=at, timeout_s=timeout_s)
-        row = self.row_of(self.position.place)
-        return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
+        reading = None if self.running is None else self._reading()
+        ranks, can_agree = ranks_together(self.config.mesh, timeout_s)
+        with nullcontext(self.position.handed_out) if reading is None else reading.held() as come_to:
+            told = ranks.exchange(lambda: shares.said(weights, at, self._row_behind(come_to)))
+            found: list[tuple[Change, Callable[[], Run] | None]] = []
+
+            def prepare() -> Facts:
+                change = shares.changed(told, self.order, can_agree=can_agree)
+                is_over = reading is None or reading.is_over
+                found.append((change, None if is_over else self._replanned(come_to, change.orders)))
+                return {}
+
+            ranks.exchange(prepare)
+            ((change, begin),) = found
+            # Invariant: all ranks can make the change, and do: the same ledger, from the same row on.
+            start = shares.adopt(change, self.row_of(self.position.place))
+            if reading is not None and begin is not None:
+                self._hold_chunks()
+                reading.replace(begin)
+        return start
+
+    def _row_behind(self, come_to: Place) -> int:
+        """Return a row that no rank has handed out, given the place that this one has come to.
+
+        It follows from what training has received, which is the same on all ranks at the same step, and leaves room for
+        what a rank may have read ahead of that. Only a wrapper that holds back more than this counts by itself.
+        """
+        place = self.position.place
+        for _ in range(_MOST_AHEAD if self.row_of(place) else 0):
+            place = self.after_batch(place, None)
+        return max(map(self.row_of, (place, come_to, self.position.handed_out)))
+
+    def _replanned(self, place: Place, orders: Orders) -> Callable[[], Run]:
+        """Return a function that begins to read the batches after a place in other orders.
+
+        Raises:
+            MemoryLimitError: What is needed at once does not fit.
+        """
+        plan = self._plan(place, orders)
+        room = self._room_for(plan)
+
+        def begin() -> Run:
+            if self._is_broken:  # connections to other ranks outlive this run
+                self._store = None
+                self._drop_crew()
+            self._keeps_chunks &= not room.retain  # there is room for all of them
+            return self._read(plan, room)
+
+        return begin
+
+    def _hold_chunks(self) -> None:
+        """Keep the chunks that the current run releases, until the next run has chosen those that it needs."""
+        if self._store is not None:
+            with self._store.changed:
+                self._store.retain = True
+        self._keeps_chunks = self._store is not None
 
     def take_weights(self, other: EpochLoop) -> None:
         """Adopt the weights that ``set_weights`` gave to another loop over the same mixture.
@@ -254,11 +334,8 @@ class EpochLoop(BaseLoop):
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
         state = self._state_at(at) if isinstance(at, int) else at
-        place, store = self._taken_over(state), self._store
-        if store is not None:
-            with store.changed:
-                store.retain = True  # chunks released by the current run stay, until the next run has chosen
-        self._keeps_chunks = store is not None
+        place = self._taken_over(state)
+        self._hold_chunks()
         self.go_to(place, state.next_seed, what)
         self.become(mesh)
         if self._peers is not None:
@@ -352,21 +429,23 @@ class EpochLoop(BaseLoop):
 
     def _exchanged(self, plan: Plan, place: Place) -> Run:
         """Start reading this rank's share, and exchange its packs if that is configured."""
-        running = self._read(plan, place)
-        return running if self._peers is None else self._peers.run(running, place)
-
-    def _read(self, plan: Plan, place: Place) -> Pipeline:
-        """Start reading this rank's share."""
-        dp_rank = self.config.mesh.data_rank
-        sliced = self._reads_slices(plan)
-        units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset)
-        crew, store = self._open_store()
-        ahead = cache(lambda: self._ahead(plan, place))
-        self._share_out(store, plan, ahead, sliced=sliced)
-        if self._keeps_chunks:
-            self._keep_chunks(store, [] if sliced else self._first_units(ahead(), dp_rank, store.limit_bytes))
+        room = self._room_for(plan)
         if not self._num_runs:  # otherwise an epoch continues with batches of another size
             self._account(place)
+        running: Run = self._read(plan, room)
+        if self.shares is not None and self.shares.mixture.is_endless:
+            running = ReplannedRun(running, plan.num_batches, place, lambda place: self.after_batch(place, None))
+            self._reading = weakref.ref(running)
+        return running if self._peers is None else self._peers.run(running, place)
+
+    def _read(self, plan: Plan, room: _Room) -> Pipeline:
+        """Start reading this rank's share."""
+        dp_rank = self.config.mesh.data_rank
+        units: Units = (BatchSlices if room.is_sliced else WholeChunks)(plan, dp_rank, self.dataset)
+        crew, store = self._open_store()
+        store.limit_bytes, store.room, store.retain = room.limit_bytes, room.sizes, room.retain
+        if self._keeps_chunks:
+            self._keep_chunks(store, [] if room.is_sliced else self._first_units(plan, dp_rank, store.limit_bytes))
         return Pipeline(
             plan=plan,
             dp_rank=dp_rank,
@@ -388,37 +467,28 @@ class EpochLoop(BaseLoop):
             report=self._bad.report,
         )
 
-    def _share_out(self, store: ChunkStore, plan: Plan, ahead: Callable[[], Plan], *, sliced: bool) -> None:
+    def _room_for(self, plan: Plan) -> _Room:
         """Decide how much of memory_limit the arena uses, and whether units stay in it when they are no longer needed.
 
         Raises:
             MemoryLimitError: What is needed at once does not fit.
         """
         limit, all_bytes = self.config.memory_limit_bytes, int(self._room_bytes.sum())
-        if sliced:
-            store.limit_bytes, store.room, store.retain = self._slices_bytes(plan), {}, False
-        elif budget.holds_all(limit, all_bytes):  # what is needed at once does not matter
-            store.limit_bytes, store.room, store.retain = budget.chunks_bytes(limit, all_bytes), {}, True
-        else:
-            dp_rank = self.config.mesh.data_rank
-            store.limit_bytes, store.room = self._arena_bytes(ahead(), dp_rank)
-            store.retain = store.limit_bytes >= int(self._room_bytes[ahead().rank_chunks(dp_rank)].sum())
-
-    def _ahead(self, plan: Plan, place: Place) -> Plan:
-        """Return the plan to use for looking far ahead.
-
-        For an endless order a copy, so that looking does not count as planning.
-        """
-        if self.shares is None or not plan.orders.is_endless:
-            return plan
-        return self._plan(place, self.shares.apart(self.order))
+        if self._reads_slices(plan):
+            return _Room(limit_bytes=self._slices_bytes(plan), is_sliced=True)
+        if budget.holds_all(limit, all_bytes):  # what is needed at once does not matter
+            return _Room(limit_bytes=budget.chunks_bytes(limit, all_bytes), retain=True)
+        dp_rank = self.config.mesh.data_rank
+        limit_bytes, sizes = self._arena_bytes(plan, dp_rank)
+        retain = limit_bytes >= int(self._room_bytes[plan.rank_chunks(dp_rank)].sum())
+        return _Room(limit_bytes=limit_bytes, sizes=sizes, retain=retain)
 
     def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
-        """Keep those chunks released by a run in an earlier world that are wanted now."""
+        """Keep those chunks released by the run before, of an earlier world or plan, that are wanted now."""
         with store.changed:
             num_kept = store.keep_first(wanted)
         self._keeps_chunks = False
-        _log.info("remesh: %d chunks of the old share are still in memory and are not fetched again", num_kept)
+        _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)
 
     def _first_units(self, plan: Plan, dp_rank: int, limit_bytes: int) -> list[FetchRange]:
         """Return the chunks that this rank needs first, at least as many as fit.
@@ -445,7 +515,7 @@ class EpochLoop(BaseLoop):
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
         """Return the chunk store and the builders of batches, for all runs."""
-        if self._store is not None and (self._store.abandoned or self._store.failure is not None):
+        if self._is_broken:
             self._drop_machinery()
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
@@ -464,6 +534,11 @@ class EpochLoop(BaseLoop):
             self._keep(crew, partial(_close_all, crew, self._store))
             return crew, self._store
         return self._crew, self._store
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether no other run may use the chunk store: a thread was left behind in it, or has failed."""
+        return self._store is not None and (self._store.abandoned or self._store.failure is not None)
 
     @property
     def _is_mapped(self) -> bool:
@@ -539,29 +614,3 @@ def _sample_in_shard(dataset: Source, number: int) -> int:
 def _close_all(crew: Crew, store: ChunkStore) -> None:
     crew.close()
     store.close()
-
-
-class RampedRun(RunOver):
-    """Hand out the batches of an epoch in which the batch size changes. For one thread, except ``describe``.
-
-    At a row where the size changes, the plan ends and another begins after it, as at a resume: the machinery is kept,
-    and the contents of the window are looked up again.
-
-    Args:
-        begin: Starts producing batches of one size at a place; returns the run, the number of its batches, and the
-            place after the last of them.
-        place: Place of the first batch.
-    """
-
-    def __init__(self, begin: Callable[[Place], tuple[Run, int, Place]], place: Place) -> None:
-        self._begin = begin
-        run, self._left, self._behind = begin(place)
-        super().__init__(run)
-
-    def __next__(self) -> Any:
-        """Return the next batch."""
-        if not self._left:
-            self._run.close()
-            self._run, self._left, self._behind = self._begin(self._behind)
-        self._left -= 1
-        return next(self._run)

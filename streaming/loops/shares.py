@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from infra import DeviceMesh
 from streaming.arguments import checked_int, format_bytes, some_names
 from streaming.datasets.mixture import Mixture
 from streaming.errors import AgreementError, ConfigError, StateError
-from streaming.job.agreement import gathered
+from streaming.job.agreement import Facts, Together
 from streaming.job.store import job_store, job_world_size
 from streaming.mixing.forecast import drawn_before
 from streaming.mixing.passes import Weights
@@ -73,26 +73,15 @@ class RunShares:
             )  # fmt: skip
         self._has_begun = False
         self._orders: Orders | None = None
-        self._ahead: tuple[Ledger, Orders] | None = None
 
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the orders of all passes.
 
-        The object is the same as long as the settings are, so that weights can be appended to it.
+        The object is the same as long as settings and ledger are: what is laid out is laid out once.
         """
         if self._orders is None or self._orders.settings != settings:
             self._orders = self.mixture.orders(settings, self.ledger)
         return self._orders
-
-    def apart(self, settings: OrderSettings) -> Orders:
-        """Return the same orders for looking ahead, because looking at ``orders`` counts as planning.
-
-        The object is the same as long as settings and ledger are: after ``remesh`` most of it is laid out already.
-        """
-        if self._ahead is None or self._ahead[0] != self.ledger or self._ahead[1].settings != settings:
-            orders: Any = self.orders(settings)
-            self._ahead = self.ledger, orders.apart() if self.mixture.is_endless else orders
-        return self._ahead[1]
 
     def load(self, state: LoaderState, row: int) -> None:
         """Continue with the ledger of a state whose position is ``row``.
@@ -116,44 +105,78 @@ class RunShares:
         if mixture is not self.mixture:
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         if ledger != self.ledger or mixture is not self.mixture:
-            self.mixture, self.ledger, self._orders, self._ahead = mixture, ledger, None, None
+            self.mixture, self.ledger, self._orders = mixture, ledger, None
 
-    def set_weights(
-        self, weights: Any, settings: OrderSettings, row: int, mesh: DeviceMesh, *, at: int | None, timeout_s: float
-    ) -> int:
-        """Apply other weights from the first row that no rank has planned, or from ``at``; return the row.
+    def said(self, weights: Any, at: Any, row: int) -> Facts:
+        """Return what ranks compare before they change their weights, in plain numbers.
+
+        Args:
+            weights: As the user gave them.
+            at: Likewise.
+            row: The row from which this rank can plan anew.
 
         Raises:
-            ConfigError: The mixture has an end, the weights are not valid for its sources, or ``at`` is already
-                planned.
-            AgreementError: Ranks gave different weights, or did not arrive in time.
+            ConfigError: The mixture has an end, the weights are not valid for its sources, or ``at`` is no row.
         """
-        schedule = self.mixture.weighed(weights)
-        orders: Any = self.orders(settings)
-        orders.first_free_row(row)
-        lanes = settings.lanes
-        # Invariant: while the frontier is held, nobody plans beyond it, so a row that all ranks agree on is free on
-        # each.
-        with orders.held() as frontier:
-            free = self._agreed(max(frontier * lanes, row, self.ledger.last.start), weights, at, mesh, timeout_s)
-            start = free if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
-            if start < free:
-                raise ConfigError(
-                    f"set_weights: at={start}: rows before {free} are planned already; give a row from {free} on, or "
-                    "leave at out"
+        self.mixture.weighed(weights)
+        plain = {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
+        at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
+        return {"weights": plain, "at": at, "row": row}
+
+    def changed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> Change:
+        """Return the change of weights that all ranks are to make; it is not made yet.
+
+        It is a function of the ledger and of what ranks said, and so the same on all of them.
+
+        Args:
+            told: What each rank said.
+            settings: The order settings.
+            can_agree: Whether all ranks that are to make the change are in ``told``.
+
+        Raises:
+            ConfigError: ``at`` is too soon, or missing where ranks cannot agree.
+            AgreementError: Ranks gave different weights, or another ``at``.
+        """
+        (first, said), *others = told.items()
+        weights, at = said["weights"], said["at"]
+        for rank, one in others:
+            if (one["weights"], one["at"]) != (weights, at):
+                raise AgreementError(
+                    f"set_weights: rank {rank} gave {one['weights']}, at={one['at']}, but rank {first} gave {weights}, "
+                    f"at={at}; give the same on all ranks, at the same step"
                 )
-            ledger = self.ledger.changed(schedule, start)
-            orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
-            # Invariant: the orders have the weights of the ledger, from the same row on.
-            self.ledger = _with_laid(self.mixture, ledger, lambda: orders)
+        orders: Any = self.orders(settings)
+        orders = orders.apart()
+        free = max(orders.first_free_row(max(one["row"] for one in told.values())), self.ledger.last.start)
+        if at is None and not can_agree:
+            raise ConfigError(
+                "set_weights: the ranks must agree on a row through torch.distributed; call "
+                "torch.distributed.init_process_group and give the loader the whole mesh (with tensor, pipeline and "
+                f"context ranks), or give all ranks the same row: set_weights(…, at=row), here {free} or a later one"
+            )
+        if at is not None and at < free:
+            raise ConfigError(
+                f"set_weights: at={at}: rows before {free} are planned already; give a row from {free} on, or leave at "
+                "out"
+            )
+        start = free if at is None else at
+        ledger = self.ledger.changed(self.mixture.weighed(weights), start)
+        lanes = settings.lanes
+        orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
+        return Change(ledger=_with_laid(self.mixture, ledger, lambda: orders), orders=orders, weights=weights)
+
+    def adopt(self, change: Change, row: int) -> int:
+        """Make a change, on behalf of a program that has come to ``row``; return the row from which it applies."""
+        self.ledger, self._orders = change.ledger, change.orders
+        start = self.ledger.last.start
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
-        _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
+        _log.info("set_weights: %s from row %d%s on, %d rows from here", change.weights, start, step, start - row)
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
         """Return the counts drawn from each source before ``row``; see ``DataLoader.seen``."""
         passes, units = self.mixture.forecast(self.ledger).passes, self.mixture.units_per_sample
-        orders: Any = self.apart(settings)
+        orders: Any = self.orders(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
             found[name] = {"samples": count}
@@ -202,33 +225,39 @@ class RunShares:
             name, round(mean), total, lanes, round(strays), type(self.mixture).__name__,
         )  # fmt: skip
 
-    def _agreed(
-        self, free: int, weights: Mapping[str, float], at: int | None, mesh: DeviceMesh, timeout_s: float
-    ) -> int:
-        """Return the first row that is free on all ranks."""
-        if mesh.world_size == 1:
-            return free
-        job = job_world_size()
-        rank, board = job_store("set_weights") if job > 1 else (0, None)
-        if (
-            board is None
-            or job < mesh.world_size
-            or (rank != mesh.rank and (job == mesh.world_size or rank not in mesh.ranks))
-        ):
-            _need_row(mesh, at)
-            return free
-        said = {"free": free, "weights": dict(weights), "at": at, "rank": mesh.rank}
-        told = gathered(board, rank, mesh.ranks, said, subject="set_weights", timeout_s=timeout_s)
-        if any(one["rank"] != other for other, one in told.items()):  # only data ranks: several processes share one
-            _need_row(mesh, at)
-            return free
-        for other, one in told.items():
-            if (one["weights"], one["at"]) != (said["weights"], at):
-                raise AgreementError(
-                    f"set_weights: rank {other} gave {one['weights']}, at={one['at']}, but rank {rank} gave "
-                    f"{said['weights']}, at={at}; give the same on all ranks, at the same step"
-                )
-        return int(max(one["free"] for one in told.values()))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of weights that can be made.
+
+    Attributes:
+        ledger: Ledger of the run with it.
+        orders: Orders of the run with it.
+        weights: The weights as given, for the log.
+    """
+
+    ledger: Ledger
+    orders: Orders
+    weights: Mapping[str, float]
+
+
+def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
+    """Return the ranks that change weights together, and whether these are all that read the mixture.
+
+    They are all processes of the job if the mesh has as many ranks, or those ranks of the job that the mesh names. A
+    mesh that is numbered from 0 and smaller than the job may be one of data ranks only, several processes of which are
+    the same rank. Nobody can tell who else has one, so each of them is alone.
+    """
+    job, ranks, rank = job_world_size(), mesh.ranks, mesh.rank
+    board = None
+    if 1 < mesh.world_size <= job:
+        rank, board = job_store("set_weights")
+        if job == mesh.world_size:
+            ranks = tuple(range(job))
+        elif rank != mesh.rank or ranks == tuple(range(len(ranks))):
+            board = None
+    together = Together(board, rank, ranks, subject="set_weights", timeout_s=timeout_s)
+    return together, board is not None or mesh.world_size == 1
 
 
 def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
@@ -252,6 +281,9 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
         mixture.begun(ledger.last.batch_size or 1).last, lambda: settled()[1],
         grown={name: partial(free_pass, name) for name in mixture.grown(ledger)},
     )  # fmt: skip
+    if set(found.sources) - set(mixture.names) and mixture.is_endless:
+        made: Any = mixture.orders(settings, found)
+        made.check_from(row // settings.lanes)
     if changes:
         _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
@@ -286,16 +318,6 @@ def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> L
         return ledger
     laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
     return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
-
-
-def _need_row(mesh: DeviceMesh, at: int | None) -> None:
-    """Raise ConfigError if ranks cannot agree on a row and none was given."""
-    if at is None:
-        raise ConfigError(
-            f"set_weights: the {mesh.world_size} ranks must agree on a row through torch.distributed; call "
-            "torch.distributed.init_process_group, give the loader the whole mesh (with tensor, pipeline and context "
-            "ranks), or give all ranks the same row: set_weights(…, at=row)"
-        )
 
 
 def _ordinal(number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from streaming.errors import ConfigError
@@ -62,7 +62,7 @@ class Endless(ABC):
         return self
 
     def apart(self) -> Self:
-        """Return the same order for looking ahead: it does not move this one's frontier, and shares what is laid."""
+        """Return the same order with nothing planned: it shares what is laid, and may get other weights than this."""
         made = copy.copy(self)
         made._frontier = 0
         return made
@@ -88,6 +88,14 @@ class Endless(ABC):
     @abstractmethod
     def known_from(self) -> int:
         """A time, in samples of a lane, from which no position needs an absent source; not necessarily the first."""
+
+    def check_from(self, place: int) -> None:
+        """Check that no lane position from ``place`` on needs an absent source.
+
+        Raises:
+            StateError: One does; the message says from which row none does.
+        """
+        self.lane_samples(0, place, place + 1)  # later positions need no source that this one does not
 
     @abstractmethod
     def free_pass(self, name: str) -> int:
@@ -124,18 +132,9 @@ class Endless(ABC):
 
     @property
     def frontier(self) -> int:
-        """The first time, in samples of a lane, from which nothing is planned, so that other weights may still apply.
-
-        Other ranks have frontiers of their own; a change must be beyond all of them.
-        """
+        """The first time, in samples of a lane, from which nothing is planned: other weights may still apply."""
         with self._lock:
             return self._frontier
-
-    @contextmanager
-    def held(self) -> Iterator[int]:
-        """Hold the frontier in place and yield it; planning beyond it waits until the ``with`` block ends."""
-        with self._lock:
-            yield self._frontier
 
     def append(self, *weights: Weights) -> None:
         """Apply other weights from a time on, in place of those scheduled for then or later.

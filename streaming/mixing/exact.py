@@ -227,6 +227,21 @@ class ExactLanes(Endless):
         spans = zip(self.schedule, stops, strict=True)
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
 
+    def check_from(self, place: int) -> None:
+        """See ``Endless``."""
+        known_from, lanes = self.known_from, self.settings.lanes
+        if place >= known_from:
+            return
+        ends = [*(entry.start for entry in self.schedule[1:]), ENDLESS]
+        coming = [entry.weights for entry, end in zip(self.schedule, ends, strict=True) if end > place]
+        drawn = {name for weights in coming for name, weight in weights.items() if weight}
+        names = [repr(name) for name in self.sources.every_name[len(self._orders) :] if name in drawn]
+        raise StateError(
+            f"rows {place * lanes:,} to {known_from * lanes:,} draw from {', '.join(names)}, which this mixture lacks: "
+            "the weights that leave it out apply after them. Add the source, with the weight 0, to continue from here; "
+            f"a state of row {known_from * lanes:,} or later does without it"
+        )
+
     def _planned(self, stop: int) -> LaneShares:
         """Return the shares, which from now on are final at positions before ``stop``."""
         with self._lock:

@@ -30,6 +30,11 @@ from streaming.plan.schedule import Schedule, checked_weights, value_at
 
 START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", "grown"
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
+_WHY = (START, RESUMED, CHANGED, GROWN)
+_KEYS = frozenset({
+    "from", "weights", "schedule", "quotas", "dealt", "batch_size", "shards", "joins", "laid", "fetch_bytes", "sources",
+    "why",
+})  # fmt: skip
 _DEALT = {
     "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
     "batches": 'batches="one_source" and {} samples in a global batch',
@@ -78,25 +83,50 @@ class Entry:
 
     def __post_init__(self) -> None:
         checked_count("from", self.start)
+        if self.why not in _WHY:
+            raise ConfigError(f"why: expected one of {_WHY}, got {self.why!r}")
+        _check_names("sources", self.sources)
         if not self.sources:
             raise ConfigError("sources: none are named")
-        if self.quotas is None:
-            checked_weights(self.weights)
+        _check_strings([*self.sources, *self.sources.values()])
+        self._check_shares()
         if self.dealt not in get_args(Dealt) or (self.dealt == "batches") != (self.batch_size is not None):
             raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")
         if self.batch_size is not None:
             checked_count("batch_size", self.batch_size, 1)
-        for name, count in {**self.shards, **self.joins}.items():
-            checked_count(f"shards, joins of {name!r}", count)
-        for name, counts in self.laid.items():
-            for count in counts:
-                checked_count(f"laid of {name!r}", count)
-        for name, size in self.fetch_bytes.items():
-            checked_count(f"fetch_bytes of {name!r}", size, 1)
-        named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid, self.fetch_bytes)
-        unknown = {name for names in named for name in names} - set(self.sources)
-        if unknown:
-            raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
+        for what, counts, least in (
+            ("shards", self.shards, 0),
+            ("joins", self.joins, 0),
+            ("fetch_bytes", self.fetch_bytes, 1),
+        ):
+            _check_names(what, counts, self.sources)
+            for name, count in counts.items():
+                checked_count(f"{what} of {name!r}", count, least)
+        _check_names("laid", self.laid, self.sources)
+        for name, in_lanes in self.laid.items():
+            total = sum(checked_count(f"laid of {name!r}", count) for count in in_lanes)
+            checked_count(f"laid of {name!r} in all lanes", total)
+
+    def _check_shares(self) -> None:
+        """Check the weights of a run without an end, or the quotas of one that ends.
+
+        Raises:
+            ConfigError: They are not valid for the sources, or both are given.
+        """
+        _check_names("weights", self.weights, self.sources)
+        if self.quotas is None:
+            checked_weights(self.weights)
+            if self.schedule is not None:
+                _check_names("schedule", self.schedule.segments()[0][1], self.sources)
+            return
+        if self.weights or self.schedule is not None:
+            raise ConfigError("weights: a pass of the mixture has quotas, which no weights go with")
+        _check_names("quotas", self.quotas, self.sources)
+        missing = sorted(set(self.sources) - set(self.quotas))
+        if missing:
+            raise ConfigError(f"quotas: missing: {missing}")
+        total = sum(checked_count(f"quotas of {name!r}", count) for name, count in self.quotas.items())
+        checked_count("quotas of all sources", total, 1)
 
     @property
     def drawn(self) -> set[str]:
@@ -134,22 +164,22 @@ class Entry:
             StateError: The dict is malformed.
         """
         try:
-            _check_strings([data["why"], *data["sources"].values()])
+            _check_keys(data)
             return cls(
                 start=data["from"],
-                weights=data["weights"] or {},
+                weights={} if data["weights"] is None else data["weights"],
                 sources=data["sources"],
                 why=data["why"],
                 schedule=Schedule.from_dict(data["schedule"]) if "schedule" in data else None,
                 quotas=data.get("quotas"),
                 dealt=data.get("dealt", "chunks"),
                 batch_size=data.get("batch_size"),
-                shards=dict(data.get("shards", {})),
-                joins=dict(data.get("joins", {})),
+                shards=data.get("shards", {}),
+                joins=data.get("joins", {}),
                 laid={name: tuple(counts) for name, counts in data.get("laid", {}).items()},
-                fetch_bytes=dict(data.get("fetch_bytes", {})),
+                fetch_bytes=data.get("fetch_bytes", {}),
             )
-        except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
 
 
@@ -158,13 +188,18 @@ class Ledger:
     """Entries by row, the first at 0. A value: appending returns a new one.
 
     Raises:
-        StateError: There is no entry at row 0, or an entry's row is before that of the previous one.
+        StateError: There is no entry at row 0, an entry's row is before that of the previous one, or entries deal
+            samples in different ways.
     """
 
     entries: tuple[Entry, ...]
 
     def __post_init__(self) -> None:
         starts = [entry.start for entry in self.entries]
+        if len({(entry.quotas is None, entry.dealt, entry.batch_size) for entry in self.entries}) > 1:
+            raise StateError(
+                "state: ledger: quotas, dealt and batch_size cannot change within a run, but differ between entries"
+            )
         if not starts or starts[0] != 0 or starts != sorted(starts):
             raise StateError(
                 f"state: ledger: expected entries in the order of their rows, the first at 0, got {starts}"
@@ -328,7 +363,7 @@ class Ledger:
         for name in sorted(grown):
             before = f" from {self.shards[name]:,}" if name in self.shards else ""
             changes.append(f"the source {name!r} has grown{before} to {made.shards[name]:,} shards")
-        planned = [entry for entry in self.entries if entry.why not in (CHANGED, GROWN)][-1]
+        planned = [self.entries[0], *(entry for entry in self.entries if entry.why not in (CHANGED, GROWN))][-1]
         if planned.means != made.means:
             changes.append(_changed(planned, made))
         if not changes:
@@ -371,6 +406,25 @@ class Ledger:
                     f'all of these; make others a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
                     "StreamingDataset(the new shards)})"
                 )
+
+
+def _check_keys(data: Mapping[str, object]) -> None:
+    unknown = sorted(set(data) - _KEYS, key=str)
+    if unknown:
+        raise ConfigError(f"unknown keys {unknown}")
+
+
+def _check_names(what: str, given: object, sources: Mapping[str, str] | None = None) -> None:
+    """Check that ``given`` is a dict whose keys are sources.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what}: expected a dict by the names of the sources, got {given!r}")
+    unknown = sorted(set(given) - set(given if sources is None else sources), key=str)
+    if unknown:
+        raise ConfigError(f"{what}: {unknown} are no sources; they are {sorted(sources or ())}")
 
 
 def _check_strings(values: Sequence[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -172,7 +173,7 @@ class Schedule:
                 shape=data["shape"], start=_plain(data["start"]), end=_plain(data["end"]), over=data["over"],
                 num_segments=data["segments"], **more,
             )  # fmt: skip
-        except (ConfigError, KeyError, TypeError, ValueError) as error:
+        except (ConfigError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"state: a schedule of the ledger: {error}, in {data!r}") from error
 
     def _all_segments(self) -> list[tuple[int, Value]]:
@@ -278,4 +279,6 @@ def checked_weights(weights: Mapping[str, float], what: str = "weights") -> dict
         exact[name] = Fraction(weight if isinstance(weight, (int, Fraction)) else float(weight))
     if not any(exact.values()):
         raise ConfigError(f"{what}: at least one must be above 0, got {dict(weights)}")
+    if sum(exact.values()) > sys.float_info.max:
+        raise ConfigError(f"{what}: their sum is too large for a float, got {dict(weights)}; only their ratios count")
     return exact
