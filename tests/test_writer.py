@@ -15,7 +15,6 @@ import tarfile
 import textwrap
 import tracemalloc
 from pathlib import Path
-from unittest.mock import Mock
 
 import crc32c
 import numpy as np

@@ -19,6 +19,8 @@ _FORMAT = "shardstream-convert"
 _VERSION = 1
 NAME = "_shardstream/convert.json"
 CLASSES = "_shardstream/classes.json"
+NOTES = (CLASSES, TOKENS_FILE)
+"""Files about a set that go along with it."""
 
 
 class TargetNotEmptyError(ShardstreamError, FileExistsError):
@@ -93,6 +95,13 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
 
 def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
     """Copy the files about classes and tokens beside the index at ``home`` to ``directory``, if they exist."""
-    for name in (CLASSES, TOKENS_FILE):
-        with suppress(NotFoundError, AccessDeniedError):
-            here.put(join_url(directory, name), bytes(there.read(join_url(home, name))))
+    for name in NOTES:
+        if (content := note_at(home, name, there)) is not None:
+            here.put(join_url(directory, name), content)
+
+
+def note_at(home: str, name: str, storage: Storage) -> bytes | None:
+    """Return one of these files, or None if there is none."""
+    with suppress(NotFoundError, AccessDeniedError):
+        return bytes(storage.read(join_url(home, name)))
+    return None

@@ -153,14 +153,14 @@ def convert(
         reader,
         place,
         options,
+        command=("convert", source),
         identity=options.identity() | _numbers_of(reader, classes),
         columns=options.columns,
+        notes=lambda: save_classes(place.directory, classes, storage) if classes else None,
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),
     )
-    if classes:
-        save_classes(place.directory, classes, storage)
     return ConvertReport(
         kind=reader.kind,
         target=place.directory,

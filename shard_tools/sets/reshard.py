@@ -168,13 +168,13 @@ def reshard(
     reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
     try:
         packed = pack(
-            reader, place, options, identity=options.identity(), columns=selection.columns,
-            storage_options=storage_options, progress=progress or NoProgress(),
+            reader, place, options, command=("reshard", source), identity=options.identity(),
+            columns=selection.columns, storage_options=storage_options, progress=progress or NoProgress(),
+            notes=lambda: carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage),
         )  # fmt: skip
     except DuplicateKeyError as error:
         error.add_note(f"To rewrite the shards written so far give --overwrite. {_DUPLICATES_CURE}")
         raise
-    carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage)
     return ReshardReport(
         target=place.directory,
         num_source=selection.num_source,

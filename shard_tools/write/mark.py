@@ -36,16 +36,21 @@ class TargetMark:
         storage: The store.
         directories: Where shards are written.
         command: What writes them.
-        work: Digest of what is written, which identifies this writer among those of its directories: a run that goes
-            on with the work of an interrupted one has the same, and takes its place.
+        work: Digest of what is written.
         what: The source or pattern, for people.
+        writer: Name of its file among those of other writers: a run that goes on with the work of an interrupted one
+            has the same, and takes its place. Default: ``work``.
         num_shards: How many shards there will be, if known.
         first: Number of the first shard that is written, if they are counted.
+
+    Attributes:
+        work: As given.
+        is_begun: Whether the directories are marked by this one.
     """
 
     def __init__(
         self, storage: Storage, directories: Sequence[str], *, command: str, work: str, what: str,
-        num_shards: int | None = None, first: int = -1,
+        writer: str | None = None, num_shards: int | None = None, first: int = -1,
     ) -> None:  # fmt: skip
         self._storage = storage
         self._directories = tuple(dict.fromkeys(directory or "." for directory in directories))
@@ -54,7 +59,8 @@ class TargetMark:
             command=command, work=work, what=redact_text(what), begun=begun, num_shards=num_shards, first=first,
             shard=first,
         )  # fmt: skip
-        self._work, self._goes_on, self._is_begun = work, False, False
+        self.work, self.is_begun = work, False
+        self._writer, self._goes_on = writer or work, False
 
     def others(self) -> Writers:
         """Return the other unfinished writers of the directories."""
@@ -65,12 +71,16 @@ class TargetMark:
         return found
 
     def is_set(self) -> bool:
-        """Tell whether an interrupted run of the same work has left its mark in one of the directories."""
+        """Tell whether one of the directories is marked, as an interrupted run of the same work leaves it."""
+        marks = [join_url(directory, UNFINISHED_FILE) for directory in self._directories]
+        return any(map(self._storage.exists, marks))
+
+    def _is_own_set(self) -> bool:
         return any(self._storage.exists(self._own(directory)) for directory in self._directories)
 
     def begin(self, replaces: Callable[[Unfinished | None], bool] | None = None) -> None:
         """Mark the directories; files of other writers for which ``replaces`` is True are deleted."""
-        self._goes_on, self._is_begun = self._goes_on or self.is_set(), True
+        self._goes_on, self.is_begun = self._goes_on or self._is_own_set(), True
         self._write()
         if replaces is not None:
             self._delete(replaces)
@@ -96,7 +106,7 @@ class TargetMark:
     def finish_shards(self, next_shard: int, *, awaits_table: bool) -> None:
         """Finish a writer of the shards up to ``next_shard``; or leave its mark, for the writer of the chunk table."""
         if awaits_table:
-            if self._is_begun:
+            if self.is_begun:
                 self._content = replace(self._content, shard=next_shard, awaits_table=True)
                 self._write()
             return
@@ -116,21 +126,21 @@ class TargetMark:
 
     def withdraw(self) -> None:
         """Unmark after a failure before the first shard; what an earlier run of the same work has left stays marked."""
-        if self._is_begun and not self._goes_on:
+        if self.is_begun and not self._goes_on:
             self._unmark()
 
-    def carry(self, source: Unfinished) -> None:
+    def carry(self, source: Unfinished | None) -> None:
         """Leave the mark of another set in the place of this one: all of it was copied, but it is not whole itself."""
-        self._content = source
+        self._content = source or self._content
+        self._write()
         for directory in self._directories:
-            self._storage.put(join_url(directory, UNFINISHED_FILE), source.to_bytes())
-            self._storage.put(self._own(directory), source.to_bytes())
+            self._storage.put(join_url(directory, UNFINISHED_FILE), self._content.to_bytes())
 
     def _is_same_work(self, one: Unfinished | None) -> TypeGuard[Unfinished]:
         return one is not None and one.command == WRITER and one.what == self._content.what
 
     def _own(self, directory: str) -> str:
-        return join_url(directory, writer_path(self._work))
+        return join_url(directory, writer_path(self._writer))
 
     def _write(self) -> None:
         for directory in self._directories:
@@ -143,7 +153,7 @@ class TargetMark:
 
     def _unmark(self) -> None:
         for directory in self._directories:
-            if self._is_begun:
+            if self.is_begun:
                 _remove(self._storage, self._own(directory))
             unmark(self._storage, directory)
 

@@ -131,7 +131,7 @@ class Marks:
         for home in self._homes:
             storage.will_read(join_url(home, UNFINISHED_FILE))
 
-    def found(self) -> list[Mark]:
+    def found(self) -> tuple[Mark, ...]:
         """Wait for the answers, and return the marks that there are.
 
         A store that denies access to what is not there, as S3 does to those who may not list, has none.
@@ -142,9 +142,9 @@ class Marks:
                 data = self._storage.read(join_url(home, UNFINISHED_FILE))
                 if data != FINISHED:
                     marks.append(Mark(directory=home, writer=Unfinished.from_bytes(data), num_found=self._found[home]))
-        return marks
+        return tuple(marks)
 
-    def check(self, *, allow_unfinished: bool) -> list[Mark]:
+    def check(self, *, allow_unfinished: bool) -> tuple[Mark, ...]:
         """Refuse an unfinished set, or log that it is read as far as it is there.
 
         Raises:
@@ -161,20 +161,13 @@ class Marks:
 
 def expand_whole(
     urls: Urls, storage: Storage, *, allow_unfinished: bool, exclude: str | None = None
-) -> tuple[str, ...]:
-    """Return the shards that ``urls`` name, as :func:`expand_urls`, if their directories are not marked.
+) -> tuple[tuple[str, ...], tuple[Mark, ...]]:
+    """Return the shards that ``urls`` name, as :func:`expand_urls`, and the marks that ``allow_unfinished`` lets pass.
 
     Raises:
-        UnfinishedError: One is, and ``allow_unfinished`` is False.
+        UnfinishedError: Their directories are marked, and ``allow_unfinished`` is False.
         NotFoundError, ConfigError: As for :func:`expand_urls`.
     """
-    return expand_marked(urls, storage, allow_unfinished=allow_unfinished, exclude=exclude)[0]
-
-
-def expand_marked(
-    urls: Urls, storage: Storage, *, allow_unfinished: bool, exclude: str | None = None
-) -> tuple[tuple[str, ...], list[Mark]]:
-    """Return the same, and the marks that ``allow_unfinished`` lets pass."""
     with closing(StorageAhead(storage)) as ahead:
         shards, marks = expand_ahead(urls, ahead, exclude=exclude)
         return shards, marks.check(allow_unfinished=allow_unfinished)
