@@ -36,6 +36,7 @@ class RecordOptions(ShardOptions):
         fields: (column, extension) pairs: columns to be stored as fields of their own.
         columns: Metadata that the sample table shall hold.
         max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
+        allow_unfinished: Take what is there of shards that are still being written.
     """
 
     kind: str = "auto"
@@ -43,6 +44,7 @@ class RecordOptions(ShardOptions):
     fields: tuple[tuple[str, str], ...] = ()
     columns: tuple[str, ...] = ()
     max_gzip_ratio: float = MAX_GZIP_RATIO
+    allow_unfinished: bool = False
 
     def identity(self) -> dict[str, object]:
         """Return what the bytes of the result depend on."""
@@ -61,7 +63,7 @@ class RecordOptions(ShardOptions):
         place = Destination.of(target)
         options = SourceOptions(
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, num_threads=self.workers,
-            exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio, **how,
+            exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio, allow_unfinished=self.allow_unfinished, **how,
         )  # fmt: skip
         reader = open_source(source, storage, kind=self.kind, options=options)
         refuse_overlap(source, place)

@@ -87,6 +87,11 @@ class TargetMark:
         for directory in self._directories:
             self._storage.put(join_url(directory, UNFINISHED_FILE), self._content.to_bytes())
 
+    def begin_once(self) -> None:
+        """Mark the directories, if that is not done yet."""
+        if not self.is_begun:
+            self.begin()
+
     def begin_shard(self, shard: int) -> None:
         """Begin, or move on to, this shard of a pattern.
 

@@ -80,15 +80,19 @@ class Mark:
 
     @property
     def what(self) -> str:
-        """What is unfinished, by which command, and how far."""
-        shown = redact(self.directory) or "."
+        """The directory, and its state."""
+        return f"{redact(self.directory) or '.'} {self.state}"
+
+    @property
+    def state(self) -> str:
+        """That it is unfinished, by which command, and how far."""
         if self.writer is None:
-            return f"{shown} is not whole, according to {UNFINISHED_FILE} there, which cannot be read"
+            return f"is not whole, according to {UNFINISHED_FILE} there, which cannot be read"
         one = self.writer
         of = "" if one.num_shards is None else f" of {one.num_shards:,}"
         subject = "a ShardWriter" if one.command == WRITER else f"`shard_tools {one.command}`"
         return (
-            f"{shown} is not whole: {subject} ({one.what}), begun {one.begun}, is still writing it or was interrupted; "
+            f"is not whole: {subject} ({one.what}), begun {one.begun}, is still writing it or was interrupted; "
             f"{self.num_found:,}{of} shards are there"
         )
 
@@ -155,7 +159,7 @@ class Marks:
             others = f" (and {len(marks) - 1} more directories)" if len(marks) > 1 else ""
             raise UnfinishedError(f"{marks[0].what}{others}; {marks[0].cure}")
         for mark in marks:
-            _log.warning("%s; reading what is there, as allow_unfinished says", mark.what)
+            _log.warning("%s; only these are read", mark.what)
         return marks
 
 
