@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,9 @@ from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import BadRecord
 from streaming.catalog.build import no_samples
-from streaming.catalog.unfinished import expand_whole
+from streaming.catalog.listing import StorageAhead
+from streaming.catalog.unfinished import Marks
+from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, StorageError
 from streaming.index.sample_table import SampleTable
@@ -82,7 +85,9 @@ def recheck(
     progress = progress or NoProgress()
     shards = {url: url for url in bad.by_shard}
     if urls:
-        shards = shards_by_shown_url(expand_whole(urls, storage, allow_unfinished=allow_unfinished)[0])
+        shards = shards_by_shown_url(expand_urls(list(urls), storage))
+        with closing(StorageAhead(storage)) as ahead:
+            Marks(ahead, [], list(shards.values())).check(allow_unfinished=allow_unfinished)
     todo = [(shards[shown], records) for shown, records in bad.by_shard.items() if shown in shards]
     progress.start(total_bytes=None, total=len(todo))
     decoder = resolve_decoders("auto")

@@ -13,9 +13,10 @@ from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
+from shard_tools.sets.open_set import unfinished
 from shard_tools.sets.tables import load_samples, names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks, shard_name
-from streaming.catalog.unfinished import Mark, expand_whole
+from streaming.catalog.unfinished import expand_whole
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
@@ -121,11 +122,6 @@ def _plan(
                 cure = "run the command again that writes this set"
             findings.append(Finding(kind="unindexed", shard=url, what=what, cure=cure))
     return tasks, findings
-
-
-def unfinished(marks: Sequence[Mark]) -> list[Finding]:
-    """Return a finding for each directory that is marked as unfinished."""
-    return [Finding(kind="unfinished", shard=mark.directory, what=mark.state, cure=mark.cure) for mark in marks]
 
 
 def _chunk_table(

@@ -49,13 +49,13 @@ class PackedTarget:
 def pack(reader: Source, place: Destination, options: ShardOptions, **how: Any) -> PackedTarget:
     """Write all records of ``reader``; continue if an earlier run of the same work was interrupted.
 
-    ``how`` are the other arguments of :class:`Packing`, which says what is raised.
+    ``how`` are the other arguments of :class:`PackingRun`, which says what is raised.
     """
-    with Packing(reader, place, options, **how) as packing:
+    with PackingRun(reader, place, options, **how) as packing:
         return packing.run()
 
 
-class Packing:
+class PackingRun:
     """Write all records of a source into a target, which stays marked as unfinished until everything is there.
 
     Making one only looks at the target; entering its context begins, so that several targets can be looked at before

@@ -128,13 +128,11 @@ def copy(
     names = relative_names(urls)
     tables = load_tables(there, urls, index_url)
     shards = _shards(urls, names, in_order(urls, index_url, tables), place.directory)
-    progress.start(total_bytes=sum(shard.size_bytes for shard in shards), total=len(shards))
+    num_bytes = sum(shard.size_bytes for shard in shards)
+    progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
     mark = _mark_of(shards, here, source)
-    contents = TargetContents.of(
-        place, here, written=written, known=known,
-        writers={url: one for url, one in mark.others().items() if one is None or one.work != mark.work},
-    )  # fmt: skip
+    contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     if not overwrite:
         _check_notes(shards, there, here, index_url, contents)
     right = _find_right(shards, contents, here, workers, progress, overwrite=overwrite)
@@ -159,7 +157,7 @@ def copy(
         target=redact(place.directory),
         num_shards=len(shards),
         num_samples=sum(shard.chunks.total_samples for shard in shards),
-        num_bytes=sum(shard.size_bytes for shard in shards),
+        num_bytes=num_bytes,
         num_copied=sum(copied),
         num_copied_bytes=sum(shard.size_bytes for shard, new in zip(shards, copied, strict=True) if new),
         num_without_samples=num_without,

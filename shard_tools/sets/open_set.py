@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from shard_tools.running.engine import map_ordered
+from shard_tools.running.report import Finding
 from shard_tools.sets.tables import needed_samples, sizes_of
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
@@ -88,6 +89,11 @@ def shards_beside(
     if not shards:
         raise NotFoundError(f"{', '.join(map(redact, urls))}: no shard but those in the target {exclude}")
     return shards, marks
+
+
+def unfinished(marks: Sequence[Mark]) -> list[Finding]:
+    """Return a finding for each directory that is marked as unfinished."""
+    return [Finding(kind="unfinished", shard=mark.directory, what=mark.state, cure=mark.cure) for mark in marks]
 
 
 def _read_all(

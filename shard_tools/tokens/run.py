@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from shard_tools.convert.files import is_local
-from shard_tools.convert.pack import Destination, PackedTarget, Packing
+from shard_tools.convert.pack import Destination, PackedTarget, PackingRun
 from shard_tools.convert.records import TEXT_UNITS, Source
 from shard_tools.convert.run import RecordOptions, check_columns
 from shard_tools.running.progress import NoProgress, Progress
@@ -310,13 +310,13 @@ def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
 def _packing(
     documents: TokenSource, place: Destination, source: str, options: TokenizeOptions,
     storage_options: Mapping[str, object] | None,
-) -> Packing:  # fmt: skip
+) -> PackingRun:  # fmt: skip
     """Look at the target of one set, whose index gets a note that describes its tokens."""
     tokens = describe(documents.encoder)
     share = documents.reading.share
     note = {"format": "shardstream-tokens", "version": 1, **tokens}
     content = (json.dumps(note, ensure_ascii=False, indent=1) + "\n").encode()
-    return Packing(
+    return PackingRun(
         documents,
         place,
         options,
@@ -340,7 +340,7 @@ def _packing(
     )
 
 
-def _write(documents: TokenSource, packing: Packing, storage: Storage) -> TokenSet:
+def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> TokenSet:
     """Write one set."""
     packed = packing.run()
     place = packing.place

@@ -62,13 +62,13 @@ class TargetMark:
         self.work, self.is_begun = work, False
         self._writer, self._goes_on = writer or work, False
 
-    def others(self) -> Writers:
-        """Return the other unfinished writers of the directories."""
+    def others(self, *, of_other_work: bool = False) -> Writers:
+        """Return the other unfinished writers of the directories, or only those that write something else."""
         found: dict[str, Unfinished | None] = {}
         for directory in self._directories:
             own = self._own(directory)
             found |= {url: one for url, one in writers_of(self._storage, directory).items() if url != own}
-        return found
+        return {url: one for url, one in found.items() if not of_other_work or one is None or one.work != self.work}
 
     def is_set(self) -> bool:
         """Tell whether one of the directories is marked, as an interrupted run of the same work leaves it."""
@@ -124,13 +124,13 @@ class TargetMark:
         self.finish(is_done)
 
     def finish(self, replaces: Callable[[Unfinished | None], bool] | None = None) -> None:
-        """Unmark the directories, unless there are other writers; of these, ``replaces`` as for :meth:`begin`."""
+        """Remove the marks, unless there are other writers; of these, ``replaces`` as for :meth:`begin`."""
         if replaces is not None:
             self._delete(replaces)
         self._unmark()
 
     def withdraw(self) -> None:
-        """Unmark after a failure before the first shard; what an earlier run of the same work has left stays marked."""
+        """Remove the marks after a failure before the first shard, unless an earlier run of the same work left some."""
         if self.is_begun and not self._goes_on:
             self._unmark()
 
