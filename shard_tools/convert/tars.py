@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Generator, Iterator
 
@@ -13,6 +14,7 @@ from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import folders_of
 from streaming.errors import ConfigError
 from streaming.storage import Storage
+from streaming.storage.adapters.local import is_directory
 from streaming.tar.samples import iter_samples
 from streaming.types import SHARD_SUFFIXES
 
@@ -34,7 +36,9 @@ class TarFiles(FileSource):
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {options.key_field!r}")
         with contextlib.closing(StorageAhead(storage)) as ahead:
             files = find_files(spec, ahead, SHARD_SUFFIXES, exclude=options.exclude)
-            marks = Marks(ahead, folders_of(spec), [file.url for file in files], exclude=options.exclude)
+            for folder in filter(is_directory, folders_of(spec)):
+                collections.deque(ahead.list(folder), 0)  # which makes known what is marked below it
+            marks = Marks(ahead, (), [file.url for file in files], exclude=options.exclude)
             marks.check(allow_unfinished=options.allow_unfinished)
         super().__init__("tars", files, storage)
         self._max_gzip_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)

@@ -41,7 +41,7 @@ class TargetMark:
         writer: Name of its file among those of other writers: a run that goes on with the work of an interrupted one
             has the same, and takes its place. Default: ``work``.
         num_shards: How many shards there will be, if known.
-        first: Number of the first shard that is written, if they are counted.
+        start: Number of the first shard that is written, if they are numbered by a program.
 
     Attributes:
         work: As given.
@@ -50,14 +50,14 @@ class TargetMark:
 
     def __init__(
         self, storage: Storage, directories: Sequence[str], *, command: str, work: str, what: str,
-        writer: str | None = None, num_shards: int | None = None, first: int = -1,
+        writer: str | None = None, num_shards: int | None = None, start: int = -1,
     ) -> None:  # fmt: skip
         self._storage = storage
         self._directories = tuple(dict.fromkeys(directory or "." for directory in directories))
         begun = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._content = Unfinished(
-            command=command, work=work, what=redact_text(what), begun=begun, num_shards=num_shards, first=first,
-            shard=first,
+            command=command, work=work, what=redact_text(what), begun=begun, num_shards=num_shards, first=start,
+            start=start,
         )  # fmt: skip
         self.work, self.is_begun = work, False
         self._writer, self._goes_on = writer or work, False
@@ -92,34 +92,34 @@ class TargetMark:
         if not self.is_begun:
             self.begin()
 
-    def begin_shard(self, shard: int) -> None:
-        """Begin, or move on to, this shard of a pattern.
+    def begin_shards(self, *, goes_on: Callable[[], bool]) -> None:
+        """Mark the directory of a writer of numbered shards.
 
-        A writer whose first shard comes right after those of an interrupted one, or is its last one, goes on with that
-        one's work.
+        Args:
+            goes_on: Tells whether the shards before the first one are there, so that the writer goes on with the work
+                of interrupted ones, whose files it replaces.
         """
-        if shard != self._content.first:
-            self._content = replace(self._content, shard=shard)
-            self._write()
-            return
-        before = [one for one in self.others().values() if self._is_same_work(one) and one.first <= shard <= one.shard]
-        if before:
+        start = self._content.start
+        before = [one for one in self.others().values() if self._is_same_pattern(one) and one.first < start]
+        if before and goes_on():
             self._goes_on = True
             self._content = replace(self._content, first=min(one.first for one in before))
-        self.begin((lambda one: one in before) if before else None)
+            self.begin(lambda one: one in before)
+        else:
+            self.begin()
 
     def finish_shards(self, next_shard: int, *, awaits_table: bool) -> None:
         """Finish a writer of the shards up to ``next_shard``; or leave its mark, for the writer of the chunk table."""
         if awaits_table:
             if self.is_begun:
-                self._content = replace(self._content, shard=next_shard, awaits_table=True)
+                self._content = replace(self._content, awaits_table=True)
                 self._write()
             return
-        first = self._content.first
+        mine = range(self._content.start, next_shard)
 
         def is_done(one: Unfinished | None) -> bool:
-            written = self._is_same_work(one) and first <= one.first and one.shard < next_shard
-            return written or (one is not None and one.awaits_table)
+            is_overwritten = self._is_same_pattern(one) and one.start in mine and one.first >= self._content.first
+            return is_overwritten or (one is not None and one.awaits_table)
 
         self.finish(is_done)
 
@@ -141,7 +141,7 @@ class TargetMark:
         for directory in self._directories:
             self._storage.put(join_url(directory, UNFINISHED_FILE), self._content.to_bytes())
 
-    def _is_same_work(self, one: Unfinished | None) -> TypeGuard[Unfinished]:
+    def _is_same_pattern(self, one: Unfinished | None) -> TypeGuard[Unfinished]:
         return one is not None and one.command == WRITER and one.what == self._content.what
 
     def _own(self, directory: str) -> str:

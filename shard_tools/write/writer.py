@@ -47,7 +47,7 @@ class _Pattern:
         name = f"{self.stem}{{:0{self.num_digits}d}}{self.suffix}"
         return TargetMark(
             storage, [self.directory], command=WRITER, work=digest_of_work(WRITER, name, start_shard), what=name,
-            first=start_shard,
+            start=start_shard,
         )  # fmt: skip
 
 
@@ -65,8 +65,8 @@ class ShardWriter:
     immediately, and :meth:`close` adds all shards to the directory's chunk table.
 
     From before the first shard until :meth:`close` has returned, the directory is marked as unfinished: readers refuse
-    it, and so they do if the writer is killed or fails. Run the program again, with ``overwrite``, or with
-    ``start_shard`` after the shards that are there; or accept what is there with ``shard_tools index
+    it, and so they do if the writer is killed or fails. Run the program again with ``overwrite``, or without it and
+    with ``start_shard`` after the shards that are there; or accept what is there with ``shard_tools index
     --allow-unfinished``.
 
     Memory: the parts that the store's writer has in flight, the current sample, its shard's sample table, and a few
@@ -239,8 +239,8 @@ class ShardWriter:
                 f"{redact(url)} exists already; pass overwrite=True to replace it, or keep it and pass "
                 f"another pattern or a start_shard beyond {self._next_shard}"
             )
-        if self._mark is not None:
-            self._mark.begin_shard(self._next_shard)
+        if self._mark is not None and not self._mark.is_begun:
+            self._begin(self._mark)
         self._next_shard += 1
         self._url = url
         self._shard_bytes = 0
@@ -248,6 +248,14 @@ class ShardWriter:
         self._out = self._storage.open_write(url)
         if self._recorder is not None:
             self._recorder.start_shard(url)
+
+    def _begin(self, mark: TargetMark) -> None:
+        """Mark the directory before the first shard.
+
+        A shard right before it is that of an interrupted writer, unless shards are overwritten: it may be an older one.
+        """
+        before = self._next_shard - 1
+        mark.begin_shards(goes_on=lambda: not self._overwrite and self._storage.exists(self._pattern.url(before)))
 
     def _append(self, record: TarRecord, values: tuple[ColumnValue, ...]) -> None:
         out = self._out

@@ -39,8 +39,8 @@ class Unfinished:
         what: Its source or its pattern, for people; without secrets.
         begun: When it began: ISO 8601, UTC.
         num_shards: Number of shards when it is whole, if known.
-        first: Number of the first shard that it writes, if it counts them; -1: it does not.
-        shard: Number of the shard that it is writing.
+        start: Number of the first shard that it writes, if these are numbered by a program; otherwise -1.
+        first: The same, or that of an interrupted writer with whose work it goes on.
         awaits_table: It has written its shards, and left the chunk table to another writer.
     """
 
@@ -49,8 +49,8 @@ class Unfinished:
     what: str
     begun: str
     num_shards: int | None = None
+    start: int = -1
     first: int = -1
-    shard: int = -1
     awaits_table: bool = False
 
     def to_bytes(self) -> bytes:
