@@ -34,6 +34,7 @@ from shard_tools.options import (
     names,
     on_shards,
     typed_option,
+    unfinished_option,
     with_storage_options,
 )
 from shard_tools.plan.report import PlanOptions, plan_opened
@@ -56,7 +57,7 @@ from streaming.types import VERSION, DuplicateKeys, LastBatch
 
 _DEFAULT_MAX_BYTES = "256MB"  # takes one connection a few seconds; 100 TB make 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
+_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix", "allow_unfinished")
 
 
 @click.group(
@@ -122,6 +123,7 @@ def cli() -> None:
     help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@unfinished_option
 @json_option
 @with_storage_options
 def convert_command(
@@ -172,7 +174,7 @@ def convert_command(
 @on_shards
 def index_command(
     urls: tuple[str, ...], *, storage: Storage, index_url: str | None, engine: str, workers: int | None,
-    columns: tuple[str, ...], as_json: bool, **arguments: Any,
+    columns: tuple[str, ...], allow_unfinished: bool, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Build the index of existing shards, beside them or at --index. A run that was stopped can be continued.
 
@@ -188,12 +190,15 @@ def index_command(
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
         report = index(
             urls, storage=storage, index_url=index_url, workers=workers, executor=executor, progress=progress,
-            **arguments,
+            allow_unfinished=allow_unfinished, **arguments,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_index)
     threads = workers if engine == "local" else DEFAULT_WORKERS["local"]
     with progress_bar("columns", "shards") as progress:
-        added = lift_all(urls, columns, storage=storage, index_url=index_url, workers=threads, progress=progress)
+        added = lift_all(
+            urls, columns, storage=storage, index_url=index_url, workers=threads, allow_unfinished=allow_unfinished,
+            progress=progress,
+        )  # fmt: skip
     for one in added if not as_json else ():
         show_added(one)
     finish(failed=bool(report.findings))
@@ -212,6 +217,7 @@ def index_command(
 @click.option("--write-bad", metavar="FILE", help="Write the bad samples to such a list, for reshard --drop.")
 @duplicates_option
 @click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards in parallel.")
+@unfinished_option
 @json_option
 @with_storage_options
 def verify_command(
@@ -281,6 +287,7 @@ def verify_command(
 @click.option("--workers", type=COUNT, default=8, show_default=True, help="Requests in parallel.")
 @click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 @index_option
+@unfinished_option
 @json_option
 @with_storage_options
 def reshard_command(
@@ -355,6 +362,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards in parallel.")
 @click.option("--overwrite", is_flag=True, help="Replace shards of the same name that differ.")
 @index_option
+@unfinished_option
 @json_option
 @with_storage_options
 def copy_command(
@@ -424,11 +432,13 @@ def ls_command(urls: tuple[str, ...], *, long: bool, as_json: bool, **arguments:
 @click.argument("sample")
 @index_option
 @click.option("--field", metavar="EXT", help="Write only the bytes of this field.")
+@unfinished_option
 @json_option
 @with_storage_options
 def cat_command(
-    url: str, sample: str, *, index_url: str | None, field: str | None, as_json: bool, **arguments: Any
-) -> None:
+    url: str, sample: str, *, index_url: str | None, field: str | None, allow_unfinished: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
     """Show one SAMPLE, given by its key or its number.
 
     --field writes the raw bytes of one field. Digits are looked up as a key first, and as a number if there is no such
@@ -439,14 +449,15 @@ def cat_command(
       shard_tools cat s3://bucket/train/ cats/0001
       shard_tools cat s3://bucket/train/ 1234 --field jpg > picture.jpg
     """
-    storage = Storage(as_storage_options(arguments))
+    opened: dict[str, Any] = {"storage": Storage(as_storage_options(arguments)), "index_url": index_url}
+    opened["allow_unfinished"] = allow_unfinished
     if field is None:
-        shown = describe_sample(url, sample, storage=storage, index_url=index_url)
+        shown = describe_sample(url, sample, **opened)
         emit(shown, as_json=as_json, for_people=render.show_sample)
         return
     if as_json:
         raise click.UsageError("--json and --field cannot be combined: --field writes raw bytes.")
-    payload = cat_field(url, sample, field, storage=storage, index_url=index_url)
+    payload = cat_field(url, sample, field, **opened)
     if sys.stdout.isatty() and render.is_binary(payload):
         raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
     click.echo(payload, nl=False)
@@ -496,6 +507,7 @@ def cat_command(
     "--plot", metavar="FILE.png", help="Also plot the bytes and memory of every data rank (needs matplotlib)."
 )
 @index_option
+@unfinished_option
 @json_option
 @with_storage_options
 def plan_command(
@@ -536,6 +548,7 @@ def plan_command(
     mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
     size = global_batch_size or (batch_size or 0) * mesh.data_world_size
     filters = {name: arguments.pop(name) for name in ("where", "view", "subset")}
+    filters["allow_unfinished"] = arguments.pop("allow_unfinished") or None
     is_run = who or when or state_url or steps or key
     if is_run and (who == when or not state_url or (who and not steps) or (when and not key) or (who and key)):
         raise click.UsageError("Give --state and --step with --who, or --state and --key with --when.")

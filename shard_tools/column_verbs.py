@@ -76,7 +76,7 @@ def add_command(
         raise click.UsageError("Give one of --from FILE --on COLUMN, --lift PATH, and --compute FUNCTION.")
     if compute is None and (fields or dtype):
         raise click.UsageError("--fields and --dtype are for --compute.")
-    which = {option: arguments.pop(option) for option in ("name", "index_url", "overwrite")}
+    which = {option: arguments.pop(option) for option in ("name", "index_url", "overwrite", "allow_unfinished")}
     target = ColumnTarget(urls, storage=storage, **which)
     with progress_bar("column", "shards") as progress:
         if lift is not None:

@@ -149,14 +149,26 @@ def index_option(command: Command) -> Command:
     )(command)
 
 
+def unfinished_option(command: Command) -> Command:
+    """Add ``--allow-unfinished``."""
+    return click.option(
+        "--allow-unfinished",
+        is_flag=True,
+        help="Take what is there of a set that is still being written, or whose writing was interrupted.",
+    )(command)
+
+
 def on_shards(command: Command) -> Command:
-    """Add URL..., ``--index``, ``--json`` and the storage options; the command gets a ``storage``."""
+    """Add URL..., ``--index``, ``--allow-unfinished``, ``--json`` and the storage options.
+
+    The command gets a ``storage``.
+    """
 
     @functools.wraps(command)
     def with_storage(**arguments: Any) -> Any:
         return command(storage=Storage(as_storage_options(arguments)), **arguments)
 
-    decorated = index_option(json_option(with_storage_options(with_storage)))
+    decorated = index_option(unfinished_option(json_option(with_storage_options(with_storage))))
     return click.argument("urls", nargs=-1, required=True, metavar="URL...")(decorated)
 
 

@@ -114,6 +114,8 @@ def show_index(report: IndexReport) -> None:
     if report.num_pruned:
         click.echo(f"removed from the index: {report.num_pruned:,} shards that are gone")
     click.echo(f"index: {', '.join(report.index_urls)}")
+    for directory in report.declared_whole:
+        click.echo(f"{directory} counts as a whole set from now on")
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:

@@ -19,6 +19,7 @@
     │   ├── IndexFormatError                         a damaged or unknown index file
     │   └── IndexMismatchError                       an index that does not match the shards
     ├── IndexMissingError       (FileNotFoundError)  an index is needed, and there is none
+    ├── UnfinishedError         (RuntimeError)       shards that a command is still writing, or was interrupted at
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
     ├── AgreementError          (RuntimeError)       ranks are about to train on different data
     ├── IteratorEndedError      (RuntimeError)       an iterator that was closed or failed before the end of its epoch
@@ -145,6 +146,10 @@ class IndexMismatchError(DataError):
 
 class IndexMissingError(ShardstreamError, FileNotFoundError):
     """An operation needs an index, and the shards have none."""
+
+
+class UnfinishedError(ShardstreamError, RuntimeError):
+    """Shards of a set that is not whole: a command is still writing it, or was interrupted."""
 
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):

@@ -30,6 +30,7 @@ from streaming.errors import (
     IndexMismatchError,
     IndexMissingError,
 )  # fmt: skip
+from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.storage import Storage
 
 COUNT = 60
@@ -103,11 +104,46 @@ def test_some_shards_and_then_the_rest(data: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == tree(data)
 
 
-def test_what_else_the_target_holds_stays(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["more-{:d}.tar", "{:06d}.tar"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_another_set_at_the_target_stays_as_it_is(data: Path, tmp_path: Path, name: str, overwrite: bool) -> None:
+    """Seven shards are not put beside the four of another set, under their names or not."""
+    write(tmp_path / "out", COUNT, name)
+    (tmp_path / "out" / "000008.tar").write_bytes((data / "000000.tar").read_bytes())
+    before = tree(tmp_path / "out")
+    with pytest.raises(TargetNotEmptyError, match=r"holds \d+ shards of another set"):
+        run(data, tmp_path / "out", overwrite=overwrite)
+    assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_index_of_another_set_at_the_target_stays_as_it_is(data: Path, tmp_path: Path, overwrite: bool) -> None:
     write(tmp_path / "out", COUNT, "more-{:d}.tar")
+    for path in (tmp_path / "out").glob("*.tar"):
+        path.unlink()
+    before = tree(tmp_path / "out")
+    with pytest.raises(TargetNotEmptyError, match="lists shards of another set"):
+        run(data, tmp_path / "out", overwrite=overwrite)
+    assert tree(tmp_path / "out") == before
+
+
+def test_numbers_of_classes_at_the_target_are_not_replaced_unasked(data: Path, tmp_path: Path) -> None:
+    note = tmp_path / "out" / "_shardstream" / "classes.json"
+    note.parent.mkdir(parents=True)
+    note.write_text("{}")
+    with pytest.raises(TargetNotEmptyError, match=r"classes\.json belongs to another set"):
+        run(data, tmp_path / "out")
+    assert tree(tmp_path / "out") == {"_shardstream/classes.json": b"{}"}
+    (data / "_shardstream" / "classes.json").write_text("{}")
     run(data, tmp_path / "out")
-    assert len(StreamingDataset(str(tmp_path / "out"))) == 2 * COUNT
-    assert verify([str(tmp_path / "out")], storage=Storage()).findings == ()
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_both_halves_of_a_set(data: Path, tmp_path: Path) -> None:
+    """Each copies a part, in whatever order they end; the whole set is there after the second one."""
+    for part in ("{000000..000002}", "{000003..000005}", "{000001..000004}"):
+        run(f"{data}/{part}.tar", tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(data)
 
 
 def test_folders_are_kept(tmp_path: Path) -> None:
@@ -116,7 +152,7 @@ def test_folders_are_kept(tmp_path: Path) -> None:
     run(tmp_path / "in", tmp_path / "out")
     assert tree(tmp_path / "out") == tree(tmp_path / "in")
     with pytest.raises(ConfigError, match=r"two of the shards are called '000000\.tar'"):
-        run(f"{tmp_path}/in/a/::https://localhost:1/x/000000.tar", tmp_path / "flat")
+        run(f"{tmp_path}/in/a/::memory://x/000000.tar", tmp_path / "flat")
 
 
 def test_an_index_elsewhere_comes_along(data: Path, tmp_path: Path) -> None:
@@ -160,7 +196,7 @@ def test_damage_is_an_error_by_name_and_nothing_of_it_is_copied(data: Path, tmp_
     with pytest.raises(ChecksumError, match=r"000002\.tar: bytes behind the last chunk"):
         run(data, tmp_path / "out")
     assert "000002.tar" not in tree(tmp_path / "out")
-    assert not (tmp_path / "out" / "_shardstream").exists()
+    assert not any(name.endswith(".parquet") for name in tree(tmp_path / "out"))
     (data / "000002.tar").write_bytes(body)
     table, other = (data / "_shardstream" / "samples" / f"00000{n}.tar.parquet" for n in (2, 3))
     right = table.read_bytes()
@@ -220,7 +256,9 @@ def test_killed_and_gone_on_with(data: Path, tmp_path: Path, forked: Forked, sto
     """6 chunks, 6 sample tables, 1 chunk table: killed before each kind, and in between."""
     arguments = (str(data), str(tmp_path / "out"), str(stop_at))
     assert forked.start(KILLER, *arguments, output=tmp_path / "said").wait() == -signal.SIGKILL
-    half = tree(tmp_path / "out") if (tmp_path / "out").exists() else {}
+    half = tree(tmp_path / "out")
+    assert half.pop(UNFINISHED_FILE)
+    half = {name: body for name, body in half.items() if not name.startswith(WRITERS_DIRECTORY)}
     assert all(tree(data)[name] == body for name, body in half.items())
     assert "_shardstream/chunks.parquet" not in half
     if any(name.endswith(".parquet") for name in half):
@@ -254,6 +292,8 @@ def test_a_target_that_fails_is_gone_on_with(data: Path, mini_s3: MiniS3Server) 
             with pytest.raises(AccessDeniedError):
                 run(data, bucket, target_options=store)
             half = there()
+            assert half.pop(UNFINISHED_FILE)
+            half = {name: body for name, body in half.items() if not name.startswith(WRITERS_DIRECTORY)}
             assert "_shardstream/chunks.parquet" not in half
             assert all(calm[name] == body for name, body in half.items())
         proxy.add(Fault(kind="reset_before", method="PUT", path="samples/000001.tar.parquet"))

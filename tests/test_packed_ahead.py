@@ -18,11 +18,11 @@ from test_packed import LENGTH, epoch_of, loader_of, write
 from streaming import Mixture, Packed, StreamingDataset
 from streaming.catalog import packed as catalog
 from streaming.catalog.packed import PackedSource
-from streaming.catalog.recent import Recent
 from streaming.engine.pipeline import Pipeline
 from streaming.packing.fit import Fit, fit
 from streaming.packing.rules import PackRules
 from streaming.plan import memory as budget
+from streaming.recent import Recent
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def repaired(folder: Path, data: bytes, *options: str) -> tuple[dict[str, object
     """The report on one shard of these bytes, and the keys of what was written."""
     (folder / "in").mkdir(exist_ok=True)
     (folder / "in" / "a.tar").write_bytes(data)
+    shutil.rmtree(folder / "out", ignore_errors=True)  # of another shard: it is not replaced
     result = run("repair", folder / "in", "--to", folder / "out", "--json", *options)
     report = json.loads(result.stdout)
     assert result.exit_code == (0 if report["ok"] else 1)

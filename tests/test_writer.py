@@ -15,7 +15,6 @@ import tarfile
 import textwrap
 import tracemalloc
 from pathlib import Path
-from unittest.mock import Mock
 
 import crc32c
 import numpy as np
@@ -494,7 +493,14 @@ def test_no_sample_table_outlives_its_shard(tmp_path: Path, monkeypatch: pytest.
     write_all(tmp_path, some_samples(1, size=9))
     table = tmp_path / "_shardstream" / "samples" / "train-0000.tar.parquet"
     assert table.exists()
-    monkeypatch.setattr(Storage, "put", Mock(side_effect=StorageError("stopped")))
+    put = Storage.put
+
+    def stopped(self: Storage, url: str, data: bytes) -> None:
+        if url.endswith(".parquet"):
+            raise StorageError("stopped")
+        put(self, url, data)
+
+    monkeypatch.setattr(Storage, "put", stopped)
     with pytest.raises(StorageError, match="stopped"):
         write_all(tmp_path, some_samples(1, size=9), overwrite=True)
     assert not table.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import BadRecord
 from streaming.catalog.build import no_samples
+from streaming.catalog.listing import StorageAhead
+from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, StorageError
@@ -59,6 +62,7 @@ def recheck(
     *,
     storage: Storage,
     index_url: str | None = None,
+    allow_unfinished: bool = False,
     workers: int = 8,
     progress: Progress | None = None,
 ) -> RecheckReport:
@@ -69,6 +73,7 @@ def recheck(
         bad: The list.
         storage: Store of the shards.
         index_url: Location of the index, if not beside the shards.
+        allow_unfinished: Check them in a set that is not whole, too.
         workers: Shards checked in parallel.
         progress: Receives the number of shards.
 
@@ -78,7 +83,11 @@ def recheck(
     """
     started = time.monotonic()
     progress = progress or NoProgress()
-    shards = shards_by_shown_url(expand_urls(list(urls), storage)) if urls else {url: url for url in bad.by_shard}
+    shards = {url: url for url in bad.by_shard}
+    if urls:
+        shards = shards_by_shown_url(expand_urls(list(urls), storage))
+        with closing(StorageAhead(storage)) as ahead:
+            Marks(ahead, [], list(shards.values())).check(allow_unfinished=allow_unfinished)
     todo = [(shards[shown], records) for shown, records in bad.by_shard.items() if shown in shards]
     progress.start(total_bytes=None, total=len(todo))
     decoder = resolve_decoders("auto")

@@ -16,9 +16,10 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
+from shard_tools.sets.open_set import unfinished
 from shard_tools.sets.tables import load_samples, names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks, shard_name
-from streaming.catalog.urls import expand_urls
+from streaming.catalog.unfinished import expand_whole
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import AccessDeniedError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
@@ -48,6 +49,7 @@ def verify(
     index_url: str | None = None,
     decode: bool = False,
     duplicate_keys: DuplicateKeys = "error",
+    allow_unfinished: bool = False,
     workers: int = 8,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -66,6 +68,7 @@ def verify(
         index_url: Location of the index, if not beside the shards.
         decode: Whether to decode every field.
         duplicate_keys: ``"keep"``: a key that occurs twice is not a finding.
+        allow_unfinished: That the set is not whole is not a finding.
         workers: Shards checked in parallel; each holds one chunk in memory.
         progress: Receives the number of shards and bytes.
 
@@ -77,9 +80,11 @@ def verify(
     """
     started = time.monotonic()
     progress = progress or NoProgress()
-    shards = expand_urls(list(urls), storage)
+    shards, marks = expand_whole(urls, storage, allow_unfinished=True)
     whole = not names_shards(urls)
-    tasks, findings = _plan(shards, storage, index_url, whole=whole)
+    tasks, findings = _plan(shards, storage, index_url, whole=whole, marked=[mark.directory for mark in marks])
+    if not allow_unfinished:
+        findings = unfinished(marks) + findings
     progress.start(total_bytes=sum(task.chunks.shards[0].size_bytes for task in tasks), total=len(tasks))
     outcomes = _check_all(tasks, storage, resolve_decoders("auto") if decode else None, workers, progress)
     for outcome in outcomes:
@@ -98,7 +103,7 @@ def verify(
 
 
 def _plan(
-    shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool
+    shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool, marked: Sequence[str]
 ) -> tuple[list[ShardTask], list[Finding]]:
     """Return what to check, and the findings that do not require reading a shard."""
     findings: list[Finding] = []
@@ -107,7 +112,8 @@ def _plan(
     folders = {home_of(url, index_url): split_url(url)[0] for url in reversed(shards)}
     fields: dict[str, Mapping[str, bool] | None] = {}  # by URL
     for home, folder in folders.items():
-        table = _chunk_table(storage, home, folder, shards)
+        group = [url for url in shards if home_of(url, index_url) == home]
+        table = _chunk_table(storage, home, folder, group, index_url, is_marked=folder in marked)
         try:
             converted = _converted_fields(storage, home, table)
         except IndexFormatError as error:
@@ -126,14 +132,23 @@ def _plan(
         else:
             what = "the shard is in the store but not in the index"
             cure = "run `shard_tools index` to add it, or remove it"
+            if split_url(url)[0] in marked:
+                cure = "run the command again that writes this set"
             findings.append(Finding(kind="unindexed", shard=url, what=what, cure=cure))
     return tasks, findings
 
 
-def _chunk_table(storage: Storage, home: str, folder: str, shards: Sequence[str]) -> ChunkTable:
+def _chunk_table(
+    storage: Storage, home: str, folder: str, shards: Sequence[str], index_url: str | None, *, is_marked: bool
+) -> ChunkTable:
+    """Return the chunk table; of a set that is not whole, the rows of the shards that have a sample table."""
     try:
         return read_chunks(storage, home)
     except NotFoundError as error:
+        if is_marked:
+            tables = (load_samples(storage, url, index_url) for url in shards)
+            known = [table.chunks for table in tables if table is not None]
+            return ChunkTable.concat(known)
         if not storage.exists(shards[0]):
             raise NotFoundError(f"{shards[0]}: no such shard, and no index that promises it; check the URL") from error
         raise IndexMissingError(

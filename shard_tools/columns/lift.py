@@ -55,7 +55,7 @@ def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: 
 
 def lift_all(
     urls: Sequence[str], paths: Sequence[str], *, storage: Storage, index_url: str | None, workers: int,
-    progress: Progress | None = None,
+    allow_unfinished: bool = False, progress: Progress | None = None,
 ) -> list[AddReport]:  # fmt: skip
     """Lift one late column per path, named like it; columns that already exist for these shards are kept.
 
@@ -64,7 +64,9 @@ def lift_all(
     """
     reports = []
     for path in paths:
-        target = ColumnTarget(urls, path, storage=storage, index_url=index_url, overwrite=True)
+        target = ColumnTarget(
+            urls, path, storage=storage, index_url=index_url, overwrite=True, allow_unfinished=allow_unfinished
+        )
         there = find_columns(storage, target.homes, [path]) if len(target.homes) == 1 else {}
         if path not in there or there[path].version != target.version_of(lift=path):
             reports.append(lift_column(target, path, workers=workers, progress=progress))

@@ -77,11 +77,12 @@ class ColumnTarget:
     """
 
     def __init__(
-        self, urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, overwrite: bool
-    ) -> None:
+        self, urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, overwrite: bool,
+        allow_unfinished: bool = False,
+    ) -> None:  # fmt: skip
         self.name = checked_name(name, "column")
         self.storage = storage
-        shards = open_set(urls, storage, index_url)
+        shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
         if shards.scanned is not None:
             raise IndexMissingError(
                 f"{redact(shards.urls[0])}: a late column is stored beside an index, but there is none; run "
@@ -240,9 +241,11 @@ class ListReport(Report):
     columns: tuple[dict[str, object], ...]
 
 
-def list_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) -> ListReport:
+def list_all(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None, allow_unfinished: bool = False
+) -> ListReport:
     """Return all late columns of some shards."""
-    shards = open_set(urls, storage, index_url)
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     found = [(home, column) for home in homes_of(shards.urls, index_url) for column in list_columns(storage, home)]
     names = ColumnDocument.__dataclass_fields__
     return ListReport(
@@ -260,13 +263,15 @@ class DropReport(Report):
     num_files: int
 
 
-def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> DropReport:
+def drop_column(
+    urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, allow_unfinished: bool = False
+) -> DropReport:
     """Delete a late column.
 
     Raises:
         ConfigError: There is none of this name.
     """
-    shards = open_set(urls, storage, index_url)
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     homes = homes_of(shards.urls, index_url)
     document = [join_url(home, column_document_path(checked_name(name, "column"))) for home in homes]
     files = _files_of(storage, homes, name)

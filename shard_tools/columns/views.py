@@ -47,7 +47,7 @@ class ViewsReport(Report):
 
 def save(
     urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, where: str | None, subset: str | None,
-    exclude: str | None, overwrite: bool,
+    exclude: str | None, overwrite: bool, allow_unfinished: bool = False,
 ) -> ViewReport:  # fmt: skip
     """Save a view, after computing what it keeps.
 
@@ -61,7 +61,7 @@ def save(
     )  # fmt: skip
     if asked.keeps_all:
         raise ConfigError("a view of everything needs no name; give --where, --subset or --exclude")
-    shards, home = _opened(urls, storage, index_url)
+    shards, home = _opened(urls, storage, index_url, allow_unfinished=allow_unfinished)
     selected = select(storage, shards, asked)
     view = View(
         name=name, where=None if asked.where is None else asked.where.text, subset=asked.subset,
@@ -72,24 +72,32 @@ def save(
     return ViewReport.of(view)
 
 
-def show(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> ViewReport:
+def show(
+    urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, allow_unfinished: bool = False
+) -> ViewReport:
     """Return one view.
 
     Raises:
         ConfigError: There is none of this name.
     """
-    return ViewReport.of(load_view(storage, _opened(urls, storage, index_url)[1], name))
+    return ViewReport.of(
+        load_view(storage, _opened(urls, storage, index_url, allow_unfinished=allow_unfinished)[1], name)
+    )
 
 
-def show_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) -> ViewsReport:
+def show_all(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None, allow_unfinished: bool = False
+) -> ViewsReport:
     """Return all views."""
-    home = _opened(urls, storage, index_url)[1]
+    home = _opened(urls, storage, index_url, allow_unfinished=allow_unfinished)[1]
     return ViewsReport(views=tuple(ViewReport.of(view) for view in list_views(storage, home)))
 
 
-def _opened(urls: Sequence[str], storage: Storage, index_url: str | None) -> tuple[OpenShards, str]:
+def _opened(
+    urls: Sequence[str], storage: Storage, index_url: str | None, *, allow_unfinished: bool
+) -> tuple[OpenShards, str]:
     """Return the shards, and the directory of the index beside which views are stored: that of the first shard."""
-    found = open_set(urls, storage, index_url)
+    found = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     if found.scanned is not None:
         raise IndexMissingError(
             f"{redact(found.urls[0])}: a view is stored beside an index, but there is none; run `shard_tools index` "

@@ -19,7 +19,7 @@ from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_kn
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import SeenKeys, check_key
-from shard_tools.write.writer import ShardWriter, is_full, make_record
+from shard_tools.write.writer import ShardWriter, UnmarkedWriter, is_full, make_record
 from streaming.errors import ConfigError
 
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
@@ -46,7 +46,7 @@ class ConvertWork:
 
     def writer(self, shard: int) -> ShardWriter:
         """Return a writer that begins with this shard."""
-        return ShardWriter(
+        return UnmarkedWriter(
             self.pattern,
             max_bytes=self.options.max_bytes,
             max_samples=self.options.max_samples,

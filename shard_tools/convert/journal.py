@@ -20,6 +20,8 @@ _FORMAT = "shardstream-convert"
 _VERSION = 1
 NAME = "_shardstream/convert.json"
 CLASSES = "_shardstream/classes.json"
+NOTES = (CLASSES, TOKENS_FILE)
+"""Files about a set that go along with it."""
 
 
 class TargetNotEmptyError(ShardstreamError, FileExistsError):
@@ -106,9 +108,20 @@ def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> Non
     Raises:
         IndexFormatError: One is damaged.
     """
-    for name in (CLASSES, TOKENS_FILE):
-        with suppress(NotFoundError, AccessDeniedError):
-            url = join_url(home, name)
-            data = bytes(there.read(url))
-            read_note(data, redact(url))
-            here.put(join_url(directory, name), data)
+    for name in NOTES:
+        if (content := note_at(home, name, there)) is not None:
+            here.put(join_url(directory, name), content)
+
+
+def note_at(home: str, name: str, storage: Storage) -> bytes | None:
+    """Return one of these files, or None if there is none.
+
+    Raises:
+        IndexFormatError: It is damaged.
+    """
+    url = join_url(home, name)
+    with suppress(NotFoundError, AccessDeniedError):
+        content = bytes(storage.read(url))
+        read_note(content, redact(url))
+        return content
+    return None

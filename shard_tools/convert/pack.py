@@ -10,21 +10,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
 from shard_tools.running.progress import Progress
+from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from streaming.catalog.build import read_chunks
+from streaming.catalog.urls import is_shard
 from streaming.errors import ConfigError, DataError, ShardstreamError
-from streaming.index.layout import samples_path
+from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, redact, split_url
+from streaming.types import SHARD_SUFFIXES
 
 _SHARD_NAME = "{:06d}.tar"
 _log = logging.getLogger(__name__)
@@ -41,27 +47,30 @@ class PackedTarget:
     remarks: Mapping[str, int]
 
 
-def pack(
-    reader: Source,
-    place: Destination,
-    options: ShardOptions,
-    *,
-    identity: Mapping[str, object],
-    columns: tuple[str, ...],
-    position: str | None = None,
-    storage_options: Mapping[str, object] | None,
-    executor: Executor | None = None,
-    progress: Progress,
-) -> PackedTarget:
+def pack(reader: Source, place: Destination, options: ShardOptions, **how: Any) -> PackedTarget:
     """Write all records of ``reader``; continue if an earlier run of the same work was interrupted.
+
+    ``how`` are the other arguments of :class:`PackingRun`, which says what is raised.
+    """
+    with PackingRun(reader, place, options, **how) as packing:
+        return packing.run()
+
+
+class PackingRun:
+    """Write all records of a source into a target, which stays marked as unfinished until everything is there.
+
+    Making one only looks at the target; entering its context begins, so that several targets can be looked at before
+    anything is written. If it ends before the first shard, nothing is left.
 
     Args:
         reader: The records.
         place: Destination of the shards.
         options: The options.
+        command: The command, and what the user named as its source: for the mark.
         identity: JSON-serializable; everything that determines the bytes of the result, except the source and the names
             of the shards. Another run continues only if it is equal.
         columns: Metadata of the records to store in the sample table.
+        notes: Writes further files beside the index; called when all shards are there.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a
             sample; None: sample i is record i.
         storage_options: Options of the store.
@@ -73,46 +82,115 @@ def pack(
         DataError: A record cannot be read or stored, or there are none.
         StorageError: A store failed.
     """
-    storage = Storage(storage_options)
-    journal = Journal(source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields)
-    remarks = Remarks()
-    earlier = _prepare(place, journal, storage, overwrite=options.overwrite, position=position)
-    progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
-    progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
-    if not earlier.complete:
-        work = ConvertWork(
-            reader=reader,
-            pattern=place.pattern,
-            options=options,
-            columns={name: _Lift(name) for name in columns},
-            storage_options=storage_options,
+
+    def __init__(
+        self, reader: Source, place: Destination, options: ShardOptions, *, command: tuple[str, str],
+        identity: Mapping[str, object], columns: tuple[str, ...], notes: Callable[[], None] = lambda: None,
+        position: str | None = None, storage_options: Mapping[str, object] | None, executor: Executor | None = None,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.place, self._notes, self._progress, self._executor = place, notes, progress, executor
+        self._storage = Storage(storage_options)
+        self._journal = Journal(
+            source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields
         )
-        write = _write if executor is None else partial(write_elsewhere, executor=executor)
-        try:
-            number = write(
-                work,
-                start=earlier.num_records,
-                first_shard=earlier.num_shards,
-                known_keys=earlier.keys,
-                remarks=remarks,
-                progress=progress,
+        self._work = ConvertWork(
+            reader=reader, pattern=place.pattern, options=options, columns={name: _Lift(name) for name in columns},
+            storage_options=storage_options,
+        )  # fmt: skip
+        name, source = command
+        self._mark = TargetMark(
+            self._storage, [place.directory], command=name, work=digest_of_work("pack"), what=redact(source)
+        )
+        self._there = _contents(place, self._storage)
+        if not options.overwrite:
+            refuse_writers(self._mark.others(), place.directory, "or start over with --overwrite")
+        self._found = self._refuse_others() if self._there and not options.overwrite else None
+        earlier = None if self._found is None else _earlier_work(place, self._storage, self._found, position=position)
+        self._earlier = earlier or _Earlier()
+
+    def _refuse_others(self) -> Journal | None:
+        """Return the journal of an earlier run.
+
+        Raises:
+            TargetNotEmptyError: The target holds anything else than what such a run has left.
+        """
+        place, there = self.place, self._there
+        shown, cure = redact(place.directory), "give another target, or delete them with --overwrite"
+        found = load_journal(place.directory, self._storage)
+        if found is None:
+            raise TargetNotEmptyError(
+                f"{shown} holds {len(there)} files of another data set, such as {redact(there[0])}; {cure}"
             )
-        except BaseException:
-            _forget_the_empty(place, storage)
-            raise
-        if number == 0:
-            raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
-    remarks.log(redact(place.directory))
-    table = read_chunks(storage, place.directory)
-    if not earlier.complete:
-        save_journal(place.directory, replace(journal, complete=True, num_samples=table.total_samples), storage)
-    return PackedTarget(
-        num_shards=len(table.shards),
-        num_samples=table.total_samples,
-        num_bytes=sum(shard.size_bytes for shard in table.shards),
-        num_resumed_samples=earlier.num_samples,
-        remarks=dict(remarks.counts),
-    )
+        if not found.same_work(self._journal):
+            # It may still be running, so its place is not taken even if it has written nothing else.
+            begun = ", of which no shard is written yet" if there == [join_url(place.directory, NAME)] else ""
+            raise TargetNotEmptyError(
+                f"{shown} holds another conversion{begun} ({found.differences(self._journal)}); give another target, "
+                "run with the same source and options to continue, or start over with --overwrite"
+            )
+        strange = [url for url in there if url.endswith(SHARD_SUFFIXES) and not place.has(url)]
+        if strange:
+            raise TargetNotEmptyError(
+                f"{shown} holds {len(strange)} shards that this command does not write, such as {redact(strange[0])}: "
+                f"they would be read with its own; {cure}"
+            )
+        return found
+
+    def __enter__(self) -> Self:
+        """Mark the target, delete what is to be overwritten, and note the work."""
+        overwrite = self._work.options.overwrite
+        if self._earlier.complete and not self._mark.is_set():
+            return self
+        self._mark.begin((lambda _: True) if overwrite else None)
+        if overwrite:
+            # The journal is deleted last: a run that is interrupted here starts with what is left.
+            for url in sorted(self._there, key=lambda url: url.endswith("/convert.json")):
+                self._storage.delete(url)
+        if self._found is None or (self._found.complete and not self._earlier.complete):
+            # In the latter case shards are gone: a run that was overwriting them was interrupted.
+            save_journal(self.place.directory, self._journal, self._storage)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Forget a run that failed before its first shard: there is nothing to continue or overwrite."""
+        if kind is not None:
+            url = join_url(self.place.directory, NAME)
+            with contextlib.suppress(ShardstreamError):
+                if _contents(self.place, self._storage) == [url]:
+                    self._storage.delete(url)
+                    self._mark.finish()
+
+    def run(self) -> PackedTarget:
+        """Write what is not there yet, then the index, the notes, and the journal; then the target is whole."""
+        reader, earlier, storage, directory = self._work.reader, self._earlier, self._storage, self.place.directory
+        remarks = Remarks()
+        self._progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
+        self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
+        if not earlier.complete:
+            write = _write if self._executor is None else partial(write_elsewhere, executor=self._executor)
+            number = write(
+                self._work, start=earlier.num_records, first_shard=earlier.num_shards, known_keys=earlier.keys,
+                remarks=remarks, progress=self._progress,
+            )  # fmt: skip
+            if number == 0:
+                raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
+        remarks.log(redact(directory))
+        table = read_chunks(storage, directory)
+        self._notes()
+        if not earlier.complete:
+            save_journal(directory, replace(self._journal, complete=True, num_samples=table.total_samples), storage)
+        if self._mark.is_begun:
+            self._mark.finish()
+        return PackedTarget(
+            num_shards=len(table.shards),
+            num_samples=table.total_samples,
+            num_bytes=sum(shard.size_bytes for shard in table.shards),
+            num_resumed_samples=earlier.num_samples,
+            remarks=dict(remarks.counts),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +222,12 @@ class Destination:
         """The pattern for ``ShardWriter``."""
         return join_url(self.directory, self.name)
 
+    def has(self, url: str) -> bool:
+        """Tell whether ``url`` is the name of one of the shards."""
+        directory, name = split_url(url)
+        digits = re.fullmatch(re.sub(r"\\\{.*\\\}", "([0-9]+)", re.escape(self.name)), name)
+        return directory == self.directory and digits is not None and self.name.format(int(digits[1])) == name
+
 
 def refuse_overlap(source: str, place: Destination) -> None:
     """Refuse to write to the place that is read, which could delete it.
@@ -153,6 +237,20 @@ def refuse_overlap(source: str, place: Destination) -> None:
     """
     if _whole(source) == _whole(place.directory):
         raise ConfigError(f"{redact(source)}: source and target are the same place; give another target")
+
+
+def refuse_writers(writers: Writers, directory: str, cure: str = "") -> None:
+    """Refuse a target that other commands are writing to; ``cure`` adds what else can be done.
+
+    Raises:
+        TargetNotEmptyError: There is such a command.
+    """
+    for writer in writers.values():
+        whose = "a command" if writer is None else f"{writer.command} ({writer.what}), begun {writer.begun},"
+        raise TargetNotEmptyError(
+            f"{redact(directory)}: {whose} is still writing there, or was interrupted; give another target, run that "
+            f"again{', ' + cure if cure else ''}"
+        )
 
 
 def warn_of_nesting(source: str, place: Destination) -> None:
@@ -182,55 +280,25 @@ class _Earlier:
     keys: frozenset[str] = frozenset()
 
 
-def _prepare(
-    place: Destination, journal: Journal, storage: Storage, *, overwrite: bool, position: str | None
-) -> _Earlier:
-    """Prepare the target: empty, or holding the finished shards of this very conversion.
+def _contents(place: Destination, storage: Storage) -> list[str]:
+    """Return the shards and the index directly in the target, without marks of writers.
 
     Raises:
-        TargetNotEmptyError: It holds anything else.
+        TargetNotEmptyError: There are shards in folders below it, which would be read with those that are written.
     """
-    there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
-    if overwrite:
-        # The journal is deleted last: a run that is interrupted here starts with what is left.
-        for url in sorted(there, key=lambda url: url.endswith("/convert.json")):
-            storage.delete(url)
-        there = []
-    if there:
-        found = load_journal(place.directory, storage)
-        if found is None:
-            raise TargetNotEmptyError(
-                f"{redact(place.directory)} holds {len(there)} files of another data set, such as "
-                f"{redact(there[0])}; give another target, or delete them with --overwrite"
-            )
-        if not found.same_work(journal):
-            # It may still be running, so its place is not taken even if it has written nothing else.
-            begun = ", of which no shard is written yet" if there == [join_url(place.directory, NAME)] else ""
-            raise TargetNotEmptyError(
-                f"{redact(place.directory)} holds another conversion{begun} ({found.differences(journal)}); give "
-                "another target, run with the same source and options to continue, or start over with --overwrite"
-            )
-        earlier = _earlier_work(place, storage, found, position=position)
-        if found.complete and not earlier.complete:  # shards are gone: a run that was overwriting them was interrupted
-            save_journal(place.directory, journal, storage)
-        return earlier
-    save_journal(place.directory, journal, storage)
-    return _Earlier()
-
-
-def _forget_the_empty(place: Destination, storage: Storage) -> None:
-    """Delete the journal of a run that ended before its first shard: there is nothing to continue or overwrite."""
-    with contextlib.suppress(ShardstreamError):
-        there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
-        if there == [url := join_url(place.directory, NAME)]:
-            storage.delete(url)
-
-
-def _is_ours(url: str, place: Destination) -> bool:
-    """Tell whether ``url`` is a shard or part of an index directly in the target."""
     base = place.directory.rstrip("/") + "/"
-    name = url.removeprefix(base)
-    return name.startswith("_shardstream/") or ("/" not in name and name.endswith(".tar"))
+    there = []
+    for info in storage.list(place.directory):
+        name = info.url.removeprefix(base)
+        if is_shard(info.url, base) and "/" in name:
+            raise TargetNotEmptyError(
+                f"{redact(place.directory)} holds shards in folders, such as {redact(info.url)}: who reads it would "
+                "read them together with those of this command; give another target"
+            )
+        is_mark = name == UNFINISHED_FILE or name.startswith(f"{WRITERS_DIRECTORY}/")
+        if is_shard(info.url, base) or (name.startswith(f"{INDEX_DIRECTORY}/") and not is_mark):
+            there.append(info.url)
+    return there
 
 
 def _earlier_work(place: Destination, storage: Storage, journal: Journal, *, position: str | None) -> _Earlier:

@@ -95,6 +95,7 @@ class SourceOptions:
         exclude: A folder or prefix whose content is not taken: the target may lie in the source.
         classes: Where the numbers of classes come from.
         max_gzip_ratio: A ``.gz`` that inflates to more than so many times its size is refused.
+        allow_unfinished: Take what is there of shards that are still being written.
         unit: What is one record of a text: ``"line"``, ``"blank-line"`` (up to the next blank line) or ``"file"``.
         tolerant: A line or row that cannot be read is a record with a ``problem``, and not an error.
         named_only: Columns that ``fields`` does not name become no fields: their values are looked at as ``metadata``.
@@ -108,6 +109,7 @@ class SourceOptions:
     exclude: str | None = None
     classes: str | None = None
     max_gzip_ratio: float = MAX_GZIP_RATIO
+    allow_unfinished: bool = False
     unit: str = "line"
     tolerant: bool = False
     named_only: bool = False

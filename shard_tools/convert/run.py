@@ -37,6 +37,7 @@ class RecordOptions(ShardOptions):
         columns: Metadata that the sample table shall hold, in addition to those that the layout gives it.
         keep_order: Do not shuffle what usually is shuffled: folders of several classes.
         max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
+        allow_unfinished: Take what is there of shards that are still being written.
     """
 
     kind: str = "auto"
@@ -45,6 +46,7 @@ class RecordOptions(ShardOptions):
     columns: tuple[str, ...] = ()
     keep_order: bool = False
     max_gzip_ratio: float = MAX_GZIP_RATIO
+    allow_unfinished: bool = False
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -72,8 +74,8 @@ class RecordOptions(ShardOptions):
         place = Destination.of(target)
         options = SourceOptions(
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
-            num_threads=self.workers,
-            exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio, **how,
+            num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
+            allow_unfinished=self.allow_unfinished, **how,
         )  # fmt: skip
         reader = open_source(source, storage, kind=self.kind, options=options)
         refuse_overlap(source, place)
@@ -170,14 +172,14 @@ def convert(
         reader,
         place,
         options,
+        command=("convert", source),
         identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
         columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *options.columns))),
+        notes=lambda: save_classes(place.directory, classes, storage) if classes else None,
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),
     )
-    if classes:
-        save_classes(place.directory, classes, storage)
     return ConvertReport(
         kind=reader.kind,
         target=place.directory,

@@ -26,6 +26,7 @@ class Layout:
         fields: It has columns, which ``--field`` may store as fields of their own.
         classes: It has classes, which ``--classes`` numbers.
         shuffles: It can be read in another order than front to back.
+        shards: It may be a set of shards that is not whole.
     """
 
     open: Callable[[str, Storage, SourceOptions], Source]
@@ -33,6 +34,7 @@ class Layout:
     fields: bool = False
     classes: bool = False
     shuffles: bool = False
+    shards: bool = False
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -48,7 +50,7 @@ LAYOUTS: dict[str, Layout] = {
     "parquet": Layout(open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True),
     "csv": Layout(open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True),
     "text": Layout(open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True),
-    "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES),
+    "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True),
 }
 SOURCE_KINDS = ("auto", *LAYOUTS)
 
@@ -98,6 +100,8 @@ def open_source(spec: str, storage: Storage, *, kind: str = "auto", options: Sou
         raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
     if options.fields and not layout.fields:
         raise ConfigError(f"--field names columns of a table; a source of kind {kind!r} has none")
+    if options.allow_unfinished and not layout.shards:
+        raise ConfigError(f"--allow-unfinished is for sets of shards; a source of kind {kind!r} is none")
     if options.classes is not None and not layout.classes:
         raise ConfigError(f"--classes numbers the folders of images; a source of kind {kind!r} has none")
     if options.shuffle_seed is not None and not layout.shuffles:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from collections.abc import Generator, Iterator
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
+from streaming.catalog.listing import StorageAhead
+from streaming.catalog.unfinished import Marks
+from streaming.catalog.urls import folders_of
 from streaming.errors import ConfigError
 from streaming.storage import Storage
+from streaming.storage.adapters.local import is_directory
 from streaming.tar.samples import iter_samples
 from streaming.types import SHARD_SUFFIXES
 
@@ -28,7 +34,13 @@ class TarFiles(FileSource):
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         if options.key_field not in {None, NUMBER_KEYS}:
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {options.key_field!r}")
-        super().__init__("tars", find_files(spec, storage, SHARD_SUFFIXES, exclude=options.exclude), storage)
+        with contextlib.closing(StorageAhead(storage)) as ahead:
+            files = find_files(spec, ahead, SHARD_SUFFIXES, exclude=options.exclude)
+            for folder in filter(is_directory, folders_of(spec)):
+                collections.deque(ahead.list(folder), 0)  # which makes known what is marked below it
+            marks = Marks(ahead, (), [file.url for file in files], exclude=options.exclude)
+            marks.check(allow_unfinished=options.allow_unfinished)
+        super().__init__("tars", files, storage)
         self._max_gzip_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         self._numbered = options.key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}

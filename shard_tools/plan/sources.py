@@ -38,10 +38,10 @@ class OpenedSet(ChunkSource):
 
     def __init__(
         self, urls: str | Sequence[str], *, storage: Storage, index_url: str | None = None, where: str | None = None,
-        view: str | None = None, subset: str | None = None,
+        view: str | None = None, subset: str | None = None, allow_unfinished: bool | None = None,
     ) -> None:  # fmt: skip
         self.storage, self.cache, self.fields = storage, None, None
-        self.shards = open_shards(storage, urls, index_url)
+        self.shards = open_shards(storage, urls, index_url, allow_unfinished=bool(allow_unfinished))
         if self.shards.table is None:
             raise IndexMissingError(self.shards.missing_index)
         asked = asked_filter(
@@ -69,7 +69,7 @@ def open_planned(
         return OpenedSet(urls, storage=storage, **options)
     given = [name for name, value in options.items() if value is not None]
     if given:
-        name = given[0].removesuffix("_url")
+        name = given[0].removesuffix("_url").replace("_", "-")
         raise ConfigError(f"--{name}: in a mixture it belongs to each source; write it into {urls[0]}")
     from streaming.datasets.mixture import Mixture  # noqa: PLC0415  it imports torch
 

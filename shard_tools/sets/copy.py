@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 import crc32c
 import numpy as np
 
-from shard_tools.convert.journal import TargetNotEmptyError, carry_notes
+from shard_tools.convert.journal import NOTES, TargetNotEmptyError, carry_notes, note_at
 from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nesting
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import shards_beside
 from shard_tools.sets.tables import relative_names
-from streaming.catalog.build import home_of, load_index, read_chunks, samples_url
+from shard_tools.sets.target import TargetContents
+from shard_tools.write.mark import TargetMark, digest_of_work
+from streaming.catalog.build import home_of, in_order, load_tables, read_chunks, samples_url, shard_name
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
@@ -81,14 +83,16 @@ def copy(
     target_options: Mapping[str, object] | None = None,
     workers: int = 4,
     overwrite: bool = False,
+    allow_unfinished: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Copy the shards of ``source`` and their index to ``target``, byte for byte; directories are kept.
 
-    Every chunk is compared with the checksum in the index before it is written. A shard appears at the target only
-    when it is whole; sample tables follow when all shards are there, and the chunk table comes last, merged with
-    that of other shards at the target. An interrupted run is continued by running it again: a shard that exists at
-    the target is read there and skipped if it is right.
+    Before anything is written, everything at the target is compared: there may be shards of this set, in whatever
+    number, but no others. Every chunk is compared with the checksum in the index before it is written. A shard appears
+    at the target only when it is whole; sample tables follow when all shards are there, and the chunk table comes
+    last, merged with that of other shards of the set. Until then the target is marked as unfinished. An interrupted
+    run is continued by running it again: a shard that exists at the target is read there and skipped if it is right.
 
     Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
 
@@ -100,12 +104,14 @@ def copy(
         target_options: How to reach the target; None: as the source.
         workers: Shards at a time.
         overwrite: Replace different shards of the same name.
+        allow_unfinished: Copy what is there of an unfinished source; the copy is marked as unfinished like its source.
         progress: Called with bytes and shards.
 
     Raises:
         IndexMissingError: The source has no index to check against.
+        UnfinishedError: The source is not whole.
         ChecksumError, IndexMismatchError: A shard of the source is damaged, or is not the one that was indexed.
-        TargetNotEmptyError: The target holds a different shard of the same name.
+        TargetNotEmptyError: The target holds a different shard of the same name, or something else than this set.
         ConfigError: Source and target are the same place, or two shards would have the same name.
         StorageError: A store fails.
     """
@@ -118,25 +124,40 @@ def copy(
     if target_options is None:
         refuse_overlap(source, place)
         warn_of_nesting(source, place)
-    urls = shards_beside([source], there, place.directory)
+    urls, marks = shards_beside([source], there, place.directory, allow_unfinished=allow_unfinished)
     names = relative_names(urls)
-    shards = _shards(urls, names, load_index(there, urls, index_url), place.directory)
-    progress.start(total_bytes=sum(shard.size_bytes for shard in shards), total=len(shards))
+    tables = load_tables(there, urls, index_url)
+    shards = _shards(urls, names, in_order(urls, index_url, tables), place.directory)
+    num_bytes = sum(shard.size_bytes for shard in shards)
+    progress.start(total_bytes=num_bytes, total=len(shards))
+    written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
+    mark = _mark_of(shards, here, source)
+    contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
+    if not overwrite:
+        _check_notes(shards, there, here, index_url, contents)
+    right = _find_right(shards, contents, here, workers, progress, overwrite=overwrite)
+    if len(right) < len(shards) or mark.is_set() or marks:
+        mark.begin()
 
     def bring(shard: _Shard) -> bool:
-        copied = not _is_there(shard, here, overwrite=overwrite)
+        copied = shard.target not in right
         if copied:
             _copy_shard(shard, there, here)
-        progress.advance(num_bytes=shard.size_bytes, num=1)
+            progress.advance(num_bytes=shard.size_bytes, num=1)
         return copied
 
     copied = list(map_ordered(bring, shards, workers))
     num_without = _copy_index(shards, there, here, index_url)
+    if marks:
+        mark.carry(marks[0].writer)
+    elif mark.is_begun:
+        is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
+        mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
     return CopyReport(
         target=redact(place.directory),
         num_shards=len(shards),
         num_samples=sum(shard.chunks.total_samples for shard in shards),
-        num_bytes=sum(shard.size_bytes for shard in shards),
+        num_bytes=num_bytes,
         num_copied=sum(copied),
         num_copied_bytes=sum(shard.size_bytes for shard, new in zip(shards, copied, strict=True) if new),
         num_without_samples=num_without,
@@ -164,24 +185,81 @@ def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, targe
     return shards
 
 
-def _is_there(shard: _Shard, here: Storage, *, overwrite: bool) -> bool:
-    """Tell whether the target holds this very shard.
+def _sizes_of_set(shards: Sequence[_Shard], tables: Mapping[str, ChunkTable], index_url: str | None) -> dict[str, int]:
+    """Return the sizes of all shards of the source's directories, of which perhaps not all are copied, by target."""
+    sizes: dict[str, int] = {}
+    for shard in {split_url(shard.target)[0]: shard for shard in shards}.values():
+        directory = split_url(shard.target)[0]
+        above = shard_name(shard.source, index_url).removesuffix(split_url(shard.source)[1])
+        for one in tables[home_of(shard.source, index_url)].shards:
+            name = one.name.removeprefix(above)
+            if one.name.startswith(above) and "/" not in name:
+                sizes[join_url(directory, name)] = one.size_bytes
+    return sizes
+
+
+def _mark_of(shards: Sequence[_Shard], here: Storage, source: str) -> TargetMark:
+    """Return the mark of this copy; copies of parts of one set do the same work."""
+    work = digest_of_work("copy", sorted({redact(split_url(shard.source)[0]) for shard in shards}))
+    return TargetMark(
+        here, [split_url(shard.target)[0] for shard in shards], command="copy", work=work, what=redact(source),
+        writer=digest_of_work("copy", redact(source)), num_shards=len(shards),
+    )  # fmt: skip
+
+
+def _check_notes(
+    shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, contents: TargetContents
+) -> None:
+    """Refuse a target that numbers classes, or describes tokens, in another way than the source.
 
     Raises:
-        TargetNotEmptyError: It holds a different one, which must not be overwritten.
+        TargetNotEmptyError: It does.
     """
-    try:
-        size_bytes = here.info(shard.target).size_bytes
-    except NotFoundError:
-        return False
-    if size_bytes == shard.size_bytes and _is_right(shard, here):
-        return True
-    if overwrite:
-        return False
-    raise TargetNotEmptyError(
-        f"{redact(shard.target)} is not the same shard as {redact(shard.source)} ({size_bytes} bytes, expected "
-        f"{shard.size_bytes} with the checksums of the index); give another target, or replace it with --overwrite"
-    )
+    for shard in {split_url(shard.target)[0]: shard for shard in shards}.values():
+        for name in NOTES:
+            url = join_url(split_url(shard.target)[0], name)
+            if url in contents.sizes and bytes(here.read(url)) != note_at(
+                home_of(shard.source, index_url), name, there
+            ):
+                raise TargetNotEmptyError(
+                    f"{redact(url)} belongs to another set: the source has none, or a different one; give another "
+                    "target, or replace it with --overwrite"
+                )
+
+
+def _find_right(
+    shards: Sequence[_Shard], contents: TargetContents, here: Storage, workers: int, progress: Progress, *,
+    overwrite: bool,
+) -> set[str]:  # fmt: skip
+    """Return the targets that hold the very shard already.
+
+    Raises:
+        TargetNotEmptyError: One holds a different shard, which must not be overwritten.
+    """
+    present = [shard for shard in shards if shard.target in contents.sizes]
+    alike = [shard for shard in present if contents.sizes[shard.target] == shard.size_bytes]
+
+    def refuse(shard: _Shard) -> None:
+        if not overwrite:
+            raise TargetNotEmptyError(
+                f"{redact(shard.target)} is not the same shard as {redact(shard.source)} "
+                f"({contents.sizes[shard.target]} bytes, expected {shard.size_bytes} with the checksums of the index); "
+                "give another target, or replace it with --overwrite"
+            )
+
+    for shard in present if len(alike) < len(present) else ():
+        if contents.sizes[shard.target] != shard.size_bytes:
+            refuse(shard)
+
+    def look(shard: _Shard) -> bool:
+        is_right = _is_right(shard, here)
+        if not is_right:
+            refuse(shard)
+        else:
+            progress.advance(num_bytes=shard.size_bytes, num=1)
+        return is_right
+
+    return {shard.target for shard, right in zip(alike, map_ordered(look, alike, workers), strict=True) if right}
 
 
 def _is_right(shard: _Shard, here: Storage) -> bool:

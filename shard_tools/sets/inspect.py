@@ -12,7 +12,7 @@ import numpy as np
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
-from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
+from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of, unfinished
 from shard_tools.sets.tables import names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks
 from streaming.errors import NotFoundError
@@ -105,17 +105,21 @@ def _content(field: str, payload: bytes) -> object:
 
 
 def info(
-    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, progress: Progress | None = None
-) -> DataSetInfo:
+    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False,
+    progress: Progress | None = None,
+) -> DataSetInfo:  # fmt: skip
     """Return the totals of a dataset, from its index; a small one without index is read (and its index not stored).
+
+    Of a set that is not whole, these are the totals of what is there; that is a finding unless ``allow_unfinished``.
 
     Raises:
         IndexMissingError: There is no index and the dataset is too large to read for this.
         NotFoundError: Nothing matches ``urls``.
     """
     progress = progress or NoProgress()
-    shards = open_set(urls, storage, index_url)
+    shards = open_set(urls, storage, index_url, allow_unfinished=True)
     chunks = shards.chunks
+    findings = [] if allow_unfinished else unfinished(shards.marks)
     progress.start(total_bytes=None, total=len(shards.urls))
     fields: dict[str, FieldInfo] = {}
     columns: dict[str, None] = {}
@@ -136,7 +140,7 @@ def info(
         index=_where(shards, urls),
         has_index=shards.scanned is None,
         fingerprint=chunks.fingerprint,
-        findings=() if shards.scanned is not None else tuple(_compare(shards, urls, storage)),
+        findings=(*findings, *(() if shards.scanned is not None else _compare(shards, urls, storage))),
     )
 
 
@@ -189,8 +193,9 @@ def _where(shards: OpenSet, urls: Sequence[str]) -> str:
 
 
 def list_samples(
-    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None
-) -> Iterator[SampleEntry]:
+    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None,
+    allow_unfinished: bool = False,
+) -> Iterator[SampleEntry]:  # fmt: skip
     """Yield the samples in the order of the dataset, at most ``limit``; sample tables are loaded when they are needed.
 
     Raises:
@@ -199,7 +204,8 @@ def list_samples(
     """
     if limit == 0:
         return
-    for first, url, table in tables_of(open_set(urls, storage, index_url), storage):
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    for first, url, table in tables_of(shards, storage):
         for number in range(table.num_samples):
             yield _entry(first + number, url, table.lookup(number))
             if limit is not None and first + number + 1 >= limit:
@@ -211,24 +217,28 @@ def _entry(number: int, url: str, place: SampleLocation) -> SampleEntry:
     return SampleEntry(number=number, shard=url, key=place.key, fields=sizes)
 
 
-def describe_sample(url: str, sample: str, *, storage: Storage, index_url: str | None = None) -> SampleView:
+def describe_sample(
+    url: str, sample: str, *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False
+) -> SampleView:
     """Return one sample, by its key or its number, with the bytes of all its fields.
 
     Raises:
         NotFoundError: There is no such sample.
     """
-    entry, place = _find(url, sample, storage, index_url)
+    entry, place = _find(url, sample, storage, index_url, allow_unfinished=allow_unfinished)
     payloads = {name: bytes(storage.read(entry.shard, *span)) for name, span in place.fields.items()}
     return SampleView(entry=entry, payloads=payloads)
 
 
-def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url: str | None = None) -> bytes:
+def cat_field(
+    url: str, sample: str, field: str, *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False
+) -> bytes:
     """Return the bytes of one field of one sample; only these are read.
 
     Raises:
         NotFoundError: There is no such sample, or it has no such field.
     """
-    entry, place = _find(url, sample, storage, index_url)
+    entry, place = _find(url, sample, storage, index_url, allow_unfinished=allow_unfinished)
     if field not in place.fields:
         raise NotFoundError(
             f"{entry.shard}: sample {entry.key!r} has no field {field!r}; it has {', '.join(place.fields)}"
@@ -236,9 +246,11 @@ def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url:
     return bytes(storage.read(entry.shard, *place.fields[field]))
 
 
-def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tuple[SampleEntry, SampleLocation]:
+def _find(
+    url: str, sample: str, storage: Storage, index_url: str | None, *, allow_unfinished: bool
+) -> tuple[SampleEntry, SampleLocation]:
     """Find a sample: by its key first; else, if the text is a number, by its number from 0 on."""
-    shards = open_set([url], storage, index_url)
+    shards = open_set([url], storage, index_url, allow_unfinished=allow_unfinished)
     with contextlib.closing(tables_of(shards, storage, READ_THREADS)) as tables:
         for first, shard, table in tables:
             if sample in (keys := list(table.keys)):

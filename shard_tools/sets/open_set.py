@@ -6,12 +6,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from shard_tools.running.engine import map_ordered
+from shard_tools.running.report import Finding
 from shard_tools.sets.tables import needed_samples, sizes_of
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index
 from streaming.catalog.scan import scan_shard
-from streaming.catalog.urls import expand_urls
+from streaming.catalog.unfinished import Mark, expand_whole
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
@@ -24,12 +25,21 @@ _MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; bey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSet:
-    """Shards with their chunk table, and with their sample tables if these were read because there is no index."""
+    """Shards with their chunk table.
+
+    Attributes:
+        urls: The shards.
+        chunks: Their chunk table.
+        scanned: Their sample tables, if these were read because there is no index.
+        index_url: Location of the index, if not beside the shards.
+        marks: What says that they are not a whole set, if this is allowed.
+    """
 
     urls: tuple[str, ...]
     chunks: ChunkTable
     scanned: tuple[SampleTable, ...] | None
     index_url: str | None
+    marks: tuple[Mark, ...]
 
 
 def open_set(
@@ -39,6 +49,7 @@ def open_set(
     *,
     exclude: str | None = None,
     duplicate_keys: DuplicateKeys = "keep",
+    allow_unfinished: bool = False,
 ) -> OpenSet:
     """Open the shards at ``urls``, except those below ``exclude``, with their index.
 
@@ -47,30 +58,42 @@ def open_set(
     Duplicate keys are kept unless ``duplicate_keys`` says otherwise, so that inspection shows them.
 
     Raises:
+        UnfinishedError: The set is not whole, and ``allow_unfinished`` is False.
         IndexMissingError: There is no index, and the set is too large to scan for this.
         NotFoundError: Nothing matches ``urls``.
     """
-    shards = shards_beside(urls, storage, exclude)
+    shards, marks = shards_beside(urls, storage, exclude, allow_unfinished=allow_unfinished)
     try:
         chunks = load_index(storage, shards, index_url)
-        return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url)
+        return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url, marks=marks)
     except IndexMissingError as missing:
         scanned = _read_all(shards, storage, missing, duplicate_keys)
     chunks = ChunkTable.concat([table.chunks for table in scanned])
-    return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url)
+    return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url, marks=marks)
 
 
-def shards_beside(urls: Sequence[str], storage: Storage, exclude: str | None) -> tuple[str, ...]:
+def shards_beside(
+    urls: Sequence[str], storage: Storage, exclude: str | None, *, allow_unfinished: bool
+) -> tuple[tuple[str, ...], tuple[Mark, ...]]:
     """Return the shards at ``urls`` that are not below ``exclude``, which may be a target inside a source.
 
+    With ``allow_unfinished``, also the marks of their directories.
+
     Raises:
-        NotFoundError: There is none.
+        UnfinishedError: Without it, there are marks.
+        NotFoundError: There is no shard.
     """
     below = None if exclude is None else shown_url(exclude).rstrip("/") + "/"
-    shards = tuple(url for url in expand_urls(list(urls), storage) if not below or not shown_url(url).startswith(below))
+    found, marks = expand_whole(urls, storage, exclude=exclude, allow_unfinished=allow_unfinished)
+    shards = tuple(url for url in found if not below or not shown_url(url).startswith(below))
     if not shards:
         raise NotFoundError(f"{', '.join(map(redact, urls))}: no shard but those in the target {exclude}")
-    return shards
+    return shards, marks
+
+
+def unfinished(marks: Sequence[Mark]) -> list[Finding]:
+    """Return a finding for each directory that is marked as unfinished."""
+    return [Finding(kind="unfinished", shard=mark.directory, what=mark.state, cure=mark.cure) for mark in marks]
 
 
 def _read_all(

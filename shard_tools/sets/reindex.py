@@ -12,8 +12,9 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
 from shard_tools.sets.tables import place_of, sizes_of
+from shard_tools.write.mark import unmark
 from streaming.catalog.build import home_of, index_shards, read_chunks, shard_name
-from streaming.catalog.urls import expand_urls
+from streaming.catalog.unfinished import expand_whole
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys
@@ -35,6 +36,7 @@ class IndexReport(Report):
         index_urls: The chunk tables.
         findings: Damaged files of the index that are not made from the shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
+        declared_whole: Directories that were marked as unfinished, and no longer are.
         seconds: Wall time.
     """
 
@@ -46,6 +48,7 @@ class IndexReport(Report):
     num_pruned: int
     index_urls: tuple[str, ...]
     fingerprint: str
+    declared_whole: tuple[str, ...]
     seconds: float
     findings: tuple[Finding, ...] = ()
 
@@ -80,6 +83,7 @@ def index(
     force: bool = False,
     prune: bool = False,
     duplicate_keys: DuplicateKeys = "error",
+    allow_unfinished: bool = False,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
@@ -95,17 +99,20 @@ def index(
         force: Read every shard again.
         prune: Remove shards from the index that are no longer in the store.
         duplicate_keys: How to treat a key that occurs twice in a shard; as for ``StreamingDataset``.
+        allow_unfinished: Index what is there of a set that is not whole, and declare it whole: the marks of its
+            writers are deleted, unless the index is written elsewhere.
         executor: Executor on which to scan, such as a cluster, instead of here.
         progress: Receives the bytes read and shards begun.
 
     Raises:
+        UnfinishedError: The shards are those of a set that is not whole.
         DataError: A shard is damaged; the others are indexed, and the next run reads only what is missing.
         ConfigError: A shard is compressed, or the index at ``index_url`` is that of another folder.
         StorageError: A store failed.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
-    shards = expand_urls(list(urls), storage)
+    shards, marks = expand_whole(urls, storage, allow_unfinished=allow_unfinished)
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
@@ -125,6 +132,8 @@ def index(
         {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
         damage_only=True,
     )  # fmt: skip
+    for mark in marks if index_url is None else ():
+        unmark(storage, mark.directory, also_writers=True)
     num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
     return IndexReport(
         num_shards=len(shards),
@@ -135,6 +144,7 @@ def index(
         num_pruned=num_pruned,
         index_urls=tuple(redact(join_url(home, chunks_path())) for home in homes),
         fingerprint=table.fingerprint,
+        declared_whole=tuple(redact(mark.directory) for mark in marks) if index_url is None else (),
         seconds=time.monotonic() - started,
         findings=tuple(findings),
     )

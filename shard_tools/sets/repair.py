@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from crc32c import crc32c
 
+from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Destination, refuse_overlap
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.tables import load_samples, relative_names, sizes_of
+from shard_tools.sets.target import TargetContents
+from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
+from streaming.catalog.unfinished import expand_whole
 from streaming.errors import ConfigError, DataError, TarError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
@@ -96,11 +99,13 @@ def repair(
     storage: Storage,
     index_url: str | None = None,
     drop_damaged: bool = False,
+    allow_unfinished: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
     """Write what is left of the shards at ``urls`` to ``target``, under their names, and index it.
 
-    Folders below the innermost one that holds all shards are kept.
+    Folders below the innermost one that holds all shards are kept. Until all are written and indexed, the target is
+    marked as unfinished. It may hold shards that an earlier run of the same work has written, and no others.
 
     Members are found by their headers; after damage the search continues at the next valid header. Repaired without
     loss: a missing end-of-archive marker, archives concatenated with ``cat``, hard links (written as files), long
@@ -114,16 +119,20 @@ def repair(
         storage: Store of both.
         index_url: Location of the shards' index, if not beside them.
         drop_damaged: Write a shard even if it has lost samples; otherwise it is left out and reported.
+        allow_unfinished: Repair what is there of a set that is not whole.
         progress: Receives bytes and shards.
 
     Raises:
+        UnfinishedError: The shards are those of a set that is not whole.
+        TargetNotEmptyError: The target holds other shards.
         ConfigError: A shard is compressed, source and target are the same place, or two shards would have the same
             name.
         StorageError: A store failed.
     """
     progress = progress or NoProgress()
-    shards = expand_urls(list(urls), storage)
-    folder = Destination.of(target).directory
+    where = Destination.of(target)
+    folder = where.directory
+    shards, _ = expand_whole(urls, storage, exclude=folder, allow_unfinished=allow_unfinished)
     goals = [join_url(folder, name) for name in relative_names(shards)]
     for place in {split_url(goal)[0] for goal in goals}:
         for source in {split_url(url)[0] for url in shards}:
@@ -133,24 +142,74 @@ def repair(
             raise ConfigError(f"{redact(url)}: only plain tars are repaired; decompress it first (`gunzip`)")
     sizes = sizes_of(storage, shards)
     progress.start(total_bytes=sum(sizes), total=len(shards))
-    done = []
-    for url, goal, size_bytes in zip(shards, goals, sizes, strict=True):
-        try:
-            table = load_samples(storage, url, index_url)
-        except DataError:
-            table = None
-        salvage = _Salvage(_Source(storage, url, size_bytes), table)
-        salvage.run()
-        written = drop_damaged or not salvage.lost
-        if written:
+    mark = TargetMark(
+        storage, [split_url(goal)[0] for goal in goals], command="repair", work=digest_of_work("repair", sorted(goals)),
+        what=redact(urls[0]), num_shards=len(shards),
+    )  # fmt: skip
+    there = TargetContents.of(where, storage, written=set(goals), known={}, writers=mark.others()).sizes
+    done: dict[str, ShardRepair] = {}
+    todo = list(zip(shards, goals, sizes, strict=True))
+    for url, goal, size_bytes in sorted(todo, key=lambda one: one[1] not in there):  # before anything is written
+        salvage = _salvaged(storage, url, size_bytes, index_url)
+        if goal in there:
+            _check_same(salvage, storage, goal, there[goal])
+        elif drop_damaged or not salvage.lost:
+            mark.begin_once()
             with storage.open_write(goal) as out:
                 salvage.write(out)
-        done.append(salvage.report(goal if written else None))
+        is_there = goal in there or drop_damaged or not salvage.lost
+        done[url] = salvage.report(goal if is_there else None)
         progress.advance(num_bytes=size_bytes, num=1)
-    written_goals = [shard.target for shard in done if shard.target is not None]
-    if written_goals:
-        index_shards(storage, written_goals, force=True, duplicate_keys="keep")
-    return RepairReport(target=folder, shards=tuple(done))
+    written = [goal for url, goal, _ in todo if done[url].target is not None]
+    if written:
+        mark.begin_once()
+        index_shards(storage, written, force=True, duplicate_keys="keep")
+        mark.finish()
+    return RepairReport(target=folder, shards=tuple(done[url] for url in shards))
+
+
+def _salvaged(storage: Storage, url: str, size_bytes: int, index_url: str | None) -> _Salvage:
+    """Find what can be saved of a shard."""
+    try:
+        table = load_samples(storage, url, index_url)
+    except DataError:
+        table = None
+    salvage = _Salvage(_Source(storage, url, size_bytes), table)
+    salvage.run()
+    return salvage
+
+
+def _check_same(salvage: _Salvage, storage: Storage, goal: str, size_bytes: int) -> None:
+    """Check that the target holds what would be written there, as an earlier run has left it.
+
+    Raises:
+        TargetNotEmptyError: It holds something else.
+    """
+    comparing = _Comparing(_Source(storage, goal, size_bytes))
+    salvage.write(comparing)
+    if not comparing.is_same:
+        raise TargetNotEmptyError(
+            f"{redact(goal)} is not what is left of {redact(salvage.url)}; give another target, or delete it"
+        )
+
+
+class _Comparing:
+    """Compare what is written with the bytes of a shard."""
+
+    def __init__(self, source: _Source) -> None:
+        self._source, self._at, self._differs = source, 0, False
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Compare the next bytes."""
+        stop = self._at + len(data)
+        there = b"" if self._differs else b"".join(self._source.pieces(self._at, stop))
+        self._at, self._differs = stop, self._differs or there != data
+        return len(data)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all bytes were written, and nothing else."""
+        return not self._differs and self._at == self._source.size_bytes
 
 
 class _Source:
@@ -402,7 +461,12 @@ class _Salvage:
         self._samples = [sample for sample in self._samples if id(sample) not in gone]
         self._order = [entry for entry in self._order if id(entry) not in gone]
 
-    def write(self, out: StoreWriter) -> None:
+    @property
+    def url(self) -> str:
+        """URL of the shard."""
+        return self._source.url
+
+    def write(self, out: StoreWriter | _Comparing) -> None:
         """Write what was saved."""
         for entry in self._order:
             for member in entry.members.values() if isinstance(entry, _Sample) else (entry,):

@@ -46,6 +46,7 @@ class ReshardOptions(ShardOptions):
         drop: Files that list samples to leave out.
         index_url: Location of the source's index, if not beside its shards.
         memory_bytes: Memory for samples in transit when the order changes.
+        allow_unfinished: Take what is there of a source that is not whole.
     """
 
     sort: str | None = None
@@ -57,6 +58,7 @@ class ReshardOptions(ShardOptions):
     drop: tuple[str, ...] = ()
     index_url: str | None = None
     memory_bytes: int = 1 << 30
+    allow_unfinished: bool = False
 
     def __post_init__(self) -> None:
         if self.sort is not None and self.shuffle_seed is not None:
@@ -155,7 +157,10 @@ def reshard(
     warn_of_nesting(source, place)
     drop = load_bad_list(options.drop, storage)
     twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
-    shards = open_set([source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice)
+    shards = open_set(
+        [source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
+        allow_unfinished=options.allow_unfinished,
+    )  # fmt: skip
     selection = select(
         shards,
         storage,
@@ -168,13 +173,13 @@ def reshard(
     reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
     try:
         packed = pack(
-            reader, place, options, identity=options.identity(), columns=selection.columns,
-            storage_options=storage_options, progress=progress or NoProgress(),
+            reader, place, options, command=("reshard", source), identity=options.identity(),
+            columns=selection.columns, storage_options=storage_options, progress=progress or NoProgress(),
+            notes=lambda: carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage),
         )  # fmt: skip
     except DuplicateKeyError as error:
         error.add_note(f"To rewrite the shards written so far give --overwrite. {_DUPLICATES_CURE}")
         raise
-    carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage)
     return ReshardReport(
         target=place.directory,
         num_source=selection.num_source,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shard_tools.convert.files import is_local
-from shard_tools.convert.pack import Destination, PackedTarget, pack
+from shard_tools.convert.pack import Destination, PackedTarget, PackingRun
 from shard_tools.convert.records import TEXT_UNITS, Source
 from shard_tools.convert.run import RecordOptions, check_columns
 from shard_tools.running.progress import NoProgress, Progress
@@ -216,9 +216,9 @@ def tokenize(
     encoder = _id_encoder(options, reader, storage) if options.tokens_field else _encoder(options, storage, executor)
     progress = progress or NoProgress()
     tallies = [SetTally() for _ in shares]
-    sets = []
     with contextlib.ExitStack() as stack:
         executor = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
+        packings = []
         for share, tally in zip(shares, tallies, strict=True):
             documents = TokenSource(
                 below=reader,
@@ -234,7 +234,10 @@ def tokenize(
                 tally=tally,
             )
             place = Destination.of(join_url(target, share.name) if share.name else target)
-            sets.append(_write(documents, place, options, storage_options))
+            packings.append((documents, _packing(documents, place, source, options, storage_options)))
+        for _, packing in packings:  # all sets are marked before the first one is written
+            stack.enter_context(packing)
+        sets = [_write(documents, packing, storage) for documents, packing in packings]
     seconds = time.monotonic() - started
     ends = encoder.ends
     return TokenizeReport(
@@ -341,17 +344,20 @@ def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
     )
 
 
-def _write(
-    documents: TokenSource, place: Destination, options: TokenizeOptions, storage_options: Mapping[str, object] | None
-) -> TokenSet:
-    """Write one set, and the note beside its index that describes its tokens."""
-    storage = Storage(storage_options)
+def _packing(
+    documents: TokenSource, place: Destination, source: str, options: TokenizeOptions,
+    storage_options: Mapping[str, object] | None,
+) -> PackingRun:  # fmt: skip
+    """Look at the target of one set, whose index gets a note that describes its tokens."""
     tokens = describe(documents.encoder)
     share = documents.reading.share
-    packed = pack(
+    note = {"format": "shardstream-tokens", "version": 1, **tokens}
+    content = write_document(note)
+    return PackingRun(
         documents,
         place,
         options,
+        command=("convert", source),
         identity=options.identity()
         | {
             "keep": list(options.keep),
@@ -366,16 +372,21 @@ def _write(
             **tokens,
         },
         columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
+        notes=lambda: Storage(storage_options).put(join_url(place.directory, TOKENS_FILE), content),
         position=POSITION_COLUMN,
         storage_options=storage_options,
         progress=_OwnCounts(documents.progress),
     )
-    note = {"format": "shardstream-tokens", "version": 1, **tokens}
-    storage.put(join_url(place.directory, TOKENS_FILE), write_document(note))
+
+
+def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> TokenSet:
+    """Write one set."""
+    packed = packing.run()
+    place = packing.place
     earlier = list(_earlier_counts(place, packed, storage))
     tally = documents.tally
     return TokenSet(
-        name=share.name,
+        name=documents.reading.share.name,
         target=place.directory,
         num_shards=packed.num_shards,
         num_documents=packed.num_samples,

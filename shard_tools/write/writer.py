@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -12,9 +13,11 @@ from typing import Any, Final, Self
 from shard_tools.write.columns import ColumnSpec, ColumnValue
 from shard_tools.write.encode import Buffers, encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key
+from shard_tools.write.mark import TargetMark, digest_of_work
 from shard_tools.write.recorder import IndexRecorder, TarRecord
 from streaming.arguments import checks_names, is_whole, parse_bytes
-from streaming.errors import ConfigError, StorageError
+from streaming.catalog.unfinished import WRITER
+from streaming.errors import ConfigError, ShardstreamError, StorageError
 from streaming.forks import Maker
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.blocks import is_meta
@@ -39,6 +42,14 @@ class _Pattern:
     def url(self, shard: int) -> str:
         return join_url(self.directory, f"{self.stem}{shard:0{self.num_digits}d}{self.suffix}")
 
+    def mark(self, storage: Storage, start_shard: int) -> TargetMark:
+        """Return the mark of a writer that begins with this shard."""
+        name = f"{self.stem}{{:0{self.num_digits}d}}{self.suffix}"
+        return TargetMark(
+            storage, [self.directory], command=WRITER, work=digest_of_work(WRITER, name, start_shard), what=name,
+            start=start_shard,
+        )  # fmt: skip
+
 
 @checks_names()
 class ShardWriter:
@@ -51,15 +62,20 @@ class ShardWriter:
 
     The same samples give the same shards and the same index, byte for byte: fields are sorted by name, and headers hold
     no times, owners or insertion order. A shard becomes visible only when it is complete; its sample table follows
-    immediately, and :meth:`close` adds all shards to the directory's chunk table. A writer that is killed leaves only
-    complete shards; ``shard_tools index`` then completes the index.
+    immediately, and :meth:`close` adds all shards to the directory's chunk table.
+
+    From before the first shard until :meth:`close` has returned, the directory is marked as unfinished: readers refuse
+    it, and so they do if the writer is killed or fails. Run the program again with ``overwrite``, or without it and
+    with ``start_shard`` after the shards that are there; or accept what is there with ``shard_tools index
+    --allow-unfinished``.
 
     Memory: the parts that the store's writer has in flight, the current sample, its shard's sample table, and a few
     bytes per key (:class:`~shard_tools.write.keys.SeenKeys`). Large values are written without a copy.
 
     Not thread-safe. Use a writer only in the process that made it: in a forked child ``write`` and ``close`` raise
     ForkedError, and leaving the context does nothing. Several writers, also in several processes, may fill one
-    directory with shards of different numbers (``start_shard``); each knows only its own keys.
+    directory with shards of different numbers (``start_shard``); each knows only its own keys, and the directory stays
+    marked until the last one is closed.
 
     Args:
         pattern: URL or path of the shards with one placeholder for the number: ``"s3://bucket/train/{:06d}.tar"``, or
@@ -78,6 +94,8 @@ class ShardWriter:
     Raises:
         ConfigError: An argument is invalid.
     """
+
+    _marks = True
 
     def __init__(
         self,
@@ -109,6 +127,8 @@ class ShardWriter:
         self._state = "open"
         self._maker = Maker("this ShardWriter", "Make one in this process, with shards of other numbers (start_shard)")
         self._recorder = IndexRecorder.create(self._storage, self._pattern.directory, index=index, columns=columns)
+        self._mark = self._pattern.mark(self._storage, start_shard) if self._marks else None
+        self._may_differ = False  # whether something in the directory is not as it was
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -156,7 +176,7 @@ class ShardWriter:
 
         Args:
             chunk_table: False leaves the chunk table to another writer of the directory, which must be closed later and
-                then adds the shards of all writers.
+                then adds the shards of all writers. Until then the directory stays marked as unfinished.
 
         Raises:
             StorageError: The store failed. Shards published before remain; the open one is dropped.
@@ -168,19 +188,29 @@ class ShardWriter:
             self._finish_shard()
             if chunk_table and self._recorder is not None:
                 self._recorder.publish_chunk_table()
+            if self._mark is not None and (self._shards or self._recorder is not None):
+                awaits_table = self._recorder is not None and not chunk_table
+                self._mark.finish_shards(self._next_shard, awaits_table=awaits_table)
         except BaseException:
             self.abort()
             raise
         self._state = "closed"
 
     def abort(self) -> None:
-        """Drop the open shard and stop. Shards published before remain, without an entry in the chunk table."""
+        """Drop the open shard and stop.
+
+        Shards published before remain, without an entry in the chunk table, and the directory stays marked as
+        unfinished.
+        """
         if self._state != "open" or not self._maker.is_here:
             return
         self._state = "aborted"
         out, self._out = self._out, None
         if out is not None:
             out.abort()
+        if self._mark is not None and not self._may_differ:
+            with suppress(ShardstreamError):  # it stays marked
+                self._mark.withdraw()
 
     def __enter__(self) -> Self:
         return self
@@ -209,6 +239,8 @@ class ShardWriter:
                 f"{redact(url)} exists already; pass overwrite=True to replace it, or keep it and pass "
                 f"another pattern or a start_shard beyond {self._next_shard}"
             )
+        if self._mark is not None and not self._mark.is_begun:
+            self._begin(self._mark)
         self._next_shard += 1
         self._url = url
         self._shard_bytes = 0
@@ -216,6 +248,14 @@ class ShardWriter:
         self._out = self._storage.open_write(url)
         if self._recorder is not None:
             self._recorder.start_shard(url)
+
+    def _begin(self, mark: TargetMark) -> None:
+        """Mark the directory before the first shard.
+
+        A shard right before it is that of an interrupted writer, unless shards are overwritten: it may be an older one.
+        """
+        before = self._next_shard - 1
+        mark.begin_shards(goes_on=lambda: not self._overwrite and self._storage.exists(self._pattern.url(before)))
 
     def _append(self, record: TarRecord, values: tuple[ColumnValue, ...]) -> None:
         out = self._out
@@ -239,11 +279,18 @@ class ShardWriter:
         out.write(END_OF_ARCHIVE)
         if self._recorder is not None:
             self._recorder.seal_shard(self._shard_bytes + len(END_OF_ARCHIVE), replaces=self._overwrite)
+        self._may_differ = True
         out.close()
         self._out = None
         self._shards.append(self._url)
         if self._recorder is not None:
             self._recorder.publish_shard()
+
+
+class UnmarkedWriter(ShardWriter):
+    """Write shards like ``ShardWriter``, for a command that marks the directory itself."""
+
+    _marks = False
 
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:

@@ -86,6 +86,10 @@ class StorageAhead(Storage):
         """Tell whether ``url`` was in a listing or has been requested."""
         return url in self._infos
 
+    def listed(self, end: str) -> list[str]:
+        """Return the objects of all listings whose URL ends with ``end``."""
+        return [url for url in self._infos if url.endswith(end)]
+
     def will_ask(self, url: str) -> None:
         """Request size and version of ``url`` in the background."""
         self._start(self._infos, url, self._storage.info)

@@ -25,7 +25,8 @@ from streaming.catalog.build import (
 )
 from streaming.catalog.listing import FoundShards, StorageAhead
 from streaming.catalog.scan import scan_shard
-from streaming.catalog.urls import expand_urls
+from streaming.catalog.unfinished import expand_ahead
+from streaming.catalog.urls import folders_of
 from streaming.errors import (
     AccessDeniedError,
     ConfigError,
@@ -41,7 +42,7 @@ from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.sample_table import Records, SampleTable, Spans
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
-from streaming.types import SHARD_SUFFIXES, DuplicateKeys
+from streaming.types import DuplicateKeys
 
 _log = logging.getLogger(__name__)
 SCAN_LIMIT_BYTES = 1 << 30
@@ -72,6 +73,7 @@ def open_shards(
     peers: Peers | None = None,
     *,
     duplicate_keys: DuplicateKeys = "error",
+    allow_unfinished: bool = False,
 ) -> OpenShards:
     """Return the shards at ``urls`` with their index; small sets without one are indexed in memory.
 
@@ -82,16 +84,22 @@ def open_shards(
         peers: Other processes that open the same set: rank 0 searches for all; each scans a share of a set without an
             index.
         duplicate_keys: As for :func:`streaming.catalog.scan.scan_shard`, if shards are scanned.
+        allow_unfinished: Read what is there of a set that is still being written, and log it.
 
     Raises:
+        UnfinishedError: The set is not whole (:mod:`streaming.catalog.unfinished`).
         NotFoundError: Nothing matches, or a shard is missing.
         IndexMismatchError: The index does not cover or match these shards.
     """
     if peers is None:
-        found = _find(storage, urls, index)  # not serialized: for a large table the round trip takes a second
+        # Not serialized: for a large table the round trip takes a second.
+        found = _find(storage, urls, index, allow_unfinished=allow_unfinished)
     else:
-        name = digest_of([str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls)), index])
-        data = shared(peers, f"open/{name}", lambda: _find(storage, urls, index).to_bytes())
+        spelt = str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls))
+        name = digest_of([spelt, index, allow_unfinished])
+        data = shared(
+            peers, f"open/{name}", lambda: _find(storage, urls, index, allow_unfinished=allow_unfinished).to_bytes()
+        )
         found = FoundShards.from_bytes(data)
     if not found.sizes:
         return OpenShards(
@@ -110,15 +118,16 @@ def digest_of(value: Any) -> str:
 
 
 def _find(
-    lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None
-) -> FoundShards:
+    lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None, *,
+    allow_unfinished: bool,
+) -> FoundShards:  # fmt: skip
     """List the shards and read their index; include ``sizes`` if they must be scanned."""
     with closing(StorageAhead(lasting)) as storage:
-        folders = _folders_of(urls)
-        for home in folders if index is None else [index]:
-            if scheme_of(home) != "file" and "{" not in home:
-                storage.will_read(join_url(home, chunks_path()))
-        shards = tuple(expand_urls(urls, storage))
+        folders = folders_of(urls)
+        _read_ahead(storage, folders if index is None else [index])
+        shards, marks = expand_ahead(urls, storage)
+        _read_ahead(storage, _homes(shards, index))  # beside the marks: one round trip for both
+        marks.check(allow_unfinished=allow_unfinished)
         if len(shards) <= CHECKED_AT_OPEN:
             for url in shards:  # that no listing told of
                 storage.will_ask(url)
@@ -138,8 +147,20 @@ def _find(
                     f"the index lists a shard that the store does not have: {error}. Restore it, leave it out of "
                     f"the URLs, or rebuild the index: shard_tools index <urls of the shards that exist>"
                 ) from error
-        homes = [index] if index is not None else list(dict.fromkeys(split_url(url)[0] for url in shards))
-        return FoundShards(urls=shards, table=table, types=_token_types(storage, homes, folders))
+        types = _token_types(storage, _homes(shards, index), folders)
+        return FoundShards(urls=shards, table=table, types=types)
+
+
+def _homes(shards: Sequence[str], index: str | None) -> list[str]:
+    """Return the directories of the index of these shards."""
+    return [index] if index is not None else list(dict.fromkeys(split_url(url)[0] for url in shards))
+
+
+def _read_ahead(storage: StorageAhead, homes: Sequence[str]) -> None:
+    """Request chunk tables that take a round trip."""
+    for home in homes:
+        if scheme_of(home) != "file" and "{" not in home:
+            storage.will_read(join_url(home, chunks_path()))
 
 
 def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
@@ -345,7 +366,7 @@ def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, mi
         IndexMissingError: The directory named by ``index`` holds none.
         IndexMismatchError: There is one, but not of all these shards.
     """
-    for home in dict.fromkeys([split_url(url)[0] for url in urls] if index is None else [index]):
+    for home in _homes(urls, index):
         group = [url for url in urls if index is not None or split_url(url)[0] == home]
         beside = group[0] if index is None else None
         if if_there(lambda home=home: storage.info(join_url(home, chunks_path())), storage, beside) is None:  # type: ignore[misc]
@@ -372,13 +393,6 @@ def _check_some_exist(storage: Storage, home: str, urls: Sequence[str], index: s
     unknown = [url for url in urls if shard_name(url, index) not in known]
     for url in unknown[:_PROBED]:
         storage.info(url)
-
-
-def _folders_of(urls: Any) -> list[str]:
-    """Return those of ``urls``, as users write them, that stand for all shards below them."""
-    specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
-    parts = [part for spec in specs for part in str(spec).split("::")]
-    return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith(SHARD_SUFFIXES)]
 
 
 def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], shards: Sequence[str]) -> None:

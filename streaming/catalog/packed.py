@@ -13,7 +13,6 @@ from typing import TypeAlias
 import numpy as np
 
 from streaming.catalog.open import sample_records
-from streaming.catalog.recent import Recent
 from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.errors import IndexMismatchError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
@@ -22,6 +21,7 @@ from streaming.index.sample_table import Records, SampleLocation
 from streaming.packing.fit import Fit, fit, other_company, pack
 from streaming.packing.layout import KeptPacks, PackRows
 from streaming.packing.rules import PackRules
+from streaming.recent import Recent
 from streaming.storage import ActiveRequest
 from streaming.types import Int64Array
 

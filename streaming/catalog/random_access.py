@@ -14,7 +14,6 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
-from streaming.catalog.recent import Recent
 from streaming.decode import decode_field, raw
 from streaming.decode.registry import FieldDecoder
 from streaming.errors import IndexMissingError
@@ -23,6 +22,7 @@ from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
+from streaming.recent import Recent
 from streaming.storage import Storage
 from streaming.types import Int64Array, Sample
 

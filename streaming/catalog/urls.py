@@ -190,7 +190,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         return
     listed = list(storage.list(url))
     base = url.rstrip("/") + "/"
-    found = [info.url for info in listed if _is_shard(info.url, base) and not _is_marker(info, storage)]
+    found = [info.url for info in listed if is_shard(info.url, base) and not _is_marker(info, storage)]
     others = [info.url for info in listed if _decompressor(info.url)]
     if found:
         if others:
@@ -212,10 +212,22 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         )
 
 
-def _is_shard(url: str, base: str) -> bool:
+def is_shard(url: str, base: str) -> bool:
     """Tell whether an object listed below ``base`` is a shard: neither part of an index nor hidden."""
-    parts = url.removeprefix(base).split("/") if url.startswith(base) else [url]
-    return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url and not any(map(_HIDDEN, parts))
+    return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url and not is_hidden(url, base)
+
+
+def is_hidden(url: str, base: str) -> bool:
+    """Tell whether a name in the path of ``url`` below ``base`` begins with a dot."""
+    above = base.rstrip("/") + "/"
+    return any(map(_HIDDEN, url.removeprefix(above).split("/") if url.startswith(above) else [url]))
+
+
+def folders_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return those of ``urls``, as users write them, that stand for all shards below them."""
+    specs = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    parts = [part for spec in specs for part in str(spec).split("::")]
+    return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith(SHARD_SUFFIXES)]
 
 
 def _is_marker(info: ObjectInfo, storage: Storage) -> bool:

@@ -17,6 +17,7 @@ from streaming.arguments import (
     check_choice,
     checked_count,
     checked_fields,
+    checked_flag,
     checked_index,
     checked_limit,
     checked_number,
@@ -118,6 +119,9 @@ class StreamingDataset(ChunkSource):
             ``"error"``: refuse the set. ``"keep"``: adjacent members with the same key form one sample, and a later run
             of that key is another sample with the same ``__key__``, as in webdataset. Order, resume and ``dataset[i]``
             count samples and stay exact; a lookup by key finds the first.
+        allow_unfinished: Read what is there of a set that a command or a ``ShardWriter`` is still writing, or was
+            interrupted at. A warning says how much that is. Such a set is refused otherwise
+            (docs/reliability.md#unfinished-sets).
         max_gzip_ratio: Refuse a ``.tar.gz`` that inflates to more than this many times its size (and to more than 64
             MiB).
         on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor
@@ -133,6 +137,7 @@ class StreamingDataset(ChunkSource):
 
     Raises:
         NotFoundError, AccessDeniedError, TransferError: The shards cannot be listed or read.
+        UnfinishedError: The set is not whole: it is still being written, or that was interrupted.
         IndexMismatchError, IndexFormatError: The index does not match the shards, or is damaged.
         ConfigError: An argument is invalid.
     """
@@ -156,6 +161,7 @@ class StreamingDataset(ChunkSource):
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
         duplicate_keys: DuplicateKeys = "error",
+        allow_unfinished: bool = False,
         max_gzip_ratio: float = MAX_GZIP_RATIO,
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
@@ -178,8 +184,9 @@ class StreamingDataset(ChunkSource):
         peers = job_peers(agent_store())
         tell_of_opening_alone(peers, _num_data_ranks)
         self.shards: OpenShards = open_shards(
-            self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
-        )
+            self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys,
+            allow_unfinished=checked_flag("allow_unfinished", allow_unfinished),
+        )  # fmt: skip
         self.decoders = with_described(self.decoders, self.shards.types)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)

@@ -8,12 +8,12 @@ from operator import attrgetter
 import numpy as np
 
 from streaming.catalog.open import OpenShards
-from streaming.catalog.recent import Recent
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import column_reader, late_names
 from streaming.index.chunk_table import numbers
 from streaming.index.columns import Values
+from streaming.recent import Recent
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 

@@ -25,7 +25,6 @@ import numpy as np
 from streaming.arguments import is_list
 from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.open import OpenShards, digest_of
-from streaming.catalog.recent import Recent
 from streaming.catalog.source import Window
 from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
 from streaming.filters.late_columns import (
@@ -58,6 +57,7 @@ from streaming.index.where import Where, unknown_column
 from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
+from streaming.recent import Recent
 from streaming.storage import Storage, join_url, redact, scheme_of
 
 Condition: TypeAlias = conditions.Condition

@@ -10,6 +10,9 @@ INDEX_DIRECTORY = "_shardstream"
 CHUNKS_FILE = f"{INDEX_DIRECTORY}/chunks.parquet"
 TOKENS_FILE = f"{INDEX_DIRECTORY}/tokens.json"
 """What tokens mean, as ``shard_tools convert --tokenizer`` wrote it; used only for decoding them."""
+UNFINISHED_FILE = f"{INDEX_DIRECTORY}/unfinished.json"
+"""Says that shards in this directory are still being written; a copy of one writer's file (``writer_path``)."""
+WRITERS_DIRECTORY = f"{INDEX_DIRECTORY}/writers"
 _SAMPLES_DIRECTORY = f"{INDEX_DIRECTORY}/samples"
 _COLUMNS_DIRECTORY = f"{INDEX_DIRECTORY}/columns"
 _COLUMN_DOCUMENT = "column.json"
@@ -49,6 +52,11 @@ def checked_name(name: str, what: str) -> str:
             f"{_MAX_NAME} in all, and a letter at the beginning"
         )
     return name
+
+
+def writer_path(writer: str) -> str:
+    """Return the path of the file of one unfinished writer of a directory."""
+    return f"{WRITERS_DIRECTORY}/{writer}.json"
 
 
 def columns_directory() -> str:

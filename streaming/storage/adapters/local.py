@@ -186,7 +186,11 @@ class _FileWriter(StoreWriter):
                 raise StorageError(f"creating {url}: a directory has this name; choose another name")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._is_done = False
-            self._descriptor = os.open(self._temporary, flags, 0o666)
+            try:
+                self._descriptor = os.open(self._temporary, flags, 0o666)
+            except FileNotFoundError:  # the directory was empty, and somebody removed it just now
+                os.makedirs(self._directory, exist_ok=True)
+                self._descriptor = os.open(self._temporary, flags, 0o666)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """See :class:`StoreWriter`."""
