@@ -48,6 +48,7 @@ RUN_ELSEWHERE = {
     "position_ids": "test_packed_slices.py::test_places_in_the_row_are_added_where_asked_for",
     "shift_labels": "test_packed_attention.py::test_each_document_has_the_loss_that_it_has_alone",
     "agreement_timeout": "test_agreement.py::test_it_can_be_switched_off",
+    "allow_unfinished": "test_unfinished.py::test_the_option_in_every_reader",
     "anon": "test_cures.py::test_credentials_and_anonymous_reading",
     "balance": "test_balance.py::test_local_balance_puts_the_dearest_packs_first",
     "budgets": "test_packing.py::test_several_budgets_are_filled_together",

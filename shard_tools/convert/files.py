@@ -85,6 +85,11 @@ def is_local(url: str) -> bool:
     return scheme_of(url) == "file"
 
 
+def is_folder(url: str) -> bool:
+    """Tell whether ``url`` is a folder of this machine's file system."""
+    return is_local(url) and os.path.isdir(local_path(url))
+
+
 def find_files(
     spec: str, storage: Storage, suffixes: tuple[str, ...] | None = None, *, exclude: str | None = None
 ) -> list[SourceFile]:
@@ -118,7 +123,7 @@ def _find_part(
         for file in _list(base, storage, exclude):
             if fnmatch.fnmatchcase(file.name, pattern):
                 yield file
-    elif part.endswith("/") or (is_local(part) and os.path.isdir(local_path(part))):
+    elif part.endswith("/") or is_folder(part):
         for file in _list(part.rstrip("/") + "/", storage, exclude):
             if suffixes is None or file.name.lower().endswith(suffixes):
                 yield file

@@ -6,7 +6,7 @@ import collections
 import contextlib
 from collections.abc import Generator, Iterator
 
-from shard_tools.convert.files import FileSource, SourceFile, find_files
+from shard_tools.convert.files import FileSource, SourceFile, find_files, is_folder
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
 from streaming.catalog.listing import StorageAhead
@@ -14,7 +14,6 @@ from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import folders_of
 from streaming.errors import ConfigError
 from streaming.storage import Storage
-from streaming.storage.adapters.local import is_directory
 from streaming.tar.samples import iter_samples
 from streaming.types import SHARD_SUFFIXES
 
@@ -36,7 +35,7 @@ class TarFiles(FileSource):
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {options.key_field!r}")
         with contextlib.closing(StorageAhead(storage)) as ahead:
             files = find_files(spec, ahead, SHARD_SUFFIXES, exclude=options.exclude)
-            for folder in filter(is_directory, folders_of(spec)):
+            for folder in filter(is_folder, folders_of(spec)):
                 collections.deque(ahead.list(folder), 0)  # which makes known what is marked below it
             marks = Marks(ahead, (), [file.url for file in files], exclude=options.exclude)
             marks.check(allow_unfinished=options.allow_unfinished)

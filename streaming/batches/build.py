@@ -271,8 +271,8 @@ class BatchBuilder:
     def _pack_of(self, rows: Rows, low: int, high: int, mask: Mask) -> dict[int, Sample]:
         """Return the samples of one pack by row; those that are lost are replaced by others of it.
 
-        A pack of which nothing can be delivered becomes a single sample of another pack: several of these could take
-        more room than the budget allows.
+        A row is left out if a transform drops all of these, too. A pack of which nothing can be delivered becomes a
+        single sample of another pack: several of these could take more room than the budget allows.
         """
         found: dict[int, Sample] = {}
         for i in range(low, high):
