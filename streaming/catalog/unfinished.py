@@ -6,7 +6,6 @@ unfinished writers, so that the first to finish does not unmark the work of the 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from streaming.arguments import Urls
 from streaming.catalog.listing import StorageAhead
 from streaming.catalog.urls import expand_urls, folders_of, is_hidden
 from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError
+from streaming.index.files import read_document, write_document
 from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
 
@@ -55,14 +55,13 @@ class Unfinished:
 
     def to_bytes(self) -> bytes:
         """Return it as the content of a file."""
-        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+        return write_document({"format": _FORMAT, "version": _VERSION, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: ReadBuffer) -> Self | None:
         """Return the inverse; None for a mark that is damaged or of a later release, which still marks."""
         try:
-            content = json.loads(bytes(data))
+            content = read_document(data)
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
                 return None
             return cls(**content)
