@@ -39,9 +39,9 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.job.once import Peers
 from streaming.job.store import job_peers
 from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
+from streaming.mixing.even import EvenLanes
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.forecast import Forecast, Passes
-from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
@@ -606,7 +606,7 @@ class Mixture(JoinedSource):
         ]
         lock = threading.RLock()  # the reader plans in parallel with the consumer
         if dealt == "chunks":
-            return MixedLanes(sources, schedule, lock=lock)
+            return EvenLanes(sources, schedule, lock=lock)
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 
 

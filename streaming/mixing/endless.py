@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any, Self
 
 from streaming.errors import ConfigError
@@ -135,7 +136,7 @@ class Endless(ABC):
     def held(self) -> Iterator[int]:
         """Hold the frontier in place and yield it; planning beyond it waits until the ``with`` block ends."""
         with self._lock:
-            yield self._frontier
+            yield self.frontier
 
     def append(self, *weights: Weights) -> None:
         """Apply other weights from a time on, in place of those scheduled for then or later.
@@ -145,14 +146,37 @@ class Endless(ABC):
         """
         with self._lock:
             start = weights[0].start
-            if start < self._frontier:
-                raise ConfigError(
-                    f"weights from {start} on: planned up to {self._frontier}; give a start that is not before"
-                )
-            kept = [entry for entry in self.schedule if entry.start < start]
+            self._check_free(start)
+            self.reschedule((*(entry for entry in self.schedule if entry.start < start), *weights))
+
+    def reschedule(self, schedule: Sequence[Weights]) -> None:
+        """Replace the schedule by one that is the same up to the frontier.
+
+        Raises:
+            ConfigError: It is not, or the weights are invalid.
+        """
+        made = checked_schedule(self.sources.every_name, schedule)
+        with self._lock:
+            pairs = zip_longest(self.schedule, made)
+            changed = [entry.start for pair in pairs if not _are_equal(*pair) for entry in pair if entry is not None]
+            if not changed:
+                return
+            self._check_free(min(changed))
             # Nothing stamped at or after the start has been handed out, and what comes before does not depend on it.
-            self.schedule = checked_schedule(self.sources.every_name, (*kept, *weights))
+            self.schedule = made
             self._weigh()
+
+    def _check_free(self, start: int) -> None:
+        if start < self.frontier:
+            raise ConfigError(
+                f"weights from {start} on: planned up to {self.frontier}; give a start that is not before"
+            )
+
+
+def _are_equal(one: Weights | None, other: Weights | None) -> bool:
+    return (
+        one is not None and other is not None and (one.start, dict(one.weights)) == (other.start, dict(other.weights))
+    )
 
 
 def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:

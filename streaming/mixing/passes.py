@@ -16,6 +16,7 @@ every platform, and ties are broken by the sources' names.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Listing:
         first_pass: Number of the first pass of this list; if the source grew, an earlier list has the passes before.
 
     Attributes:
-        chunk_ids: int64 [n], numbers in the mixture of the chunks that hold a sample.
+        chunk_ids: int64 [n], numbers in the mixture of the chunks that hold a sample; or, in pieces, of each piece's.
+        firsts: int64 [n], the first sample of each in its chunk: 0, but for pieces.
         sizes: int64 [n], samples of each.
         samples_per_pass: Their sum.
         key: Key of its orders.
@@ -87,6 +89,7 @@ class Listing:
         self.samples_per_pass = int(sizes.sum())
         full = np.flatnonzero(sizes)
         self.chunk_ids: Int64Array = full + first_chunk
+        self.firsts: Int64Array = np.zeros(len(full), np.int64)
         self.sizes: Int64Array = sizes[full]
         self.key = keyed_number(seed, "order", name)
         self._shuffle = shuffle
@@ -94,7 +97,7 @@ class Listing:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that hold a sample."""
+        """Chunks that hold a sample, or their pieces."""
         return len(self.sizes)
 
     @property
@@ -111,6 +114,21 @@ class Listing:
     def mean_chunk(self) -> int:
         """Mean number of samples of a chunk, rounded up."""
         return -(-self.samples_per_pass // self.num_chunks)
+
+    def in_pieces(self, lanes: int) -> Listing:
+        """Return the list of a source with fewer chunks than lanes by pieces of chunks, of a lane's share at most.
+
+        Every pass then shuffles pieces, so that a lane does not get the same samples of a chunk in all of them.
+        """
+        if self.num_chunks >= lanes:
+            return self
+        counts = -(-self.sizes // max(self.samples_per_pass // lanes, 1))
+        row = np.repeat(np.arange(self.num_chunks), counts)
+        index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins, ends = (self.sizes[row] * at // counts[row] for at in (index, index + 1))
+        made = copy.copy(self)
+        made.chunk_ids, made.firsts, made.sizes, made._passes = self.chunk_ids[row], begins, ends - begins, {}
+        return made
 
     def samples(self, start: int, stop: int) -> Parts:
         """Return the parts that hold samples ``[start, stop)`` of the list; those at the ends are cut."""
@@ -320,6 +338,19 @@ class Sources:
     def sizes(self) -> dict[str, int]:
         """Samples of each source."""
         return {name: listing.samples_per_pass for name, listing in self.listings.items()}
+
+    @property
+    def small(self) -> tuple[str, ...]:
+        """Sources too small to be laid in chunks, and absent ones of which nothing is laid.
+
+        They began with fewer chunks than lanes, or with less than half a window, about a mean chunk of the mixture, for
+        each lane: lanes, which are apart by some chunks, would be passes over the source apart.
+        """
+        lanes, window = self.settings.lanes, self.settings.window
+        first = {name: self.eras[name][0] for name in self.names}
+        present = [name for name, listing in first.items()
+                   if listing.num_chunks < lanes or 2 * listing.samples_per_pass < lanes * window]  # fmt: skip
+        return (*present, *(name for name in self._absent if name in self.laid and not len(self.laid[name])))
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
         """Return the index in ``names`` of the source of each chunk; any shape."""

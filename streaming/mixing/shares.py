@@ -9,6 +9,11 @@ function grows by 0 or 1, so it also determines where passage ``k`` goes, indepe
 the phases of a node are a permutation of ``(i + 1/2) / lanes``: by Hermite's identity the counts over all lanes are
 then the rounded shares of the whole, and no two lanes deal alike.
 
+The lane with the largest phase is the first whose count to the left grows by one, and then the others follow by their
+phases, before it grows by another; to the right it is the other way round. The lanes' passages of a node below come in
+this order, and so its phases descend in it, too. So the draws of a source come, but for a few near the border, in rows
+of one draw of each lane, in an order of the lanes that is known (:meth:`ShareTree.places_of`).
+
 Sources are identified by name: seeds and phases depend on names, never on the order in which sources are listed.
 Sources added during a run form a tree of their own beside the existing one, so that what came before does not change::
 
@@ -69,6 +74,9 @@ class LaneShares(Protocol):
         A draw that never comes has position :data:`MAX_POSITIONS`.
         """
 
+    def places_of(self, source: int) -> Int64Array | None:
+        """Return the place of each lane in a row of draws of a source, int64 [L]; None: lanes draw in their order."""
+
 
 class _State(NamedTuple):
     """What all nodes have done in one lane before each segment, int64 [nodes, segments] each.
@@ -108,6 +116,7 @@ class ShareTree:
         self.lanes = checked_int("lanes", lanes, 1, 2**20)
         self.seed = checked_seed("seed", seed)
         self.names = tuple(names)
+        self._index = {name: index for index, name in enumerate(self.names)}
         entries = checked_schedule(self.names, schedule)
         self.starts: Int64Array = np.array([entry.start for entry in entries], np.int64)
         self._exact = [checked_weights(entry.weights) for entry in entries]
@@ -115,6 +124,7 @@ class ShareTree:
         self._below: list[frozenset[str]] = []  # for each node: the sources below it
         shares: list[list[int]] = []
         phases: list[Int64Array] = []
+        self._places: dict[str, Int64Array] = {}
         self._grow(shares, phases)
         nodes = len(self._sides)
         self.shares: Int64Array = np.array(shares, np.int64).reshape(nodes, len(entries))
@@ -128,30 +138,42 @@ class ShareTree:
     def _grow(self, shares: list[list[int]], phases: list[Int64Array]) -> None:
         """Make the nodes: for each segment, a tree over its new sources, and a node that joins it to the rest."""
         self.root, known = -1, frozenset[str]()
+        places = np.arange(self.lanes)
         for weights in self._exact:
             fresh = sorted(set(weights) - known)
             if not fresh:
                 continue
-            side = self._over(fresh, weights, shares, phases)
-            self.root = self._split((self.root, known), (side, frozenset(fresh)), shares, phases) if known else side
+            if known:
+                side = self._over(fresh, weights, shares, phases, self._last(places))
+                self.root = self._split((self.root, known), (side, frozenset(fresh)), shares, phases, places)
+            else:
+                places = _places(fresh, self.lanes, self.seed)
+                self.root = self._over(fresh, weights, shares, phases, places)
             known |= set(fresh)
 
+    def _last(self, places: Int64Array) -> Int64Array:
+        """Return places of the lanes in the reverse order."""
+        return self.lanes - 1 - places
+
     def _over(
-        self, names: Sequence[str], weights: Mapping[str, Fraction], shares: list[list[int]], phases: list[Int64Array]
-    ) -> int:
-        """Return a balanced tree over some sources: the heaviest first, ties by name."""
+        self, names: Sequence[str], weights: Mapping[str, Fraction], shares: list[list[int]], phases: list[Int64Array],
+        places: Int64Array,
+    ) -> int:  # fmt: skip
+        """Return a balanced tree over some sources, to which lanes come in this order: the heaviest, ties by name."""
         if len(names) == 1:
-            return -1 - self.names.index(names[0])
+            self._places[names[0]] = places
+            return -1 - self._index[names[0]]
         names = sorted(names, key=lambda name: (-weights[name], name))
         cut = _halved([weights[name] for name in names])
-        sides = [(self._over(some, weights, shares, phases), frozenset(some)) for some in (names[:cut], names[cut:])]
-        return self._split(sides[0], sides[1], shares, phases)
+        left = self._over(names[:cut], weights, shares, phases, places)
+        right = self._over(names[cut:], weights, shares, phases, self._last(places))
+        return self._split((left, frozenset(names[:cut])), (right, frozenset(names[cut:])), shares, phases, places)
 
     def _split(
         self, left: tuple[int, frozenset[str]], right: tuple[int, frozenset[str]], shares: list[list[int]],
-        phases: list[Int64Array],
+        phases: list[Int64Array], places: Int64Array,
     ) -> int:  # fmt: skip
-        """Make a node above two sides and return it."""
+        """Make a node above two sides, to which lanes come in this order, and return it."""
         found = []
         for weights in self._exact:
             part, other = (
@@ -160,7 +182,8 @@ class ShareTree:
             # Rounded half up; a node with no weight below it is never passed, whatever its share.
             found.append(int(part / (part + other) * _UNIT + Fraction(1, 2)) if part + other else _UNIT // 2)
         shares.append(found)
-        phases.append(_phases(left[1] | right[1], self.lanes, self.seed))
+        # (i + 1/2) / lanes, descending in the order of the lanes, in units of 2**-32.
+        phases.append((2 * self._last(places) + 1) * (_UNIT // 2) // self.lanes)
         self._sides.append((left[0], right[0]))
         self._below.append(left[1] | right[1])
         return len(self._sides) - 1
@@ -223,6 +246,22 @@ class ShareTree:
             share, missing = shares[segment], found - given[segment]
             steps = np.where(found >= MAX_POSITIONS, MAX_POSITIONS, steps_to(share, missing, below[segment]))
             found = np.minimum(state.passed[node][segment] + steps, MAX_POSITIONS)
+        return found
+
+    def places_of(self, source: int) -> Int64Array | None:
+        """See ``LaneShares``. They never change; a source that no weights name yet has none."""
+        return self._places.get(self.names[source])
+
+    def begun(self, source: int) -> Int64Array:
+        """Count the draws of a source in each lane before each segment, int64 [L, segments]."""
+        found = np.broadcast_to(self.starts, (self.lanes, len(self.starts)))
+        if self.root != -1 - source and not self.path(source):
+            return np.zeros_like(found)
+        for node, side in self.path(source):
+            high, low = product(self.shares[node, :-1], np.diff(found, axis=1))
+            left = np.zeros_like(found)
+            left[:, 1:] = np.cumsum(high, axis=1) + (np.cumsum(low, axis=1) + self.phases[node][:, None] >> UNIT_BITS)
+            found = found - left if side else left
         return found
 
     def _check(self, lane: int, start: int, stop: int) -> None:
@@ -307,6 +346,10 @@ class BatchShares:
         batch, place = np.divmod(draws, self._rows)
         return np.minimum(self._tree.positions(0, source, batch) * self._rows + place, MAX_POSITIONS)
 
+    def places_of(self, source: int) -> Int64Array | None:  # noqa: ARG002  all lanes draw in each row of a batch
+        """See ``LaneShares``."""
+        return None
+
 
 def steps_to(share: Int64Array, missing: Int64Array, below: Int64Array) -> Int64Array:
     """Count the passages before number ``missing`` that goes to a side, for shares in units of 2**-32, int64 [n].
@@ -350,10 +393,9 @@ def _halved(weights: Sequence[Fraction]) -> int:
     return cut
 
 
-def _phases(names: Iterable[str], lanes: int, seed: int) -> Int64Array:
-    """Return ``(i + 1/2) / lanes`` in units of 2**-32, int64 [L], permuted by the seed and the node's names."""
+def _places(names: Iterable[str], lanes: int, seed: int) -> Int64Array:
+    """Return the place of each lane in the order in which they come to a tree, int64 [L], by its seed and names."""
     text = "\n".join(sorted(names)).encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
-    places = permutations(key, np.array([0]), lanes)[0]
-    phases: Int64Array = (2 * places + 1) * (_UNIT // 2) // lanes
-    return phases
+    places: Int64Array = permutations(key, np.array([0]), lanes)[0]
+    return places
