@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing import stamps
+from streaming.mixing.even import EvenLanes
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
-from streaming.mixing.source_lanes import Rounds, Runs, SourceLanes, runs_of
+from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import growths
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
@@ -72,8 +73,12 @@ class Case:
             by_chunks = MixedPasses(sources, quotas=self.quotas)
             return by_chunks if self.dealt == "chunks" else ExactPasses(sources, quotas=self.quotas, batch_size=size)
         if self.dealt == "chunks":
-            return MixedLanes(sources, self.schedule)
+            return EvenLanes(sources, self.schedule)
         return ExactLanes(sources, self.schedule, batch_size=size)
+
+    def laid(self) -> MixedLanes:
+        """All sources in chunks, or pieces of chunks, also the small ones."""
+        return MixedLanes(Sources(self.sources, self.settings), self.schedule)
 
     def plan(self, **change: Any) -> Plan:
         case = replace(self, **change)
@@ -213,8 +218,7 @@ def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case
     for sorted_from in (1, 10**9):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stamps, "_SORTED_FROM", sorted_from)
-            orders = case.orders()
-            assert isinstance(orders, MixedLanes)
+            orders = case.laid()
             blocks = [orders._block(0, number) for number in numbers]
         found.append([(*vars_of(block.runs), block.stamps.tolist(), block.starts.tolist(), block.stops.tolist(),
                        block.splits.tolist()) for block in blocks])  # fmt: skip
@@ -227,29 +231,30 @@ def vars_of(runs: Runs) -> list[list[int]]:
 
 def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
     """(chunk, offset) of the first samples of a lane, source by source from the beginning, one chunk at a time."""
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
+    orders = case.laid()
     waiting = []
     for name in sorted(case.sources):
-        listing, lanes, seen = orders.sources.listings[name], case.settings.lanes, 0
-        passes = -(-lanes // listing.num_chunks)
+        lanes, seen = case.settings.lanes, 0
+        listing = orders.sources.listings[name].in_pieces(lanes)
+        of_pass = listing.samples_per_pass
         stream: list[tuple[float, int, int, int]] = []
         number = -1
         while seen < stop:
             number += 1
-            chunks = listing.orders(np.arange(passes) + number * passes).ravel()
+            parts = listing.orders(np.array([number]))[0]
             samples = [
-                (part, int(listing.chunk_ids[chunk]), offset)
-                for part, chunk in enumerate(chunks.tolist())
-                for offset in range(int(listing.sizes[chunk]))
+                (part, int(listing.chunk_ids[piece]), int(listing.firsts[piece]) + offset)
+                for part, piece in enumerate(parts.tolist())
+                for offset in range(int(listing.sizes[piece]))
             ]
-            dealt = Counter(n % lanes for n in range(number * len(samples), (number + 1) * len(samples)))
+            dealt = Counter(n % lanes for n in range(number * of_pass, (number + 1) * of_pass))
             begin = sum(dealt[below] for below in range(lane))
             mine = samples[begin : begin + dealt[lane]]
-            turn = int(Rounds(listing, range(number, number + 1), passes, lanes).turns[0, lane]) - begin
-            assert turn == 0 or mine[turn - 1][0] != mine[turn][0]  # a run begins where one of its chunks does
-            mine = mine[turn:] + mine[:turn]
-            for _, each in groupby(mine, key=lambda sample: (sample[0], samples.index(sample) < begin + turn)):
+            runs = orders._lanes[name].runs(lane, lane + 1, seen, seen + len(mine)) if mine else None
+            at = mine.index(next(one for one in mine if one[1:] == sample_of(runs))) if runs else 0
+            assert at == 0 or mine[at - 1][0] != mine[at][0]  # a run begins where one of its parts does
+            mine = mine[at:] + mine[:at]
+            for _, each in groupby(mine, key=lambda sample: (sample[0], samples.index(sample) < begin + at)):
                 run = [(chunk, offset) for _, chunk, offset in each]
                 mark = seen + orders._lanes[name].mean_chunk * orders._phases[name][lane]
                 stamp = float(orders._growths[name].stamps(np.array([mark]))[0])
@@ -258,6 +263,11 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
         waiting += stream
     laid = sorted(waiting, key=lambda run: run[0])
     return [(chunk, first + k) for _, chunk, first, size in laid for k in range(size)][:stop]
+
+
+def sample_of(runs: Runs) -> tuple[int, int]:
+    """The chunk and the offset at which runs begin."""
+    return int(runs.chunk_ids[0]), int(runs.firsts[0])
 
 
 def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
@@ -278,8 +288,7 @@ def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
 @unhurried
 @given(cases(endless=True, dealt="chunks"), st.integers(1, 150), st.data())
 def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) -> None:
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
+    orders = case.laid()
     lane = data.draw(st.integers(0, case.settings.lanes - 1))
     expected = laid_by_hand(case, lane, stop)
     start = data.draw(st.integers(0, stop - 1))
@@ -356,8 +365,7 @@ def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, F
 @given(cases(endless=True, dealt="chunks"), st.integers(0, 500) | st.integers(0, 10**11))
 def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
     """Within one chunk of the source and its share of one chunk of every source, near the start and far away."""
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
+    orders = case.laid()
     biggest = {name: max(sizes) for name, sizes in case.sources.items()}
     lane = start % case.settings.lanes
     runs = orders.laid(lane, start, start + 40)
@@ -409,10 +417,8 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
     """And what was planned before stays: a run with feedback can be replayed."""
     first = replace(case, schedule=case.schedule[:1])
     later = Weights(start=change_at, weights=data.draw(weights_(list(case.sources))))
-    whole = replace(first, schedule=[*first.schedule, later]).orders()
-    appended = first.orders()
-    assert isinstance(appended, MixedLanes)
-    assert isinstance(whole, MixedLanes)
+    whole = replace(first, schedule=[*first.schedule, later]).laid()
+    appended = first.laid()
     for order in (whole, appended):
         order._block_time = 16
     lane, stop = case.settings.lanes - 1, data.draw(st.integers(0, 150))
@@ -432,7 +438,7 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
 
 @unhurried
 @given(cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.data())
-def test_every_round_of_a_source_gives_each_sample_once_a_pass(
+def test_every_pass_over_a_source_gives_each_sample_once(
     case: Case, more: list[list[int]], data: st.DataObject
 ) -> None:
     """Also where it grows, once or twice; what comes before does not change."""
@@ -451,17 +457,17 @@ def test_every_round_of_a_source_gives_each_sample_once_a_pass(
     draw = 0
     for era, table in zip(source.eras, tables, strict=True):
         assert draw == era.first_draw
-        for _ in range(2 if era is source.eras[-1] else era.stop_round - era.first_round):
+        for _ in range(2 if era is source.eras[-1] else era.stop_pass - era.first_pass):
             got: Counter[tuple[int, int]] = Counter()
             ends = []
             for lane in range(lanes):
-                start, stop = ((at - lane + lanes - 1) // lanes for at in (draw, draw + era.round_samples))
+                start, stop = ((at - lane + lanes - 1) // lanes for at in (draw, draw + era.samples))
                 ends.append(stop)
                 if stop > start:
                     got.update(inside(source.runs(lane, lane + 1, start, stop), start, stop))
-            assert got == dict.fromkeys(all_samples({name: table}), era.num_passes)
+            assert got == dict.fromkeys(all_samples({name: table}), 1)
             assert max(ends) - min(ends) <= 1  # lanes stay together, for ever
-            draw += era.round_samples
+            draw += era.samples
     first = source.eras[0].stop_draw // lanes if len(tables) > 1 else 100
     for lane in range(lanes if first else 0):
         old, new = alone.runs(lane, lane + 1, 0, first), source.runs(lane, lane + 1, 0, first)
@@ -526,7 +532,7 @@ def inside(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 def test_runs_of_sources_drawn_at_once_are_those_of_each(
     tables: list[list[int]], lanes: int, data: st.DataObject
 ) -> None:
-    """In bundles of one round or of many, also for one that has grown."""
+    """In bundles of one pass or of many, also for one that has grown."""
     order = OrderSettings(seed=1, lanes=lanes, window=0)
     named = {f"{number}": table for number, table in enumerate(tables)}
     grown = SourceLanes(Sources(named, order).eras["0"], order).free_pass(data.draw(st.integers(1, 30)))
@@ -663,7 +669,7 @@ def golden_orders() -> dict[str, Orders]:
     return {
         "by size": MixedPasses(sources),
         "by quotas": MixedPasses(sources, quotas={"web": 50, "code": 15, "math": 2}),
-        "by weights": MixedLanes(sources, schedule),
+        "by weights": EvenLanes(sources, schedule),
     }
 
 

@@ -82,8 +82,8 @@ class Endless(ABC):
         return ENDLESS // self.settings.lanes
 
     @abstractmethod
-    def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source at positions ``[0, place)`` of a lane, int64 [``Sources.every_name``]."""
+    def drawn_before(self, row: int) -> Int64Array:
+        """Count the samples of each source among the first ``row``, over all lanes, int64 [``Sources.every_name``]."""
 
     @property
     @abstractmethod

@@ -22,7 +22,7 @@ import numpy as np
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
-from streaming.mixing.passes import Sources, Weights, keep_latest, keyed_number
+from streaming.mixing.passes import Sources, Weights, drawn_in_lanes, keep_latest, keyed_number
 from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
@@ -234,8 +234,12 @@ class MixedLanes(Endless):
         return counts
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """See ``Endless``."""
+        """Count the samples of each source at positions ``[0, place)`` of a lane, int64 [``Sources.every_name``]."""
         return self.sources.drawn(self, 0, lane, place)
+
+    def drawn_before(self, row: int) -> Int64Array:
+        """See ``Endless``."""
+        return drawn_in_lanes(self.drawn, self.settings.lanes, row)
 
     def free_pass(self, name: str) -> int:
         """See ``Endless``."""

@@ -6,8 +6,8 @@ Draw ``n`` of a source belongs to lane ``n % L``, and in each pass every lane ge
     pass 1   |-- lane 0 --|-- lane 1 --|-- lane 2 --|
 
 So all lanes of a source begin a pass together, whatever its size, and the location of the source's sample ``x`` of a
-lane follows by arithmetic. A source with fewer chunks than lanes is shuffled in smaller pieces. One with fewer samples
-than lanes gives each lane a sample in some passes and none in others. Sources are independent of each other here.
+lane follows by arithmetic. One with fewer samples than lanes gives each lane a sample in some passes only. Sources are
+independent of each other here.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def _end_to_end(some: Sequence[Int64Array]) -> Int64Array:
     return some[0] if len(some) == 1 else np.concatenate(some)
 
 
-def _dealt(draws: Int64Array, place: Int64Array, lanes: int) -> Int64Array:
-    """Return how many of the first ``draws`` belong to lanes before ``place``, int64 [n]."""
+def _dealt(draws: Int64Array, lane: Int64Array, lanes: int) -> Int64Array:
+    """Return how many of the first ``draws`` belong to lanes before ``lane``, int64 [n]."""
     whole, rest = np.divmod(draws, lanes)
-    return whole * place + np.minimum(rest, place)
+    return whole * lane + np.minimum(rest, lane)
 
 
 def _turns(
@@ -163,7 +163,7 @@ class _Era:
         return self.listing.first_pass
 
 
-def _eras(listings: Sequence[Listing], lanes: int, bundled: int) -> Iterator[_Era]:
+def _eras(listings: Sequence[Listing], pieces: int, bundled: int) -> Iterator[_Era]:
     """Yield the eras of a source, the last one without an end, whose bundles have about so many parts.
 
     Raises:
@@ -171,7 +171,7 @@ def _eras(listings: Sequence[Listing], lanes: int, bundled: int) -> Iterator[_Er
     """
     first_draw = 0
     for whole, later in zip(listings, [*listings[1:], None], strict=True):
-        listing = whole.in_pieces(lanes)
+        listing = whole.in_pieces(pieces)
         stop_pass = stop_draw = _NEVER
         if later is not None:
             stop_pass = later.first_pass
@@ -209,10 +209,10 @@ class SourceLanes:
         listings: Lists of the source; several if it has grown.
         settings: Settings of the mixture.
         kept_parts: Parts of chunks that may be cached; 0: the fewest.
-        places: int64 [L], the place of each lane in a row of draws, a permutation; None: its number.
+        pieces: See ``Listing.in_pieces``; 0: whole chunks are shuffled.
 
     Attributes:
-        mean_chunk: Mean samples per chunk (or piece), over the chunks that the source began with.
+        mean_chunk: Mean samples of a chunk that a lane reads at once, over the chunks that the source began with.
         largest_chunk: Samples of the largest chunk (or piece).
         run_samples: Samples that every lane gets in each pass, at least; 0: fewer samples than lanes.
 
@@ -221,20 +221,17 @@ class SourceLanes:
     """
 
     def __init__(
-        self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0,
-        places: Int64Array | None = None,
-    ) -> None:  # fmt: skip
+        self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0, pieces: int = 0
+    ) -> None:
         self.num_lanes = settings.lanes
         bundled = min(_BUNDLED_PARTS, max(kept_parts // _BUNDLES, _LEAST_BUNDLED)) if kept_parts else _BUNDLED_PARTS
-        self.eras = list(_eras(listings, settings.lanes, bundled))
+        self.eras = list(_eras(listings, pieces, bundled))
         # So many parts, but never fewer bundles: the next lanes ask for the same ones.
         self._kept = max(_KEPT_BUNDLES, kept_parts // max(bundled, self.eras[0].listing.num_chunks))
-        self.mean_chunk = self.eras[0].listing.mean_chunk
-        self.largest_chunk = max(era.listing.largest_chunk for era in self.eras)
         self.run_samples = self.eras[0].samples // settings.lanes
+        self.mean_chunk = min(self.eras[0].listing.mean_chunk, max(self.run_samples, 1))
+        self.largest_chunk = max(era.listing.largest_chunk for era in self.eras)
         self.key = keyed_number(settings.seed, "turns", listings[0].name)
-        self.places: Int64Array = np.arange(settings.lanes) if places is None else places
-        self.is_placed = places is not None
         self._bundles: dict[tuple[int, int], LaidPasses] = {}
 
     def bundle(self, era: _Era, number: int) -> LaidPasses:
@@ -273,8 +270,7 @@ class SourceLanes:
 
     def passes_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
         """Yield the passes, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
-        places = self.places[low:high]
-        first, last = start * self.num_lanes + int(places.min()), (stop - 1) * self.num_lanes + int(places.max())
+        first, last = start * self.num_lanes + low, (stop - 1) * self.num_lanes + high - 1
         for era in self.eras:
             if first < era.stop_draw and last >= era.first_draw:
                 begin, end = max(first, era.first_draw), min(last, era.stop_draw - 1)
@@ -283,7 +279,7 @@ class SourceLanes:
 
     def passes_at(self, lane: int, positions: Int64Array) -> Int64Array:
         """Return the pass to which each position of a lane's stream belongs, int64 [n]; positions ascend."""
-        draws = positions * self.num_lanes + self.places[lane]
+        draws = positions * self.num_lanes + lane
         found: Int64Array = np.zeros_like(draws)
         for era in self.eras:
             here = slice(*np.searchsorted(draws, (era.first_draw, era.stop_draw)).tolist())
@@ -303,7 +299,6 @@ class SourceLanes:
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source is."""
         found: list[tuple[int, int]] = []
-        lane_at = np.argsort(self.places)
         borders = np.arange(self.num_lanes + 1)
         passes = [(era, number) for era, all_ in self.passes_of(0, self.num_lanes, start, stop) for number in all_]
         for era, number in passes:
@@ -318,11 +313,11 @@ class SourceLanes:
             linear = bundle.starts[part] + offset - bundle.firsts[part]
             linear = linear[(offset >= bundle.firsts[part]) & (linear < bundle.starts[part + 1])]
             linear = linear[(linear >= starts[0]) & (linear < starts[-1])]
-            place = np.searchsorted(starts, linear, side="right") - 1
-            lanes, begins, stops = lane_at[place], starts[place], starts[place + 1]
+            lanes = np.searchsorted(starts, linear, side="right") - 1
+            begins, stops = starts[lanes], starts[lanes + 1]
             keys = np.full(len(lanes), self.key, np.uint64)
             after_turn = linear - _turns(keys, np.full(len(lanes), number), lanes, begins, stops, bundle.starts)
-            first = (first_draw - place + self.num_lanes - 1) // self.num_lanes
+            first = (first_draw - lanes + self.num_lanes - 1) // self.num_lanes
             at = first + np.where(after_turn < 0, after_turn + stops - begins, after_turn)
             due = (at >= start) & (at < stop)
             found += zip(lanes[due].tolist(), at[due].tolist(), strict=True)
@@ -366,26 +361,23 @@ def _runs_of(
     # One row for each part and lane; then one for each pass of it in which the lane has a run.
     part = np.repeat(np.arange(len(parts)), high - low)
     lane = np.tile(np.arange(low, high), len(parts))
-    place = lane
-    if any(one.source.is_placed for one in parts):
-        place = np.concatenate([one.source.places[low:high] for one in parts])
     is_sparse = (sizes < num_lanes)[part]  # a lane has a sample in some passes only: then one row for each of its draws
     begin = drawn[part] + skipped[part] * sizes[part]
-    before, behind = (-(-(at - place) // num_lanes) for at in (begin, begin + num_passes[part] * sizes[part]))
+    before, behind = (-(-(at - lane) // num_lanes) for at in (begin, begin + num_passes[part] * sizes[part]))
     before, behind = np.maximum(before, starts[part]), np.minimum(behind, stops[part])
     counts = np.where(is_sparse, np.maximum(behind - before, 0), num_passes[part])
     row = np.repeat(np.arange(len(part)), counts)
     index = np.arange(len(row)) - sums(counts)[row]
-    of, lanes, place = part[row], lane[row], place[row]
-    draw = (before[row] + index) * num_lanes + place
+    of, lanes = part[row], lane[row]
+    draw = (before[row] + index) * num_lanes + lanes
     within = np.where(is_sparse[row], (draw - drawn[of]) // sizes[of], skipped[of] + index)
     # Linear positions of each bundle come behind those of the previous one.
     shifts = sums([int(one.starts[-1]) for one in bundles])
     borders = _end_to_end([one.starts + shift for one, shift in zip(bundles, shifts.tolist(), strict=False)])
     draws, base = drawn[of] + within * sizes[of], shifts[of] + within * sizes[of]
-    first = -(-(draws - place) // num_lanes)
+    first = -(-(draws - lanes) // num_lanes)
     begins, ends = (base + _dealt(draws + sizes[of], at, num_lanes) - _dealt(draws, at, num_lanes)
-                    for at in (place, place + 1))  # fmt: skip
+                    for at in (lanes, lanes + 1))  # fmt: skip
     turns = _turns(
         np.array([one.source.key for one in parts], np.uint64)[of],
         np.array([one.numbers.start for one in bundles])[of] + within, lanes, begins, ends, borders,

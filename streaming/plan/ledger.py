@@ -12,6 +12,9 @@ arithmetic.
 ``laid`` gives, for a source dealt in chunks that no longer has a weight, how many of its samples are in each lane, so
 that the positions of the others can be computed without it once those samples have been read.
 
+``even`` names the sources that are dealt by single samples although others are dealt in chunks, or over all lanes
+together; it is decided when a source joins the run.
+
 ``fetch_bytes`` gives the size of the units into which the chunks of a source are cut; it never changes in a run.
 
 ``shards`` gives the number of shards of each source. If a source has grown, ``joins`` of the entry gives the first pass
@@ -24,12 +27,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from streaming.arguments import MAX_COUNT, checked_count
+from streaming.arguments import MAX_COUNT, check_choice, checked_count
 from streaming.errors import ConfigError, StateError
 from streaming.plan.schedule import Schedule, checked_weights, value_at
 
 START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", "grown"
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
+Even: TypeAlias = Literal["runs", "rows"]
 _DEALT = {
     "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
     "batches": 'batches="one_source" and {} samples in a global batch',
@@ -61,6 +65,9 @@ class Entry:
         joins: For each source that has grown, the first pass over it with the new shards.
         laid: For sources without a weight from here on, samples in each lane once everything is laid.
         fetch_bytes: Size of the fetch units of each source whose chunks are cut; others are read in whole chunks.
+        even: Sources that are dealt by single samples: each lane has an equal run of every pass (``"runs"``), or all
+            lanes draw together, row by row (``"rows"``, of sources with fewer samples than lanes). The first entry that
+            has a source decides for the run. Others are dealt as ``dealt`` says.
     """
 
     start: int
@@ -75,6 +82,7 @@ class Entry:
     joins: Mapping[str, int] = field(default_factory=dict)
     laid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fetch_bytes: Mapping[str, int] = field(default_factory=dict)
+    even: Mapping[str, Even] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checked_count("from", self.start)
@@ -86,6 +94,13 @@ class Entry:
             raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")
         if self.batch_size is not None:
             checked_count("batch_size", self.batch_size, 1)
+        self._check_sources()
+        named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid, self.fetch_bytes, self.even)
+        unknown = {name for names in named for name in names} - set(self.sources)
+        if unknown:
+            raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
+
+    def _check_sources(self) -> None:
         for name, count in {**self.shards, **self.joins}.items():
             checked_count(f"shards, joins of {name!r}", count)
         for name, counts in self.laid.items():
@@ -93,10 +108,8 @@ class Entry:
                 checked_count(f"laid of {name!r}", count)
         for name, size in self.fetch_bytes.items():
             checked_count(f"fetch_bytes of {name!r}", size, 1)
-        named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid, self.fetch_bytes)
-        unknown = {name for names in named for name in names} - set(self.sources)
-        if unknown:
-            raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
+        for name, how in self.even.items():
+            check_choice(f"even of {name!r}", how, get_args(Even))
 
     @property
     def drawn(self) -> set[str]:
@@ -124,6 +137,7 @@ class Entry:
         made |= {name: dict(found) for name, found in (("shards", self.shards), ("joins", self.joins)) if found}
         made |= {"laid": {name: list(counts) for name, counts in self.laid.items()}} if self.laid else {}
         made |= {"fetch_bytes": dict(self.fetch_bytes)} if self.fetch_bytes else {}
+        made |= {"even": dict(self.even)} if self.even else {}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -148,6 +162,7 @@ class Entry:
                 joins=dict(data.get("joins", {})),
                 laid={name: tuple(counts) for name, counts in data.get("laid", {}).items()},
                 fetch_bytes=dict(data.get("fetch_bytes", {})),
+                even=dict(data.get("even", {})),
             )
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
@@ -194,6 +209,12 @@ class Ledger:
     def fetch_bytes(self) -> dict[str, int | None]:
         """Size of the fetch units of each source that the run has ever had; None: whole chunks."""
         return {name: entry.fetch_bytes.get(name) for entry in self.entries for name in entry.sources}
+
+    @property
+    def even(self) -> dict[str, Even]:
+        """How sources dealt by single samples are dealt, by name: as the first entry that has them says."""
+        first = {name: entry for entry in reversed(self.entries) for name in entry.sources}
+        return {name: entry.even[name] for name, entry in sorted(first.items()) if name in entry.even}
 
     @property
     def is_changed(self) -> bool:
