@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing import stamps
-from streaming.mixing.even import EvenLanes
-from streaming.mixing.exact import ExactLanes
+from streaming.mixing.exact import EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import growths
+from streaming.plan.ledger import Even
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import LastBatch
@@ -48,6 +48,13 @@ def schedules(draw: st.DrawFn, names: list[str]) -> list[Weights]:
     return [Weights(start=start, weights=draw(weights_(names))) for start in [0, *starts]]
 
 
+def even_(names: list[str], dealt: str) -> st.SearchStrategy[dict[str, Even]]:
+    """Of some of the sources; of batches of one source, none is."""
+    hows: list[Even] = ["runs", "rows"] if dealt == "chunks" else ["rows"]
+    some = st.dictionaries(st.sampled_from(names), st.sampled_from(hows))
+    return st.just({}) if dealt == "batches" else some
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A mixture and the arguments of a plan."""
@@ -59,6 +66,8 @@ class Case:
     """Empty: the mixture ends."""
     dealt: str
     """Chunks, samples or batches."""
+    even: dict[str, Even]
+    """Sources that are dealt by samples nevertheless, or over all lanes together."""
     global_batch_size: int
     dp_world_size: int
     last_batch: LastBatch
@@ -67,7 +76,7 @@ class Case:
     start: int
 
     def orders(self) -> Orders:
-        sources = Sources(self.sources, self.settings)
+        sources = Sources(self.sources, self.settings, even=self.even if self.schedule else {})
         size = self.global_batch_size if self.dealt == "batches" else None
         if not self.schedule:
             by_chunks = MixedPasses(sources, quotas=self.quotas)
@@ -77,7 +86,7 @@ class Case:
         return ExactLanes(sources, self.schedule, batch_size=size)
 
     def laid(self) -> MixedLanes:
-        """All sources in chunks, or pieces of chunks, also the small ones."""
+        """All sources in chunks."""
         return MixedLanes(Sources(self.sources, self.settings), self.schedule)
 
     def plan(self, **change: Any) -> Plan:
@@ -111,6 +120,7 @@ def cases(draw: st.DrawFn, *, endless: bool | None = None, dealt: str | None = N
         quotas=quotas,
         schedule=draw(schedules(list(sources))) if is_endless else [],
         dealt=dealt,
+        even=draw(even_(list(sources), dealt)),
         global_batch_size=size,
         dp_world_size=draw(st.integers(1, 9)),
         last_batch=draw(st.sampled_from(["drop", "pad", "partial"])),
@@ -234,27 +244,26 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
     orders = case.laid()
     waiting = []
     for name in sorted(case.sources):
-        lanes, seen = case.settings.lanes, 0
-        listing = orders.sources.listings[name].in_pieces(lanes)
-        of_pass = listing.samples_per_pass
+        listing, lanes, seen = orders.sources.listings[name], case.settings.lanes, 0
         stream: list[tuple[float, int, int, int]] = []
         number = -1
         while seen < stop:
             number += 1
-            parts = listing.orders(np.array([number]))[0]
             samples = [
-                (part, int(listing.chunk_ids[piece]), int(listing.firsts[piece]) + offset)
-                for part, piece in enumerate(parts.tolist())
-                for offset in range(int(listing.sizes[piece]))
+                (part, int(listing.chunk_ids[chunk]), offset)
+                for part, chunk in enumerate(listing.orders(np.array([number]))[0].tolist())
+                for offset in range(int(listing.sizes[chunk]))
             ]
-            dealt = Counter(n % lanes for n in range(number * of_pass, (number + 1) * of_pass))
+            dealt = Counter(n % lanes for n in range(number * len(samples), (number + 1) * len(samples)))
             begin = sum(dealt[below] for below in range(lane))
             mine = samples[begin : begin + dealt[lane]]
-            runs = orders._lanes[name].runs(lane, lane + 1, seen, seen + len(mine)) if mine else None
-            at = mine.index(next(one for one in mine if one[1:] == sample_of(runs))) if runs else 0
-            assert at == 0 or mine[at - 1][0] != mine[at][0]  # a run begins where one of its parts does
-            mine = mine[at:] + mine[:at]
-            for _, each in groupby(mine, key=lambda sample: (sample[0], samples.index(sample) < begin + at)):
+            if not mine:
+                continue
+            runs = orders._lanes[name].runs(lane, lane + 1, seen, seen + 1)
+            turn = [each[1:] for each in mine].index(next(iter(inside(runs, seen, seen + 1))))
+            assert turn == 0 or mine[turn - 1][0] != mine[turn][0]  # a run begins where one of its chunks does
+            mine = mine[turn:] + mine[:turn]
+            for _, each in groupby(mine, key=lambda sample: (sample[0], samples.index(sample) < begin + turn)):
                 run = [(chunk, offset) for _, chunk, offset in each]
                 mark = seen + orders._lanes[name].mean_chunk * orders._phases[name][lane]
                 stamp = float(orders._growths[name].stamps(np.array([mark]))[0])
@@ -263,11 +272,6 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
         waiting += stream
     laid = sorted(waiting, key=lambda run: run[0])
     return [(chunk, first + k) for _, chunk, first, size in laid for k in range(size)][:stop]
-
-
-def sample_of(runs: Runs) -> tuple[int, int]:
-    """The chunk and the offset at which runs begin."""
-    return int(runs.chunk_ids[0]), int(runs.firsts[0])
 
 
 def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
@@ -437,22 +441,27 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
 
 
 @unhurried
-@given(cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.data())
+@given(
+    cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.booleans(),
+    st.data(),
+)  # fmt: skip
 def test_every_pass_over_a_source_gives_each_sample_once(
-    case: Case, more: list[list[int]], data: st.DataObject
+    case: Case, more: list[list[int]], in_pieces: bool, data: st.DataObject
 ) -> None:
     """Also where it grows, once or twice; what comes before does not change."""
     name, lanes, whole = min(case.sources), case.settings.lanes, sum(more, case.sources[min(case.sources)])
+
+    def cut(table: list[int], eras: list[tuple[int, int]]) -> SourceLanes:
+        sources = Sources({name: table}, case.settings, eras={name: eras})
+        return SourceLanes(sources.eras[name], case.settings, pieces=lanes if in_pieces else 0)
+
     sizes = [len(case.sources[name])]
-    eras, source = (
-        [(0, sizes[0])],
-        SourceLanes(Sources({name: whole[: sizes[0]]}, case.settings).eras[name], case.settings),
-    )
-    alone = source
+    eras = [(0, sizes[0])]
+    source = alone = cut(whole[: sizes[0]], eras)
     for chunks in more:
         sizes.append(sizes[-1] + len(chunks))
         eras = eras_grown(eras, source.free_pass(data.draw(st.integers(1, 60))), sizes[-1])
-        source = SourceLanes(Sources({name: whole}, case.settings, eras={name: eras}).eras[name], case.settings)
+        source = cut(whole, eras)
     tables = [whole[:count] for _, count in eras]
     draw = 0
     for era, table in zip(source.eras, tables, strict=True):
@@ -659,9 +668,11 @@ def test_wrong_sources_and_quotas_are_refused() -> None:
 
 
 def golden_orders() -> dict[str, Orders]:
-    sources = Sources(
-        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1]}, OrderSettings(seed=11, lanes=4, window=8)
+    tables, settings = (
+        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1]},
+        OrderSettings(seed=11, lanes=4, window=8),
     )
+    sources = Sources(tables, settings)
     schedule = [
         Weights(start=0, weights={"web": 0.5, "code": 0.3, "math": 0.2}),
         Weights(start=60, weights={"web": 1, "code": 0.01}),
@@ -669,7 +680,8 @@ def golden_orders() -> dict[str, Orders]:
     return {
         "by size": MixedPasses(sources),
         "by quotas": MixedPasses(sources, quotas={"web": 50, "code": 15, "math": 2}),
-        "by weights": EvenLanes(sources, schedule),
+        "by weights": MixedLanes(sources, schedule),
+        "by weights, evenly": EvenLanes(Sources(tables, settings, even={"code": "runs", "math": "rows"}), schedule),
     }
 
 

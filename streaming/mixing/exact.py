@@ -42,7 +42,7 @@ from streaming.plan.order import ENDLESS, LEAST_STRETCH, LaneParts, OrderSetting
 from streaming.types import Int64Array
 
 ROWS, LAID = "/rows", "/chunks"
-"""The leaves of sources that all lanes draw from together, and of those that are laid in chunks: no names of sources."""
+"""Leaves, which no source is called: of the sources that lanes draw from together, and of those laid in chunks."""
 _KEPT_PARTS = 2**20  # of passes, over all sources; some 24 MiB
 _STRETCH_ROWS = 2**18  # of all lanes; many lanes then start sooner
 _LEAST_LONG = 256  # lane positions of a stretch nevertheless

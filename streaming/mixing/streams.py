@@ -84,7 +84,8 @@ class SourceOrder:
     """One source's own order: in each lane an endless stream of its draws, independent of other sources.
 
     Its window is the mixture's, at most twice its own mean chunk and a lane's run of a pass. It moves no sample into
-    another pass.
+    another pass. With fewer chunks than lanes, a lane needs most of them again in the next pass, and holds them until
+    then.
 
     Args:
         listings: Lists of the source, more than one if it grew.
@@ -102,6 +103,8 @@ class SourceOrder:
         own = own_settings(listings[0], settings)
         self.settings = replace(own, window=min(own.window, max(self.lanes.run_samples, 1)))
         self.group = max(_LEAST_GROUP, -(-settings.lanes // _MOST_GROUPS))
+        has_few = listings[0].num_chunks < settings.lanes
+        self._hold = max(self.reach, self.lanes.run_samples, 1) if has_few else self.reach
         self._lane_size = ENDLESS // settings.lanes
         self._more = max(min(_DRAWS_AHEAD, _AHEAD_OF_ALL // settings.lanes), 1)
         self._kept: dict[int, _Ahead] = {}
@@ -137,10 +140,10 @@ class SourceOrder:
 
     def parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
         """See ``Stream``."""
-        runs = self.lanes.runs(low, high, max(start - self.reach, 0), stop + self.reach)
+        runs = self.lanes.runs(low, high, max(start - self._hold, 0), stop + self.reach)
         return LaneParts(
             chunk_ids=runs.chunk_ids, lanes=runs.lanes, begins=runs.begins - self.reach,
-            ends=runs.begins + runs.sizes + self.reach,
+            ends=runs.begins + runs.sizes + self._hold,
         )  # fmt: skip
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
