@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -458,22 +458,31 @@ class Mixture(JoinedSource):
             batch_size=global_batch_size if self.batches == "one_source" else None,
             shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
             fetch_bytes=self.fetch_bytes,
-            even=self._even(dealt, settings or self.order_settings(global_batch_size or 1)),
+            even={} if blend.weights is None else self._even(
+                dealt, blend.segments(), settings or self.order_settings(global_batch_size or 1)
+            ),
         )  # fmt: skip
         return Ledger((entry,))
 
-    def _even(self, dealt: Dealt, settings: OrderSettings) -> dict[str, Even]:
-        """Return the sources that are dealt evenly to the sample whatever ``dealt`` says; see ``Entry.even``."""
-        if self._blend.weights is None:
-            return {}  # a pass that ends has each sample as often as its quota says
+    def _even(
+        self, dealt: Dealt, segments: Sequence[tuple[int, Mapping[str, float]]], settings: OrderSettings
+    ) -> dict[str, Even]:
+        """Return the sources that are dealt by samples with such weights, whatever ``dealt`` says; see ``Entry``."""
         shares = dict.fromkeys(self.names, 0.0)
-        for _, weights in self._blend.segments():
+        for _, weights in segments:
             total = sum(weights.values())
             shares = {name: max(share, weights.get(name, 0.0) / total) for name, share in shares.items()}
         return even_sources(
             {name: int(one.chunk_samples.sum()) for name, one in self.leaves.items()}, shares, settings, dealt=dealt,
             chunk=float(self.chunk_samples.mean()),
         )  # fmt: skip
+
+    def overlapping(self, ledger: Ledger, settings: OrderSettings) -> list[str]:
+        """Return sources dealt in chunks that the last weights of a ledger go through too fast for even passes."""
+        if ledger.last.quotas is not None or ledger.last.dealt != "chunks":
+            return []
+        fast = self._even("chunks", ledger.segments_from(ledger.last.start), settings)
+        return sorted(fast.keys() - ledger.even.keys())
 
     def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
         """Return the samples of each source in an epoch that ends; for batches of one source, those in whole batches.

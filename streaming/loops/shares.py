@@ -147,6 +147,7 @@ class RunShares:
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
             # Invariant: the orders have the weights of the ledger, from the same row on.
             self.ledger = _with_laid(self.mixture, ledger, lambda: orders)
+        _tell_overlapping(self.mixture, self.ledger, settings)
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
         return start
@@ -258,7 +259,19 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
     )  # fmt: skip
     if changes:
         _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
+        _tell_overlapping(mixture, found, settings)
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
+
+
+def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings) -> None:
+    """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes."""
+    names = mixture.overlapping(ledger, settings)
+    if names:
+        _log.info(
+            "%s: with these weights passes follow each other so fast that they overlap, and some samples come twice "
+            "or more before others come once. How a source is dealt is decided by its share when it joins the run; a "
+            'new run repeats it evenly, as does one with quotas="exact"', some_names(names),
+        )  # fmt: skip
 
 
 def in_words(mixture: Mixture) -> str:

@@ -254,7 +254,8 @@ class ExactLanes(Endless):
         drawn = [int(self._shares.counts(lane, frontier)[index]) for lane in range(self.settings.lanes)]
         if leaf == ROWS:
             return self._row_stream.free_pass(name, sum(drawn))
-        return self._orders[name].lanes.free_pass(max(drawn)) if any(drawn) else 0
+        order = self._orders[name]
+        return order.lanes.free_pass(max(drawn) + order.settings.window) if any(drawn) else 0
 
     @property
     def known_from(self) -> int:

@@ -30,13 +30,13 @@ from streaming.plan.permutation import permutations_of
 from streaming.types import Int64Array
 
 _LEAST_GROUP = 16  # lanes laid out together: NumPy takes as long for one
-_MOST_GROUPS = 32  # of all lanes: each group draws the rounds of all sources anew, which hold all lanes
+_MOST_GROUPS = 32  # of all lanes: each group lays the passes over all sources anew, which hold all lanes
 _KEPT_BLOCKS = 256  # blocks that are laid out, each of one group of lanes
 _BLOCKS_AHEAD = 64  # number of blocks for which a source's runs are drawn together: one block costs as much
 _CHUNKS_AHEAD = 64  # of a source and lane that these are at most
 _RUNS_AHEAD = 2**16  # over all sources and lanes of a group: a thousand sources need far fewer blocks to be efficient
 _SOURCES_AT_ONCE = 512  # whose runs are drawn together: all of ten thousand would take hundreds of MB for a moment
-_KEPT_PARTS = 2**20  # of rounds, over all sources: groups of lanes ask for the same ones; some 32 MiB
+_KEPT_PARTS = 2**20  # of passes, over all sources: groups of lanes ask for the same ones; some 32 MiB
 _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
