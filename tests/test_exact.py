@@ -30,7 +30,8 @@ FIVE = {"a": 0.41, "b": 0.3, "c": 0.17, "d": 0.1, "e": 0.02}
 
 
 def exact(case: Case) -> ExactLanes:
-    orders = case.orders()
+    """Each source on its own."""
+    orders = replace(case, even={}).orders()
     assert isinstance(orders, ExactLanes)
     return orders
 
@@ -49,7 +50,7 @@ def test_what_was_drawn_is_exact_at_every_row(case: Case, row: int) -> None:
     for lane in range(lanes):
         place = row // lanes + (lane < row % lanes)
         counts = oracle(tree, lane, place)
-        assert orders.drawn(lane, place).tolist() == counts
+        assert tree.counts(lane, place).tolist() == counts
         expected += np.array(counts)
     counted = drawn_before(orders, row)
     assert list(counted.values()) == expected.tolist()
@@ -72,16 +73,14 @@ def test_counts_stay_near_their_share_however_long_it_runs(row: int, seed: int) 
             share *= 1 - left if side else left
         assert abs(float(share) - FIVE[name]) < 2**-30
         assert abs(count - share * row) <= 12
-        assert all(
-            abs(int(orders.drawn(lane, row)[number]) - share * row) < len(tree.path(number)) for lane in range(3)
-        )
+        assert all(abs(int(tree.counts(lane, row)[number]) - share * row) < len(tree.path(number)) for lane in range(3))
 
 
 @unhurried
 @given(cases(endless=True), st.integers(0, 3))
 def test_a_source_gives_its_samples_in_its_own_order(case: Case, first: int) -> None:
-    """Whatever the others are: those of its draws, each moved by less than its window."""
-    case = replace(case, dealt="samples")
+    """Whatever the others are: those of its draws, each moved by less than its window, and never to another pass."""
+    case = replace(case, dealt="samples", even={})
     orders = exact(case)
     for lane in {0, case.settings.lanes - 1}:
         sources, draws = orders._shares.draws(lane, first, first + 150)
@@ -90,10 +89,18 @@ def test_a_source_gives_its_samples_in_its_own_order(case: Case, first: int) -> 
             rows = sources == number
             got = list(zip(chunk_ids[rows].tolist(), offsets[rows].tolist(), strict=True))
             start, stop = (int(draws[rows][0]), int(draws[rows][-1]) + 1) if got else (0, 0)
-            own = orders._orders[number]
-            most = min(case.settings.window, 2 * own.lanes.mean_chunk)
+            own = orders._orders[name]
+            run = sum(case.sources[name]) // case.settings.lanes
+            most = min(case.settings.window, 2 * orders.sources.eras[name][0].mean_chunk, max(run, 1))
             assert own.settings.window == most
-            laid = stream_of(SourceLanes(orders.sources.eras[name], case.settings), lane, stop + most)
+            lanes = SourceLanes(orders.sources.eras[name], case.settings, pieces=case.settings.lanes)
+            laid = stream_of(lanes, lane, stop + most)
+            passes = lanes.passes_at(lane, np.arange(stop + most))
+            for number_of_pass in np.unique(passes[start:stop]).tolist():
+                whole = np.flatnonzero(passes == number_of_pass)
+                if len(whole) and start <= whole[0] and whole[-1] < stop:
+                    of_pass = slice(int(whole[0]) - start, int(whole[-1]) + 1 - start)
+                    assert Counter(got[of_pass]) == Counter(laid[whole[0] : whole[-1] + 1])
             assert not Counter(got) - Counter(laid[max(start - most, 0) :])
             assert not Counter(laid[start + most : max(stop - most, 0)]) - Counter(got)
             if not most:
@@ -153,14 +160,14 @@ def test_a_pass_that_ends_is_exact_at_every_row(case: Case, number: int, data: s
         size = order.lane_size(lane)
         assert size == total // lanes + (lane < total % lanes)
         place = data.draw(st.integers(0, size))
-        counts = order.drawn(lane, place).tolist()
+        counts = tree.counts(lane, place).tolist()
         assert sum(counts) == place
         for source, (name, count) in enumerate(zip(names, counts, strict=True)):
             nodes = len(tree.path(source))
             assert abs(count - Fraction(place * orders.quotas[name], total)) < max(2 * nodes, 1)
         chunk_ids, _ = order.lane_samples(lane, place, size) if place < size else (np.empty(0, np.int64), None)
         rest = np.bincount(orders.sources.source_of(chunk_ids), minlength=len(names))
-        assert (rest + counts).tolist() == order.drawn(lane, size).tolist()
+        assert (rest + counts).tolist() == tree.counts(lane, size).tolist()
     whole = drawn_before(orders, (number + 1) * total)
     assert whole == {name: (number + 1) * orders.quotas[name] for name in names}
 
@@ -241,7 +248,8 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
     size = case.settings.lanes * 3
     case = replace(case, dealt="batches" if by_batch else "samples", global_batch_size=size, epoch_size=40 * size)
     case = replace(case, epoch=0, start=0, schedule=case.schedule[:1], last_batch="drop")
-    orders = exact(case)
+    orders = case.orders()
+    assert isinstance(orders, ExactLanes)
     plan = Plan(
         orders.chunk_samples, case.settings, orders=orders, global_batch_size=size, dp_world_size=1,
         epoch_size=40 * size,
@@ -314,7 +322,7 @@ def test_a_source_grows_behind_what_is_planned_in_any_lane() -> None:
         orders.settle(place)
         samples = 16 * orders.free_pass("b")
         for lane in range(8):
-            assert -(-(samples - lane) // 8) >= orders.drawn(lane, place)[1]
+            assert -(-(samples - lane) // 8) >= tree_of(orders).counts(lane, place)[1]
     orders.settle(10)
     assert orders.frontier == 199, "a look back leaves what is planned as it is"
 
@@ -334,10 +342,9 @@ def rows_of(live: object, chunk: int) -> dict[str, object]:
 
 
 def golden_orders() -> dict[str, ExactLanes | ExactPasses]:
-    sources = Sources(
-        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1], "chat": [9, 9]},
-        OrderSettings(seed=11, lanes=4, window=8),
-    )
+    tables = {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1], "chat": [9, 9]}
+    settings = OrderSettings(seed=11, lanes=4, window=8)
+    sources = Sources(tables, settings)
     quotas = {"web": 100, "code": 18, "math": 7, "chat": 18}
     schedule = [
         Weights(start=0, weights={"web": 0.5, "code": 0.3, "math": 0.2}),
@@ -346,6 +353,9 @@ def golden_orders() -> dict[str, ExactLanes | ExactPasses]:
     ]
     return {
         "by samples": ExactLanes(sources, schedule),
+        "by samples, small ones in rows": ExactLanes(
+            Sources(tables, settings, even={"math": "rows", "code": "rows"}), schedule
+        ),
         "by batches": ExactLanes(sources, schedule, batch_size=8),
         "by samples, with an end": ExactPasses(sources, quotas=quotas),
         "by batches, with an end": ExactPasses(

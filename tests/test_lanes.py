@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing import stamps
-from streaming.mixing.exact import ExactLanes
+from streaming.mixing.exact import EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
-from streaming.mixing.source_lanes import Rounds, Runs, SourceLanes, runs_of
+from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import growths
+from streaming.plan.ledger import Even
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import LastBatch
@@ -47,6 +48,13 @@ def schedules(draw: st.DrawFn, names: list[str]) -> list[Weights]:
     return [Weights(start=start, weights=draw(weights_(names))) for start in [0, *starts]]
 
 
+def even_(names: list[str], dealt: str) -> st.SearchStrategy[dict[str, Even]]:
+    """Of some of the sources; of batches of one source, none is."""
+    hows: list[Even] = ["runs", "rows"] if dealt == "chunks" else ["rows"]
+    some = st.dictionaries(st.sampled_from(names), st.sampled_from(hows))
+    return st.just({}) if dealt == "batches" else some
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A mixture and the arguments of a plan."""
@@ -58,6 +66,8 @@ class Case:
     """Empty: the mixture ends."""
     dealt: str
     """Chunks, samples or batches."""
+    even: dict[str, Even]
+    """Sources that are dealt by samples nevertheless, or over all lanes together."""
     global_batch_size: int
     dp_world_size: int
     last_batch: LastBatch
@@ -66,14 +76,18 @@ class Case:
     start: int
 
     def orders(self) -> Orders:
-        sources = Sources(self.sources, self.settings)
+        sources = Sources(self.sources, self.settings, even=self.even if self.schedule else {})
         size = self.global_batch_size if self.dealt == "batches" else None
         if not self.schedule:
             by_chunks = MixedPasses(sources, quotas=self.quotas)
             return by_chunks if self.dealt == "chunks" else ExactPasses(sources, quotas=self.quotas, batch_size=size)
         if self.dealt == "chunks":
-            return MixedLanes(sources, self.schedule)
+            return EvenLanes(sources, self.schedule)
         return ExactLanes(sources, self.schedule, batch_size=size)
+
+    def laid(self) -> MixedLanes:
+        """All sources in chunks."""
+        return MixedLanes(Sources(self.sources, self.settings), self.schedule)
 
     def plan(self, **change: Any) -> Plan:
         case = replace(self, **change)
@@ -106,6 +120,7 @@ def cases(draw: st.DrawFn, *, endless: bool | None = None, dealt: str | None = N
         quotas=quotas,
         schedule=draw(schedules(list(sources))) if is_endless else [],
         dealt=dealt,
+        even=draw(even_(list(sources), dealt)),
         global_batch_size=size,
         dp_world_size=draw(st.integers(1, 9)),
         last_batch=draw(st.sampled_from(["drop", "pad", "partial"])),
@@ -213,8 +228,7 @@ def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case
     for sorted_from in (1, 10**9):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stamps, "_SORTED_FROM", sorted_from)
-            orders = case.orders()
-            assert isinstance(orders, MixedLanes)
+            orders = case.laid()
             blocks = [orders._block(0, number) for number in numbers]
         found.append([(*vars_of(block.runs), block.stamps.tolist(), block.starts.tolist(), block.stops.tolist(),
                        block.splits.tolist()) for block in blocks])  # fmt: skip
@@ -227,26 +241,26 @@ def vars_of(runs: Runs) -> list[list[int]]:
 
 def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
     """(chunk, offset) of the first samples of a lane, source by source from the beginning, one chunk at a time."""
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
+    orders = case.laid()
     waiting = []
     for name in sorted(case.sources):
         listing, lanes, seen = orders.sources.listings[name], case.settings.lanes, 0
-        passes = -(-lanes // listing.num_chunks)
         stream: list[tuple[float, int, int, int]] = []
         number = -1
         while seen < stop:
             number += 1
-            chunks = listing.orders(np.arange(passes) + number * passes).ravel()
             samples = [
                 (part, int(listing.chunk_ids[chunk]), offset)
-                for part, chunk in enumerate(chunks.tolist())
+                for part, chunk in enumerate(listing.orders(np.array([number]))[0].tolist())
                 for offset in range(int(listing.sizes[chunk]))
             ]
             dealt = Counter(n % lanes for n in range(number * len(samples), (number + 1) * len(samples)))
             begin = sum(dealt[below] for below in range(lane))
             mine = samples[begin : begin + dealt[lane]]
-            turn = int(Rounds(listing, range(number, number + 1), passes, lanes).turns[0, lane]) - begin
+            if not mine:
+                continue
+            runs = orders._lanes[name].runs(lane, lane + 1, seen, seen + 1)
+            turn = [each[1:] for each in mine].index(next(iter(inside(runs, seen, seen + 1))))
             assert turn == 0 or mine[turn - 1][0] != mine[turn][0]  # a run begins where one of its chunks does
             mine = mine[turn:] + mine[:turn]
             for _, each in groupby(mine, key=lambda sample: (sample[0], samples.index(sample) < begin + turn)):
@@ -278,8 +292,7 @@ def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
 @unhurried
 @given(cases(endless=True, dealt="chunks"), st.integers(1, 150), st.data())
 def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) -> None:
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
+    orders = case.laid()
     lane = data.draw(st.integers(0, case.settings.lanes - 1))
     expected = laid_by_hand(case, lane, stop)
     start = data.draw(st.integers(0, stop - 1))
@@ -356,8 +369,7 @@ def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, F
 @given(cases(endless=True, dealt="chunks"), st.integers(0, 500) | st.integers(0, 10**11))
 def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
     """Within one chunk of the source and its share of one chunk of every source, near the start and far away."""
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
+    orders = case.laid()
     biggest = {name: max(sizes) for name, sizes in case.sources.items()}
     lane = start % case.settings.lanes
     runs = orders.laid(lane, start, start + 40)
@@ -409,10 +421,8 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
     """And what was planned before stays: a run with feedback can be replayed."""
     first = replace(case, schedule=case.schedule[:1])
     later = Weights(start=change_at, weights=data.draw(weights_(list(case.sources))))
-    whole = replace(first, schedule=[*first.schedule, later]).orders()
-    appended = first.orders()
-    assert isinstance(appended, MixedLanes)
-    assert isinstance(whole, MixedLanes)
+    whole = replace(first, schedule=[*first.schedule, later]).laid()
+    appended = first.laid()
     for order in (whole, appended):
         order._block_time = 16
     lane, stop = case.settings.lanes - 1, data.draw(st.integers(0, 150))
@@ -431,37 +441,42 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
 
 
 @unhurried
-@given(cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.data())
-def test_every_round_of_a_source_gives_each_sample_once_a_pass(
-    case: Case, more: list[list[int]], data: st.DataObject
+@given(
+    cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.booleans(),
+    st.data(),
+)  # fmt: skip
+def test_every_pass_over_a_source_gives_each_sample_once(
+    case: Case, more: list[list[int]], in_pieces: bool, data: st.DataObject
 ) -> None:
     """Also where it grows, once or twice; what comes before does not change."""
     name, lanes, whole = min(case.sources), case.settings.lanes, sum(more, case.sources[min(case.sources)])
+
+    def cut(table: list[int], eras: list[tuple[int, int]]) -> SourceLanes:
+        sources = Sources({name: table}, case.settings, eras={name: eras})
+        return SourceLanes(sources.eras[name], case.settings, pieces=lanes if in_pieces else 0)
+
     sizes = [len(case.sources[name])]
-    eras, source = (
-        [(0, sizes[0])],
-        SourceLanes(Sources({name: whole[: sizes[0]]}, case.settings).eras[name], case.settings),
-    )
-    alone = source
+    eras = [(0, sizes[0])]
+    source = alone = cut(whole[: sizes[0]], eras)
     for chunks in more:
         sizes.append(sizes[-1] + len(chunks))
         eras = eras_grown(eras, source.free_pass(data.draw(st.integers(1, 60))), sizes[-1])
-        source = SourceLanes(Sources({name: whole}, case.settings, eras={name: eras}).eras[name], case.settings)
+        source = cut(whole, eras)
     tables = [whole[:count] for _, count in eras]
     draw = 0
     for era, table in zip(source.eras, tables, strict=True):
         assert draw == era.first_draw
-        for _ in range(2 if era is source.eras[-1] else era.stop_round - era.first_round):
+        for _ in range(2 if era is source.eras[-1] else era.stop_pass - era.first_pass):
             got: Counter[tuple[int, int]] = Counter()
             ends = []
             for lane in range(lanes):
-                start, stop = ((at - lane + lanes - 1) // lanes for at in (draw, draw + era.round_samples))
+                start, stop = ((at - lane + lanes - 1) // lanes for at in (draw, draw + era.samples))
                 ends.append(stop)
                 if stop > start:
                     got.update(inside(source.runs(lane, lane + 1, start, stop), start, stop))
-            assert got == dict.fromkeys(all_samples({name: table}), era.num_passes)
+            assert got == dict.fromkeys(all_samples({name: table}), 1)
             assert max(ends) - min(ends) <= 1  # lanes stay together, for ever
-            draw += era.round_samples
+            draw += era.samples
     first = source.eras[0].stop_draw // lanes if len(tables) > 1 else 100
     for lane in range(lanes if first else 0):
         old, new = alone.runs(lane, lane + 1, 0, first), source.runs(lane, lane + 1, 0, first)
@@ -526,7 +541,7 @@ def inside(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 def test_runs_of_sources_drawn_at_once_are_those_of_each(
     tables: list[list[int]], lanes: int, data: st.DataObject
 ) -> None:
-    """In bundles of one round or of many, also for one that has grown."""
+    """In bundles of one pass or of many, also for one that has grown."""
     order = OrderSettings(seed=1, lanes=lanes, window=0)
     named = {f"{number}": table for number, table in enumerate(tables)}
     grown = SourceLanes(Sources(named, order).eras["0"], order).free_pass(data.draw(st.integers(1, 30)))
@@ -653,9 +668,11 @@ def test_wrong_sources_and_quotas_are_refused() -> None:
 
 
 def golden_orders() -> dict[str, Orders]:
-    sources = Sources(
-        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1]}, OrderSettings(seed=11, lanes=4, window=8)
+    tables, settings = (
+        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1]},
+        OrderSettings(seed=11, lanes=4, window=8),
     )
+    sources = Sources(tables, settings)
     schedule = [
         Weights(start=0, weights={"web": 0.5, "code": 0.3, "math": 0.2}),
         Weights(start=60, weights={"web": 1, "code": 0.01}),
@@ -664,6 +681,7 @@ def golden_orders() -> dict[str, Orders]:
         "by size": MixedPasses(sources),
         "by quotas": MixedPasses(sources, quotas={"web": 50, "code": 15, "math": 2}),
         "by weights": MixedLanes(sources, schedule),
+        "by weights, evenly": EvenLanes(Sources(tables, settings, even={"code": "runs", "math": "rows"}), schedule),
     }
 
 

@@ -202,7 +202,11 @@ def test_where_a_source_cannot_grow_the_message_says_what_to_do(root: Path, tmp_
 
 @pytest.mark.parametrize("name", ["chunks", "exact", "one_source", "passes"])
 def test_states_of_earlier_releases_go_on_with_the_keys_of_then(root: Path, name: str) -> None:
-    """``golden/mixture_states.json`` was written by 60c6ba1, before ledgers knew of shards: formats 2 and 3."""
+    """``golden/mixture_states.json`` was written by 60c6ba1, before ledgers knew of shards: formats 2 and 3.
+
+    The keys are those of 24 November 2026, when passes over small sources became even: the states say what was drawn,
+    not in which order.
+    """
     saved = json.loads((Path(__file__).parent / "golden" / "mixture_states.json").read_text())[name]
     dealt: dict[str, Any] = {"exact": {"quotas": "exact"}, "one_source": {"batches": "one_source"}}.get(name, {})
     options = {"weights": {"web": 1, "code": 1, "math": 2}, **dealt}

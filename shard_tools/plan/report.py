@@ -270,7 +270,9 @@ def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
     num_samples = int(mixture.chunk_samples.sum())
     ledger = mixture.begun(options.global_batch_size)
     whole = options.plan(
-        mixture.chunk_samples, lambda order: mixture.orders(order, ledger), num_samples if mixture.is_endless else None
+        mixture.chunk_samples,
+        lambda order: mixture.orders(order, mixture.begun(options.global_batch_size, order)),
+        num_samples if mixture.is_endless else None,
     )
     begin = options.epoch * whole.num_samples
     reads = reads_of(mixture, mixture.forecast(ledger).drawn(begin, whole.num_samples))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -39,13 +39,12 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.job.once import Peers
 from streaming.job.store import job_peers
 from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
-from streaming.mixing.exact import ExactLanes
+from streaming.mixing.exact import EvenLanes, ExactLanes, even_sources
 from streaming.mixing.forecast import Forecast, Passes
-from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
-from streaming.plan.ledger import START, Dealt, Entry, Ledger
+from streaming.plan.ledger import START, Dealt, Entry, Even, Ledger
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import ShuffleConfig
@@ -442,24 +441,48 @@ class Mixture(JoinedSource):
         check_names("set_weights", weights, self.sources)
         return by_weight(self._blends, weights, self._unit_means)
 
-    def begun(self, global_batch_size: int | None = None) -> Ledger:
-        """Return the ledger of a run that begins now.
+    def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
+        """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
 
         With ``batches="one_source"`` the global batch size must be given.
         """
         blend = self._blend
         dealt: Dealt = "samples" if self.quotas == "exact" else "chunks"
+        dealt = "batches" if self.batches == "one_source" else dealt
         weights = {} if blend.weights is None else dict(blend.segments()[0][1])
         changes = blend.weights is not None and len(blend.segments()) > 1
         entry = Entry(
             start=0, weights=weights, sources=self.fingerprints, why=START, quotas=self._quotas(global_batch_size),
             schedule=blend.weights if changes else None,
-            dealt="batches" if self.batches == "one_source" else dealt,
+            dealt=dealt,
             batch_size=global_batch_size if self.batches == "one_source" else None,
             shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
             fetch_bytes=self.fetch_bytes,
+            even={} if blend.weights is None else self._even(
+                dealt, blend.segments(), settings or self.order_settings(global_batch_size or 1)
+            ),
         )  # fmt: skip
         return Ledger((entry,))
+
+    def _even(
+        self, dealt: Dealt, segments: Sequence[tuple[int, Mapping[str, float]]], settings: OrderSettings
+    ) -> dict[str, Even]:
+        """Return the sources that are dealt by samples with such weights, whatever ``dealt`` says; see ``Entry``."""
+        shares = dict.fromkeys(self.names, 0.0)
+        for _, weights in segments:
+            total = sum(weights.values())
+            shares = {name: max(share, weights.get(name, 0.0) / total) for name, share in shares.items()}
+        return even_sources(
+            {name: int(one.chunk_samples.sum()) for name, one in self.leaves.items()}, shares, settings, dealt=dealt,
+            chunk=float(self.chunk_samples.mean()),
+        )  # fmt: skip
+
+    def overlapping(self, ledger: Ledger, settings: OrderSettings) -> list[str]:
+        """Return sources dealt in chunks that the last weights of a ledger go through too fast for even passes."""
+        if ledger.last.quotas is not None or ledger.last.dealt != "chunks":
+            return []
+        fast = self._even("chunks", ledger.segments_from(ledger.last.start), settings)
+        return sorted(fast.keys() - ledger.even.keys())
 
     def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
         """Return the samples of each source in an epoch that ends; for batches of one source, those in whole batches.
@@ -488,7 +511,9 @@ class Mixture(JoinedSource):
         if ledger.last.dealt != "chunks":
             return []
         missing = set(ledger.sources) - set(self.names)
-        return sorted(missing if ledger.last.quotas is not None else missing & (ledger.drawn - ledger.laid.keys()))
+        if ledger.last.quotas is not None:
+            return sorted(missing)
+        return sorted(missing & (ledger.drawn - ledger.laid.keys() - ledger.even.keys()))
 
     def check_ledger(self, ledger: Ledger) -> None:
         """Check that the run of a ledger can continue with this mixture, apart from changes that are allowed.
@@ -586,11 +611,11 @@ class Mixture(JoinedSource):
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
         """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""
-        ledger = self.begun() if ledger is None else ledger
+        ledger = self.begun(settings=settings) if ledger is None else ledger
         bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
         absent = sorted(set(ledger.sources) - set(self.names))
-        sources = Sources(tables, settings, absent=absent, laid=ledger.laid, eras=self.eras(ledger))
+        sources = Sources(tables, settings, absent=absent, laid=ledger.laid, eras=self.eras(ledger), even=ledger.even)
         dealt = ledger.last.dealt
         if ledger.last.quotas is not None and dealt == "chunks":
             return MixedPasses(sources, quotas=ledger.last.quotas)
@@ -606,7 +631,7 @@ class Mixture(JoinedSource):
         ]
         lock = threading.RLock()  # the reader plans in parallel with the consumer
         if dealt == "chunks":
-            return MixedLanes(sources, schedule, lock=lock)
+            return EvenLanes(sources, schedule, lock=lock)
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 
 

@@ -63,7 +63,8 @@ class RunShares:
                 f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
                 f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
             )
-        self.ledger: Ledger = mixture.begun(shape.global_batch_size)
+        order = mixture.order_settings(shape.global_batch_size if shape.ramp is None else shape.ramp.size_for_lanes)
+        self.ledger: Ledger = mixture.begun(shape.global_batch_size, order)
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
         if quotas is not None and self.samples_per_pass < len(mixture):
@@ -171,6 +172,7 @@ class RunShares:
         start = self.ledger.last.start
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", change.weights, start, step, start - row)
+        _tell_overlapping(self.mixture, self.ledger, change.orders.settings)
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
@@ -211,7 +213,10 @@ class RunShares:
         self._has_begun = True
         if not is_first or last.dealt != "chunks" or not self.mixture.is_endless:
             return
-        tables = {name: self.mixture.leaves[name].chunk_samples for name in sorted(last.drawn) if last.weights[name]}
+        tables = {name: self.mixture.leaves[name].chunk_samples for name in sorted(last.drawn - last.even.keys())
+                  if last.weights[name]}  # fmt: skip
+        if not tables:
+            return
         total = sum(int(table.sum()) for table in tables.values())
         mean, name = max((float(table.mean()), name) for name, table in tables.items())
         strays = mean * math.sqrt(lanes) / 2
@@ -278,7 +283,7 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
         return found
 
     found, changes = ledger.resumed(
-        mixture.begun(ledger.last.batch_size or 1).last, lambda: settled()[1],
+        mixture.begun(ledger.last.batch_size or 1, settings).last, lambda: settled()[1],
         grown={name: partial(free_pass, name) for name in mixture.grown(ledger)},
     )  # fmt: skip
     if set(found.sources) - set(mixture.names) and mixture.is_endless:
@@ -286,7 +291,19 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
         made.check_from(row // settings.lanes)
     if changes:
         _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
+        _tell_overlapping(mixture, found, settings)
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
+
+
+def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings) -> None:
+    """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes."""
+    names = mixture.overlapping(ledger, settings)
+    if names:
+        _log.info(
+            "%s: with these weights passes follow each other so fast that they overlap, and some samples come twice "
+            "or more before others come once. How a source is dealt is decided by its share when it joins the run; a "
+            'new run repeats it evenly, as does one with quotas="exact"', some_names(names),
+        )  # fmt: skip
 
 
 def in_words(mixture: Mixture) -> str:
@@ -306,7 +323,8 @@ def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> L
     last = ledger.last
     if last.dealt != "chunks" or last.quotas is not None:
         return ledger
-    names = sorted((ledger.drawn - last.drawn - ledger.laid.keys()) & set(mixture.names))
+    # Of those that are dealt by samples nothing is laid.
+    names = sorted((ledger.drawn - last.drawn - ledger.laid.keys() - ledger.even.keys()) & set(mixture.names))
     if not names:
         return ledger
     made = orders()
@@ -316,7 +334,8 @@ def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> L
             "keep it in the mixture", some_names(names), last.start, _MOST_LAID,
         )  # fmt: skip
         return ledger
-    laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
+    found = {name: made.laid_at_the_end(name) for name in names}
+    laid = {name: tuple(counts.tolist()) for name, counts in found.items() if counts is not None}
     return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
 
 

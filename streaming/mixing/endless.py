@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, Self
 
 from streaming.errors import ConfigError
@@ -81,8 +82,8 @@ class Endless(ABC):
         return ENDLESS // self.settings.lanes
 
     @abstractmethod
-    def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source at positions ``[0, place)`` of a lane, int64 [``Sources.every_name``]."""
+    def drawn_before(self, row: int) -> Int64Array:
+        """Count the samples of each source among the first ``row``, over all lanes, int64 [``Sources.every_name``]."""
 
     @property
     @abstractmethod
@@ -144,14 +145,37 @@ class Endless(ABC):
         """
         with self._lock:
             start = weights[0].start
-            if start < self._frontier:
-                raise ConfigError(
-                    f"weights from {start} on: planned up to {self._frontier}; give a start that is not before"
-                )
-            kept = [entry for entry in self.schedule if entry.start < start]
+            self._check_free(start)
+            self.reschedule((*(entry for entry in self.schedule if entry.start < start), *weights))
+
+    def reschedule(self, schedule: Sequence[Weights]) -> None:
+        """Replace the schedule by one that is the same up to the frontier.
+
+        Raises:
+            ConfigError: It is not, or the weights are invalid.
+        """
+        made = checked_schedule(self.sources.every_name, schedule)
+        with self._lock:
+            pairs = zip_longest(self.schedule, made)
+            changed = [entry.start for pair in pairs if not _are_equal(*pair) for entry in pair if entry is not None]
+            if not changed:
+                return
+            self._check_free(min(changed))
             # Nothing stamped at or after the start has been handed out, and what comes before does not depend on it.
-            self.schedule = checked_schedule(self.sources.every_name, (*kept, *weights))
+            self.schedule = made
             self._weigh()
+
+    def _check_free(self, start: int) -> None:
+        if start < self.frontier:
+            raise ConfigError(
+                f"weights from {start} on: planned up to {self.frontier}; give a start that is not before"
+            )
+
+
+def _are_equal(one: Weights | None, other: Weights | None) -> bool:
+    return (
+        one is not None and other is not None and (one.start, dict(one.weights)) == (other.start, dict(other.weights))
+    )
 
 
 def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:

@@ -22,14 +22,11 @@ def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
         orders: Orders of the mixture.
         row: Samples of the run, over all ranks and epochs.
     """
-    names, lanes = orders.sources.every_name, orders.settings.lanes
+    names = orders.sources.every_name
     number, rest = divmod(row, orders.samples_per_pass)
-    order = orders.of_pass(number)
-    counts = np.zeros(len(names), np.int64)
+    counts = orders.of_pass(number).drawn_before(rest)
     if isinstance(orders, MixedPasses):
         counts += number * np.array([orders.quotas[name] for name in names])
-    for lane in range(lanes):
-        counts += order.drawn(lane, rest // lanes + (lane < rest % lanes))
     return dict(zip(names, counts.tolist(), strict=True))
 
 

@@ -12,7 +12,7 @@ position can be evaluated without its predecessors::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
-from streaming.mixing.passes import Sources, Weights, keep_latest, keyed_number
+from streaming.mixing.passes import Sources, Weights, drawn_in_lanes, keep_latest, keyed_number
 from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
@@ -30,13 +30,13 @@ from streaming.plan.permutation import permutations_of
 from streaming.types import Int64Array
 
 _LEAST_GROUP = 16  # lanes laid out together: NumPy takes as long for one
-_MOST_GROUPS = 32  # of all lanes: each group draws the rounds of all sources anew, which hold all lanes
+_MOST_GROUPS = 32  # of all lanes: each group lays the passes over all sources anew, which hold all lanes
 _KEPT_BLOCKS = 256  # blocks that are laid out, each of one group of lanes
 _BLOCKS_AHEAD = 64  # number of blocks for which a source's runs are drawn together: one block costs as much
 _CHUNKS_AHEAD = 64  # of a source and lane that these are at most
 _RUNS_AHEAD = 2**16  # over all sources and lanes of a group: a thousand sources need far fewer blocks to be efficient
 _SOURCES_AT_ONCE = 512  # whose runs are drawn together: all of ten thousand would take hundreds of MB for a moment
-_KEPT_PARTS = 2**20  # of rounds, over all sources: groups of lanes ask for the same ones; some 32 MiB
+_KEPT_PARTS = 2**20  # of passes, over all sources: groups of lanes ask for the same ones; some 32 MiB
 _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
@@ -46,17 +46,30 @@ class MixedLanes(Endless):
 
     After ``n`` samples of a lane, a source has given ``n`` times its share, to within one of its chunks plus its share
     of one chunk of every source. Any position is found by arithmetic and one permutation per pass and source.
+
+    Args:
+        sources: See ``Endless``.
+        schedule: See ``Endless``.
+        lock: See ``Endless``.
+        names: The sources that are laid, present and absent; None: all.
+        row_at: Returns the row of the run at which so many samples of a lane were laid, for messages; None: they are
+            all that a lane has.
     """
 
     @property
     def stretch(self) -> int:
-        """See ``Orders``: as short as is efficient, so that other weights can take effect soon."""
-        return max(self.settings.window // 2, _LEAST_STRETCH)
+        """See ``Orders``."""
+        return stretch_of(self.settings)
 
     def __init__(
-        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
-    ) -> None:
-        self._names = names = sorted(sources.names)
+        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None,
+        names: Sequence[str] | None = None, row_at: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        lanes = sources.settings.lanes
+        self._row_at = row_at or (lambda time: time * lanes)
+        every_name = sources.every_name if names is None else names
+        self._names = names = sorted(name for name in every_name if name in sources.names)
+        self._absent = [name for name in every_name if name not in sources.names]
         settings = sources.settings
         kept = _KEPT_PARTS // len(names)
         self._lanes = {name: SourceLanes(sources.eras[name], settings, kept_parts=kept) for name in names}
@@ -74,7 +87,7 @@ class MixedLanes(Endless):
 
     def _weigh(self) -> None:
         """See ``Endless``."""
-        self._growths = growths(sorted(self.sources.names), self.schedule)
+        self._growths = growths(self._names, self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
         shares = np.where(self._growth.shares > 0, self._growth.shares, np.inf)
         self.mixed_after = int(np.ceil((self._chunks_between / shares).max()))
@@ -85,7 +98,7 @@ class MixedLanes(Endless):
 
     def _weigh_absent(self) -> None:
         """Compute from when on absent sources give nothing more, and how much of each is in each lane by then."""
-        absent = growths(self.sources.every_name[len(self._names) :], self.schedule)
+        absent = growths(self._absent, self.schedule)
         self._absent_until, self._absent_laid, due = 0.0, np.zeros(self.settings.lanes, np.int64), 0.0
         for name, growth in absent.items():
             laid = self.sources.laid.get(name)
@@ -201,7 +214,9 @@ class MixedLanes(Endless):
         group, within = lane // self._group, lane % self._group
         counts = np.zeros(len(self.sources.every_name), np.int64)
         for number, name in enumerate(self.sources.every_name):
-            if name in self.sources.laid:  # all of it is before any position that can be requested
+            if (
+                name in self._absent and name in self.sources.laid
+            ):  # all of it is before any position that can be requested
                 counts[number] = self.sources.laid[name][lane]
         with self._lock:
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
@@ -219,8 +234,12 @@ class MixedLanes(Endless):
         return counts
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """See ``Endless``."""
+        """Count the samples of each source at positions ``[0, place)`` of a lane, int64 [``Sources.every_name``]."""
         return self.sources.drawn(self, 0, lane, place)
+
+    def drawn_before(self, row: int) -> Int64Array:
+        """See ``Endless``."""
+        return drawn_in_lanes(self.drawn, self.settings.lanes, row)
 
     def free_pass(self, name: str) -> int:
         """See ``Endless``."""
@@ -302,12 +321,11 @@ class MixedLanes(Endless):
 
     def _still_needed(self, time: int) -> StateError:
         """Make the error for a stretch of time in which absent sources may have runs."""
-        lanes, names = self.settings.lanes, self.sources.every_name[len(self._names) :]
         advice = "Add the source"
         if self._absent_until < np.inf:
-            advice += f" with the weight 0 up to row {self._free * lanes:,} or so; after that it may be deleted"
+            advice += f" with the weight 0 up to row {self._row_at(self._free):,} or so; after that it may be deleted"
         return StateError(
-            f"around row {time * lanes:,} this mixture draws from {', '.join(map(repr, names))}, which it "
+            f"around row {self._row_at(time):,} this mixture draws from {', '.join(map(repr, self._absent))}, which it "
             f"lacks: chunks are laid out whole, and what was laid out is read to its end. {advice}"
         )
 
@@ -345,6 +363,11 @@ class MixedLanes(Endless):
         # The phase is in units of the mean chunk, not of the actual one, or small chunks would come first everywhere.
         marks = runs.begins + self._mean_chunks[source] * self._phase_table[source, runs.lanes]
         return starts, stops, runs, counts, self._growth.stamps_of(source, marks)
+
+
+def stretch_of(settings: OrderSettings) -> int:
+    """Return a stretch as short as is efficient, so that other weights can take effect soon."""
+    return max(settings.window // 2, _LEAST_STRETCH)
 
 
 def _phases(names: Sequence[str], settings: OrderSettings) -> Floats:

@@ -16,9 +16,11 @@ every platform, and ties are broken by the sources' names.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +28,7 @@ import numpy.typing as npt
 
 from streaming.arrays import IntColumns
 from streaming.errors import ConfigError
+from streaming.plan.ledger import Even
 from streaming.plan.order import ENDLESS, LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
 from streaming.plan.permutation import permutations, permutations_of
 from streaming.types import Int64Array
@@ -66,7 +69,8 @@ class Listing:
         first_pass: Number of the first pass of this list; if the source grew, an earlier list has the passes before.
 
     Attributes:
-        chunk_ids: int64 [n], numbers in the mixture of the chunks that hold a sample.
+        chunk_ids: int64 [n], numbers in the mixture of the chunks that hold a sample; or, in pieces, of each piece's.
+        firsts: int64 [n], the first sample of each in its chunk: 0, but for pieces.
         sizes: int64 [n], samples of each.
         samples_per_pass: Their sum.
         key: Key of its orders.
@@ -87,6 +91,7 @@ class Listing:
         self.samples_per_pass = int(sizes.sum())
         full = np.flatnonzero(sizes)
         self.chunk_ids: Int64Array = full + first_chunk
+        self.firsts: Int64Array = np.zeros(len(full), np.int64)
         self.sizes: Int64Array = sizes[full]
         self.key = keyed_number(seed, "order", name)
         self._shuffle = shuffle
@@ -94,7 +99,7 @@ class Listing:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that hold a sample."""
+        """Chunks that hold a sample, or their pieces."""
         return len(self.sizes)
 
     @property
@@ -111,6 +116,22 @@ class Listing:
     def mean_chunk(self) -> int:
         """Mean number of samples of a chunk, rounded up."""
         return -(-self.samples_per_pass // self.num_chunks)
+
+    def in_pieces(self, lanes: int) -> Listing:
+        """Return the same list by pieces of chunks, each of a lane's share of a pass at most.
+
+        Every pass then shuffles pieces, so that a lane does not get the same samples of a large chunk in all of them. A
+        list of at least as many chunks as lanes is left as it is.
+        """
+        if self.num_chunks >= lanes:
+            return self
+        counts = -(-self.sizes // max(self.samples_per_pass // lanes, 1))
+        row = np.repeat(np.arange(self.num_chunks), counts)
+        index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins, ends = (self.sizes[row] * at // counts[row] for at in (index, index + 1))
+        made = copy.copy(self)
+        made.chunk_ids, made.firsts, made.sizes, made._passes = self.chunk_ids[row], begins, ends - begins, {}
+        return made
 
     def samples(self, start: int, stop: int) -> Parts:
         """Return the parts that hold samples ``[start, stop)`` of the list; those at the ends are cut."""
@@ -159,7 +180,7 @@ def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -
     passes = number + np.array([one.first_pass for one in listings])[owner]
     parts = Parts(
         chunk_ids=np.concatenate([one.chunk_ids for one in listings])[chosen[kept]],
-        firsts=(lows - begins)[kept],
+        firsts=(lows - begins + np.concatenate([one.firsts for one in listings])[chosen])[kept],
         sizes=(highs - lows)[kept],
         passes=np.repeat(passes, chunks[owner])[kept],
     )
@@ -245,10 +266,17 @@ def eras_grown(eras: Sequence[tuple[int, int]], first_pass: int, num_chunks: int
 
 
 class DrawnOrder(Order, Protocol):
-    """An order that knows how many samples of each source come before a position."""
+    """An order that knows how many samples of each source come before a row."""
 
-    def drawn(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64 [sources]."""
+    def drawn_before(self, row: int) -> Int64Array:
+        """Count the samples of each source among the first ``row`` of the pass, over all lanes, int64 [sources]."""
+
+
+def drawn_in_lanes(drawn: Callable[[int, int], Int64Array], lanes: int, row: int) -> Int64Array:
+    """Return the sum of what lanes have drawn before a row, ``drawn(lane, place)`` each."""
+    whole, rest = divmod(row, lanes)
+    found: Int64Array = np.sum([drawn(lane, whole + (lane < rest)) for lane in range(lanes)], axis=0)
+    return found
 
 
 class Laid(Order, Protocol):
@@ -266,6 +294,7 @@ class Sources:
         settings: The order settings.
         absent: Names of sources that were once drawn from, and whose chunks are no longer known.
         laid: Samples of absent sources that lie in each lane, int64 [L], by name, if known.
+        even: How sources that are dealt by samples are, by name; see ``Entry.even``.
         eras: For each source that grew, pairs of a pass, from 0 on, and the number of its first chunks that are listed
             from then on.
 
@@ -273,6 +302,7 @@ class Sources:
         names: Names of the sources.
         every_name: The same, followed by those of the absent ones.
         laid: Samples of the absent ones.
+        even: As given.
         chunk_samples: int64 [C], samples of the chunks of all sources.
         eras: For each source, by name, its lists of chunks: the first one, and a later one whenever it grew.
 
@@ -283,6 +313,7 @@ class Sources:
     def __init__(
         self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings, *, absent: Sequence[str] = (),
         laid: Mapping[str, npt.ArrayLike] | None = None, eras: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+        even: Mapping[str, Even] | None = None,
     ) -> None:  # fmt: skip
         if not chunk_samples:
             raise ConfigError("sources: none are given")
@@ -290,7 +321,7 @@ class Sources:
             raise ConfigError(
                 f'scope: a mixture permutes all chunks in each pass, scope="global"; got {settings.scope!r}'
             )
-        self.settings = settings
+        self.settings, self.even = settings, dict(even or {})
         self.names = tuple(chunk_samples)
         self._absent = tuple(absent)
         self.every_name = self.names + self._absent
@@ -346,7 +377,7 @@ class Sources:
 
     def under(self, settings: OrderSettings) -> Sources:
         """Return the same sources with other settings."""
-        return Sources(self._tables, settings, absent=self._absent, laid=self.laid, eras=self._grown)
+        return Sources(self._tables, settings, absent=self._absent, laid=self.laid, eras=self._grown, even=self.even)
 
 
 class MixedPasses:
@@ -407,9 +438,9 @@ class MixedOrder(LaidOrder):
         np.add.at(counts, self._sources.source_of(self.chunk_order[first : max(stop, first)]), np.diff(bounds))
         return counts
 
-    def drawn(self, lane: int, place: int) -> Int64Array:
+    def drawn_before(self, row: int) -> Int64Array:
         """See ``DrawnOrder``."""
-        return self._sources.drawn(self, self.epoch, lane, place)
+        return drawn_in_lanes(partial(self._sources.drawn, self, self.epoch), self.settings.lanes, row)
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""

@@ -24,9 +24,10 @@ import numpy.typing as npt
 
 from streaming.arrays import sums
 from streaming.errors import ConfigError
-from streaming.mixing.exact import DrawsAhead, check_lanes, located, own_settings
-from streaming.mixing.passes import MixedPasses, Parts, Sources, Weights, keyed_number
+from streaming.mixing.exact import check_lanes, located
+from streaming.mixing.passes import MixedPasses, Parts, Sources, Weights, drawn_in_lanes, keyed_number
 from streaming.mixing.shares import UNIT_BITS, BatchShares, ShareTree, product, steps_to
+from streaming.mixing.streams import DrawsAhead, own_settings
 from streaming.plan.order import ENDLESS, LaidOrder, LaneParts, OrderSettings
 from streaming.types import Int64Array
 
@@ -267,9 +268,9 @@ class ExactPass:
         due = (places >= start) & (places < stop)
         return sorted(zip(drawn[due, 0].tolist(), places[due].tolist(), strict=True))
 
-    def drawn(self, lane: int, place: int) -> Int64Array:
+    def drawn_before(self, row: int) -> Int64Array:
         """See ``DrawnOrder``."""
-        return self._shares.counts(lane, place)
+        return drawn_in_lanes(self._shares.counts, self._lanes, row)
 
 
 def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:

@@ -9,6 +9,10 @@ function grows by 0 or 1, so it also determines where passage ``k`` goes, indepe
 the phases of a node are a permutation of ``(i + 1/2) / lanes``: by Hermite's identity the counts over all lanes are
 then the rounded shares of the whole, and no two lanes deal alike.
 
+One leaf may stand ``apart`` at the root. All lanes pass the root once in every row, so its draws come in rows of one
+draw of each lane, ordered by the lanes' phases, whatever the weights do. Their numbers over all lanes thus follow from
+those in each lane (:attr:`ShareTree.lane_places`): draw ``k`` of a lane is number ``k * lanes + place``.
+
 Sources are identified by name: seeds and phases depend on names, never on the order in which sources are listed.
 Sources added during a run form a tree of their own beside the existing one, so that what came before does not change::
 
@@ -93,6 +97,10 @@ class ShareTree:
             0.
         lanes: L, the number of lanes.
         seed: Seed of the phases.
+        apart: The name at the root, beside a tree of all others.
+
+    Attributes:
+        lane_places: int64 [L], for the name apart: the place of each lane in a row of its draws.
 
     Raises:
         ConfigError: The weights are invalid.
@@ -104,10 +112,13 @@ class ShareTree:
         ['code', 'code', 'web', 'web', 'web', 'web', 'web', 'web']
     """
 
-    def __init__(self, names: Sequence[str], schedule: Sequence[Weights], *, lanes: int, seed: int) -> None:
+    def __init__(
+        self, names: Sequence[str], schedule: Sequence[Weights], *, lanes: int, seed: int, apart: str | None = None
+    ) -> None:
         self.lanes = checked_int("lanes", lanes, 1, 2**20)
         self.seed = checked_seed("seed", seed)
-        self.names = tuple(names)
+        self.names, self._apart = tuple(names), apart
+        self._index = {name: index for index, name in enumerate(self.names)}
         entries = checked_schedule(self.names, schedule)
         self.starts: Int64Array = np.array([entry.start for entry in entries], np.int64)
         self._exact = [checked_weights(entry.weights) for entry in entries]
@@ -120,6 +131,9 @@ class ShareTree:
         self.shares: Int64Array = np.array(shares, np.int64).reshape(nodes, len(entries))
         self.phases: Int64Array = np.array(phases, np.int64).reshape(nodes, self.lanes)
         self._children: Int64Array = np.array(self._sides, np.int64).reshape(nodes, 2)
+        self.lane_places: Int64Array = np.argsort(
+            np.argsort(-self._phases_of([apart or ""]))
+        )  # the largest comes first
         self._levels = list(_levels(self.root, self._sides))
         self._states: dict[int, _State] = {}
 
@@ -129,19 +143,26 @@ class ShareTree:
         """Make the nodes: for each segment, a tree over its new sources, and a node that joins it to the rest."""
         self.root, known = -1, frozenset[str]()
         for weights in self._exact:
-            fresh = sorted(set(weights) - known)
+            fresh = sorted(set(weights) - known - {self._apart})
             if not fresh:
                 continue
             side = self._over(fresh, weights, shares, phases)
             self.root = self._split((self.root, known), (side, frozenset(fresh)), shares, phases) if known else side
             known |= set(fresh)
+        if self._apart is not None and any(self._apart in weights for weights in self._exact):
+            leaf = -1 - self._index[self._apart]
+            if known:
+                alone = (leaf, frozenset([self._apart]))
+                leaf = self._split(alone, (self.root, known), shares, phases)
+                phases[-1] = self._phases_of([self._apart])  # whatever joins the others later
+            self.root = leaf
 
     def _over(
         self, names: Sequence[str], weights: Mapping[str, Fraction], shares: list[list[int]], phases: list[Int64Array]
     ) -> int:
         """Return a balanced tree over some sources: the heaviest first, ties by name."""
         if len(names) == 1:
-            return -1 - self.names.index(names[0])
+            return -1 - self._index[names[0]]
         names = sorted(names, key=lambda name: (-weights[name], name))
         cut = _halved([weights[name] for name in names])
         sides = [(self._over(some, weights, shares, phases), frozenset(some)) for some in (names[:cut], names[cut:])]
@@ -160,10 +181,13 @@ class ShareTree:
             # Rounded half up; a node with no weight below it is never passed, whatever its share.
             found.append(int(part / (part + other) * _UNIT + Fraction(1, 2)) if part + other else _UNIT // 2)
         shares.append(found)
-        phases.append(_phases(left[1] | right[1], self.lanes, self.seed))
+        phases.append(self._phases_of(left[1] | right[1]))
         self._sides.append((left[0], right[0]))
         self._below.append(left[1] | right[1])
         return len(self._sides) - 1
+
+    def _phases_of(self, names: Iterable[str]) -> Int64Array:
+        return _phases(names, self.lanes, self.seed)
 
     def path(self, source: int) -> list[tuple[int, int]]:
         """Return the nodes above a source, from the root down, and the side that leads to it; () if it is not drawn."""
@@ -182,16 +206,8 @@ class ShareTree:
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
         borders = [start, *self.starts[(self.starts > start) & (self.starts < stop)].tolist(), stop]
         for low, high in pairwise(borders):
-            segment = self._segment(low)
-            at, passed = np.full(high - low, self.root), np.arange(low, high)
-            rows = np.arange(low - start, high - start)
-            while len(rows):
-                done = at < 0
-                sources[rows[done]], numbers[rows[done]] = -1 - at[done], passed[done]
-                rows, at, passed = rows[~done], at[~done], passed[~done]
-                went, goes_left = self._went(lane, segment, at, passed)
-                passed = np.where(goes_left, went, passed - went)
-                at = self._children[at, np.where(goes_left, 0, 1)]
+            here = slice(low - start, high - start)
+            self._descend(lane, self._segment(low), np.arange(low, high), sources[here], numbers[here])
         return sources, numbers
 
     def counts(self, lane: int, position: int) -> Int64Array:
@@ -224,6 +240,38 @@ class ShareTree:
             steps = np.where(found >= MAX_POSITIONS, MAX_POSITIONS, steps_to(share, missing, below[segment]))
             found = np.minimum(state.passed[node][segment] + steps, MAX_POSITIONS)
         return found
+
+    def begun(self, source: int) -> Int64Array:
+        """Count the draws of a source in each lane before each segment, int64 [L, segments]."""
+        found = np.broadcast_to(self.starts, (self.lanes, len(self.starts)))
+        path = self.path(source)
+        if not path and self.root != -1 - source:
+            return np.zeros_like(found)
+        for node, side in path:
+            high, low = product(self.shares[node, :-1], np.diff(found, axis=1))
+            left = np.zeros_like(found)
+            left[:, 1:] = np.cumsum(high, axis=1) + (np.cumsum(low, axis=1) + self.phases[node][:, None] >> UNIT_BITS)
+            found = found - left if side else left
+        return found
+
+    def draws_at(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the sources and draws at any positions, ascending, of a tree of one lane, int64 [n] each."""
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        cuts = np.searchsorted(positions, self.starts).tolist()
+        for segment, (low, high) in enumerate(pairwise([*cuts, len(positions)])):
+            self._descend(0, segment, positions[low:high], sources[low:high], numbers[low:high])
+        return sources, numbers
+
+    def _descend(self, lane: int, segment: int, passed: Int64Array, sources: Int64Array, numbers: Int64Array) -> None:
+        """Write where positions of a segment lead, and their numbers there."""
+        rows, at = np.arange(len(passed)), np.full(len(passed), self.root)
+        while len(rows):
+            done = at < 0
+            sources[rows[done]], numbers[rows[done]] = -1 - at[done], passed[done]
+            rows, at, passed = rows[~done], at[~done], passed[~done]
+            went, goes_left = self._went(lane, segment, at, passed)
+            passed = np.where(goes_left, went, passed - went)
+            at = self._children[at, np.where(goes_left, 0, 1)]
 
     def _check(self, lane: int, start: int, stop: int) -> None:
         checked_int("lane", lane, 0, self.lanes - 1)

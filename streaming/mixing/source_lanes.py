@@ -1,9 +1,13 @@
 """Cut one source into L endless streams, one for each lane: ``SourceLanes``, whose samples come in ``Runs``.
 
-Draw ``n`` of a source belongs to lane ``n % L``, and in each pass every lane gets an equal run of the shuffled chunks.
-So all lanes of a source begin a pass together, and the location of the source's sample ``x`` of a lane follows by
-arithmetic. A source with fewer chunks than lanes is cut in *rounds* of several passes, so that a lane still reads whole
-chunks: the passes of a round are delivered side by side. Sources are independent of each other here.
+Draw ``n`` of a source belongs to lane ``n % L``, and in each pass every lane gets an equal run of the shuffled chunks::
+
+    pass 0   |-- lane 0 --|-- lane 1 --|-- lane 2 --|        runs differ by one sample at most
+    pass 1   |-- lane 0 --|-- lane 1 --|-- lane 2 --|
+
+So all lanes of a source begin a pass together, whatever its size, and the location of the source's sample ``x`` of a
+lane follows by arithmetic. One with fewer samples than lanes gives each lane a sample in some passes only. Sources are
+independent of each other here.
 """
 
 from __future__ import annotations
@@ -18,91 +22,61 @@ from streaming.arrays import IntColumns, sums
 from streaming.errors import ConfigError
 from streaming.mixing.passes import Listing, keep_latest, keyed_number, orders_of
 from streaming.plan.order import OrderSettings
-from streaming.plan.permutation import hash_tables
+from streaming.plan.permutation import UInt64Array, hash_places
 from streaming.types import Int64Array
 
-_BUNDLED_PARTS = 2**12  # several rounds of a small source are laid out together
+_BUNDLED_PARTS = 2**12  # several passes over a small source are laid out together
 _LEAST_BUNDLED = 2**7
 _BUNDLES = 4  # of one source that ``kept_parts`` allow
 _KEPT_BUNDLES = 3  # of each source at least
 _NEVER = 2**62
 
 
-class Rounds:
-    """Consecutive rounds over one source, laid end to end and cut into lanes, whose sizes even out from round to round.
+class LaidPasses:
+    """Consecutive passes over one source, laid end to end.
 
     Args:
-        listing: Listing of the source.
-        numbers: Numbers of the rounds.
-        num_passes: Passes in a round.
-        lanes: L.
-        first_round: Number of the listing's first round.
-        first_draw: The source's draws before that.
-        lay: False: :func:`lay_rounds` computes the attributes.
+        listing: List of the source.
+        numbers: Numbers of the passes.
+        first_draw: The source's draws before them.
 
     Attributes:
-        chunk_ids: int64 [P], the chunk of each part.
+        chunk_ids: int64 [P], the chunk of each part; set by :func:`lay_passes`, like the following.
+        firsts: int64 [P], first sample of each part in its chunk.
         starts: int64 [P + 1], linear position of the first sample of each part.
-        lane_starts: int64 [rounds, L + 1], linear position at which each lane of each round starts.
-        first_draws: int64 [rounds], the source's draws before each round.
-        turns: int64 [rounds, L], linear position of the border between parts at which a lane begins to read its run: it
-            reads from there to the end, then what is before. So the parts cut by lane borders, which are smaller, do
-            not come in all lanes of all sources at the same time.
     """
 
     chunk_ids: Int64Array
+    firsts: Int64Array
     starts: Int64Array
-    lane_starts: Int64Array
-    first_draws: Int64Array
-    turns: Int64Array
 
-    def __init__(
-        self, listing: Listing, numbers: range, num_passes: int, lanes: int, *, first_round: int = 0,
-        first_draw: int = 0, lay: bool = True,
-    ) -> None:  # fmt: skip
-        self.listing, self.numbers, self.num_passes, self.lanes = listing, numbers, num_passes, lanes
-        self.first_round, self.first_draw = first_round, first_draw
-        if lay:
-            lay_rounds([self])
+    def __init__(self, listing: Listing, numbers: range, first_draw: int) -> None:
+        self.listing, self.numbers, self.first_draw = listing, numbers, first_draw
 
 
-def lay_rounds(some: Sequence[Rounds]) -> None:
-    """Compute the attributes of rounds over several sources, or of several of one source, with equal lanes.
+def lay_passes(some: Sequence[LaidPasses]) -> None:
+    """Lay passes over several sources, or several stretches of one.
 
-    All at once: one by one, each would take thirty calls into NumPy.
+    All at once: one by one, each would take a dozen calls into NumPy.
     """
-    listings, lanes = [one.listing for one in some], some[0].lanes
-    num_rounds = np.array([len(one.numbers) for one in some])
-    num_passes = np.array([one.num_passes for one in some])
-    owner = np.repeat(np.arange(len(some)), num_rounds)  # of each round
-    number = np.concatenate([np.array(one.numbers) for one in some])
-    place = number - np.array([one.first_round for one in some])[owner]
-    # The chunks of all passes, end to end; the linear positions of each of the rounds given begin with 0 again.
-    owners = np.repeat(np.arange(len(some)), num_rounds * num_passes)  # of each pass
-    before = place[sums(num_rounds)[:-1]] * num_passes - sums(num_rounds * num_passes)[:-1]
-    chunks = orders_of(listings, owners, np.arange(len(owners)) + before[owners])
+    listings = [one.listing for one in some]
+    num_passes = np.array([len(one.numbers) for one in some])
+    owner = np.repeat(np.arange(len(some)), num_passes)  # of each pass
+    before = np.array([one.numbers.start - one.listing.first_pass for one in some]) - sums(num_passes)[:-1]
+    places = orders_of(listings, owner, np.arange(len(owner)) + before[owner])
     num_chunks = np.array([one.num_chunks for one in listings])
-    num_parts = num_chunks * num_passes * num_rounds
+    num_parts = num_chunks * num_passes
     if len(some) > 1:
-        chunks += np.repeat(sums(num_chunks)[:-1], num_parts)
-    chunk_ids = _end_to_end([one.chunk_ids for one in listings])[chunks]
-    ends = sums(_end_to_end([one.sizes for one in listings])[chunks])
-    cuts = sums(num_parts)
-    # The source's draws in each round, by lane: draw n belongs to lane n % L.
-    size = (num_passes * np.array([one.samples_per_pass for one in listings]))[owner]
-    draws = np.array([one.first_draw for one in some])[owner] + place * size
-    first = np.repeat(draws[sums(num_rounds)[:-1]], num_rounds)
-    lane = np.arange(lanes + 1, dtype=np.int64)
-    lane_starts = _dealt(draws + size, lane, lanes) - _dealt(draws, lane, lanes) + (draws - first)[:, None]
-    turns = _turns(some, owner, number, lane_starts, ends, ends[cuts[:-1]])
-    rows = sums(num_rounds).tolist()
-    for one, (low, high), (top, bottom) in zip(some, pairwise(cuts.tolist()), pairwise(rows), strict=True):
+        places += np.repeat(sums(num_chunks)[:-1], num_parts)
+    chunk_ids, firsts, sizes = (
+        _end_to_end([getattr(one, name) for one in listings])[places] for name in ("chunk_ids", "firsts", "sizes")
+    )
+    ends = sums(sizes)
+    for one, (low, high) in zip(some, pairwise(sums(num_parts).tolist()), strict=True):
         is_all = len(some) == 1  # otherwise copies, or each would keep the arrays of all
         one.chunk_ids = chunk_ids if is_all else chunk_ids[low:high].copy()
+        one.firsts = firsts if is_all else firsts[low:high].copy()
         one.starts = ends if is_all else ends[low : high + 1] - ends[low]
-        one.lane_starts = lane_starts if is_all else lane_starts[top:bottom].copy()
-        one.first_draws = draws if is_all else draws[top:bottom].copy()
-        one.turns = turns if is_all else turns[top:bottom].copy()
 
 
 def _end_to_end(some: Sequence[Int64Array]) -> Int64Array:
@@ -110,27 +84,34 @@ def _end_to_end(some: Sequence[Int64Array]) -> Int64Array:
 
 
 def _dealt(draws: Int64Array, lane: Int64Array, lanes: int) -> Int64Array:
-    """Return how many of the first draws belong to lanes before each ``lane``: int64 [draws, lane]."""
-    whole, rest = np.divmod(draws[:, None], lanes)
+    """Return how many of the first ``draws`` belong to lanes before ``lane``, int64 [n]."""
+    whole, rest = np.divmod(draws, lanes)
     return whole * lane + np.minimum(rest, lane)
 
 
 def _turns(
-    some: Sequence[Rounds], owner: Int64Array, number: Int64Array, lane_starts: Int64Array, ends: Int64Array,
-    shifts: Int64Array,
+    keys: UInt64Array, numbers: Int64Array, lanes: Int64Array, begins: Int64Array, stops: Int64Array,
+    borders: Int64Array,
 ) -> Int64Array:  # fmt: skip
-    """Return ``Rounds.turns`` of all rounds; ``ends`` are shifted to ``shifts``, where those of each source begin."""
-    lanes = some[0].lanes
-    keys = np.array([keyed_number(one.listing.seed, "turns", one.listing.name) for one in some], np.uint64)
-    drawn = (hash_tables(keys[owner], number, 0, lanes) >> np.uint64(33)).astype(np.int64)
-    shifted = lane_starts + shifts[owner][:, None]
-    begins, stops = shifted[:, :-1], shifted[:, 1:]
+    """Return where lanes begin to read their runs ``[begins, stops)`` of some passes; int64 [n] each.
+
+    A lane reads from a border between parts, drawn for (source, lane, pass), to the end, then what is before. So the
+    parts cut by lane borders, which are smaller, do not come in all lanes of all sources at the same time.
+
+    Args:
+        keys: Keys of the sources.
+        numbers: Numbers of the passes.
+        lanes: The lanes.
+        begins: First linear position of each run.
+        stops: End (exclusive) of each.
+        borders: Linear positions of all parts, ascending.
+    """
+    drawn = (hash_places(keys, numbers, 0, lanes) >> np.uint64(33)).astype(np.int64)
     sizes = stops - begins
-    # drawn * sizes >> 31, whose product would not fit for lanes of 2**32 samples.
+    # drawn * sizes >> 31, whose product would not fit for runs of 2**32 samples.
     anywhere = begins + drawn * (sizes >> 31) + (drawn * (sizes & (1 << 31) - 1) >> 31)
-    borders = [ends[np.searchsorted(ends, place)] for place in (anywhere, begins)]
-    found = np.where(borders[0] < stops, borders[0], np.where(borders[1] < stops, borders[1], begins))
-    return found - shifts[owner][:, None]
+    found = [borders[np.searchsorted(borders, place)] for place in (anywhere, begins)]
+    return np.where(found[0] < stops, found[0], np.where(found[1] < stops, found[1], begins))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,169 +140,187 @@ class Runs(IntColumns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Era:
-    """Rounds ``[first_round, stop_round)`` of a source, over the chunks that it has until it grows.
+    """Passes over a source up to ``stop_pass``, over the chunks that it has until it grows.
 
     They hold its draws ``[first_draw, stop_draw)``.
     """
 
     listing: Listing
-    num_passes: int
-    round_samples: int
-    first_round: int
     first_draw: int
-    stop_round: int
+    stop_pass: int
     stop_draw: int
     num_bundled: int
-    """Number of rounds that are made together."""
+    """Number of passes that are laid together."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a pass."""
+        return self.listing.samples_per_pass
+
+    @property
+    def first_pass(self) -> int:
+        """Number of the first pass."""
+        return self.listing.first_pass
 
 
-def _eras(listings: Sequence[Listing], lanes: int, bundled: int) -> Iterator[_Era]:
+def _eras(listings: Sequence[Listing], pieces: int, bundled: int) -> Iterator[_Era]:
     """Yield the eras of a source, the last one without an end, whose bundles have about so many parts.
 
     Raises:
-        ConfigError: One does not begin with a round of the previous one.
+        ConfigError: One does not begin behind the previous one.
     """
-    first_round = first_draw = 0
-    for listing, later in zip(listings, [*listings[1:], None], strict=True):
-        num_passes = -(-lanes // listing.num_chunks)
-        size = num_passes * listing.samples_per_pass
-        stop_round = stop_draw = _NEVER
+    first_draw = 0
+    for whole, later in zip(listings, [*listings[1:], None], strict=True):
+        listing = whole.in_pieces(pieces)
+        stop_pass = stop_draw = _NEVER
         if later is not None:
-            num_rounds, rest = divmod(later.first_pass - listing.first_pass, num_passes)
-            if num_rounds < 1 or rest:
+            stop_pass = later.first_pass
+            if stop_pass <= listing.first_pass:
                 raise ConfigError(
-                    f"source {listing.name!r}: it grew at pass {later.first_pass}; expected a multiple of {num_passes} "
-                    f"passes behind pass {listing.first_pass}"
+                    f"source {listing.name!r}: it grew at pass {stop_pass}; expected a pass behind pass "
+                    f"{listing.first_pass}"
                 )
-            stop_round, stop_draw = first_round + num_rounds, first_draw + num_rounds * size
+            stop_draw = first_draw + (stop_pass - listing.first_pass) * listing.samples_per_pass
         yield _Era(
-            listing=listing, num_passes=num_passes, round_samples=size, first_round=first_round, first_draw=first_draw,
-            stop_round=stop_round, stop_draw=stop_draw,
-            num_bundled=max(bundled // (num_passes * listing.num_chunks), 1),
+            listing=listing, first_draw=first_draw, stop_pass=stop_pass, stop_draw=stop_draw,
+            num_bundled=max(bundled // listing.num_chunks, 1),
         )  # fmt: skip
-        first_round, first_draw = stop_round, stop_draw
+        first_draw = stop_draw
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Those of the rounds of a bundle that hold some positions."""
+    """Those of the passes of a bundle that hold some positions."""
 
     source: SourceLanes
     era: _Era
-    rounds: Rounds
+    bundle: LaidPasses
     numbers: range
     is_new: bool
-
-    @property
-    def rows(self) -> slice:
-        """The rounds, counted from the first of the bundle."""
-        return slice(self.numbers.start - self.rounds.numbers.start, self.numbers.stop - self.rounds.numbers.start)
 
 
 class SourceLanes:
     """One source as L endless streams. Thread-safe, and immutable except for caches.
 
-    A source with fewer chunks than lanes has rounds of several passes. One that has grown has other rounds from one of
-    its passes on; what comes before does not change, nor does what depends on ``mean_chunk``.
+    A source that has grown has more chunks from one of its passes on; what comes before does not change, nor does what
+    depends on ``mean_chunk``.
 
     Args:
-        listings: Listings of the source; several if it has grown.
+        listings: Lists of the source; several if it has grown.
         settings: Settings of the mixture.
+        kept_parts: Parts of chunks that may be cached; 0: the fewest.
+        pieces: See ``Listing.in_pieces``; 0: whole chunks are shuffled.
 
     Attributes:
-        mean_chunk: Mean samples per chunk, over the chunks that the source began with.
-        largest_chunk: Samples of the largest chunk.
+        mean_chunk: Mean samples of a chunk that a lane reads at once, over the chunks that the source began with.
+        largest_chunk: Samples of the largest chunk (or piece).
+        run_samples: Samples that every lane gets in each pass, at least; 0: fewer samples than lanes.
 
     Raises:
-        ConfigError: The source grew in the middle of a round.
+        ConfigError: The eras are not ascending.
     """
 
-    def __init__(self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0) -> None:
-        self._lanes = settings.lanes
+    def __init__(
+        self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0, pieces: int = 0
+    ) -> None:
+        self.num_lanes = settings.lanes
         bundled = min(_BUNDLED_PARTS, max(kept_parts // _BUNDLES, _LEAST_BUNDLED)) if kept_parts else _BUNDLED_PARTS
-        self._kept = max(_KEPT_BUNDLES, kept_parts // max(bundled, settings.lanes))
-        self.eras = list(_eras(listings, settings.lanes, bundled))
-        self.mean_chunk = listings[0].mean_chunk
-        self.largest_chunk = max(listing.largest_chunk for listing in listings)
-        self._bundles: dict[tuple[int, int], Rounds] = {}
+        self.eras = list(_eras(listings, pieces, bundled))
+        # So many parts, but never fewer bundles: the next lanes ask for the same ones.
+        self._kept = max(_KEPT_BUNDLES, kept_parts // max(bundled, self.eras[0].listing.num_chunks))
+        self.run_samples = self.eras[0].samples // settings.lanes
+        self.mean_chunk = min(self.eras[0].listing.mean_chunk, max(self.run_samples, 1))
+        self.largest_chunk = max(era.listing.largest_chunk for era in self.eras)
+        self.key = keyed_number(settings.seed, "turns", listings[0].name)
+        self._bundles: dict[tuple[int, int], LaidPasses] = {}
 
-    def bundle(self, era: _Era, number: int) -> Rounds:
-        """Return the consecutive rounds made together with a round of an era; the latest are cached."""
+    def bundle(self, era: _Era, number: int) -> LaidPasses:
+        """Return the consecutive passes laid together with a pass of an era; the latest are cached."""
         found = self._known(era, number)
         if found is None:
             found = self._asked(era, number)
-            lay_rounds([found])
+            lay_passes([found])
             self.keep(era, found)
         return found
 
-    def _known(self, era: _Era, number: int) -> Rounds | None:
-        return self._bundles.get((era.first_round, (number - era.first_round) // era.num_bundled))
+    def _known(self, era: _Era, number: int) -> LaidPasses | None:
+        return self._bundles.get((era.first_pass, (number - era.first_pass) // era.num_bundled))
 
-    def _asked(self, era: _Era, number: int) -> Rounds:
-        """Return a bundle whose rounds are yet to be laid."""
-        first = number - (number - era.first_round) % era.num_bundled
-        return Rounds(
-            era.listing, range(first, min(first + era.num_bundled, era.stop_round)), era.num_passes, self._lanes,
-            first_round=era.first_round, first_draw=era.first_draw, lay=False,
-        )  # fmt: skip
+    def _asked(self, era: _Era, number: int) -> LaidPasses:
+        """Return a bundle whose passes are yet to be laid."""
+        first = number - (number - era.first_pass) % era.num_bundled
+        numbers = range(first, min(first + era.num_bundled, era.stop_pass))
+        return LaidPasses(era.listing, numbers, era.first_draw + (first - era.first_pass) * era.samples)
 
-    def keep(self, era: _Era, rounds: Rounds) -> None:
+    def keep(self, era: _Era, laid: LaidPasses) -> None:
         """Cache a bundle."""
-        within = (rounds.numbers.start - era.first_round) // era.num_bundled
-        keep_latest(self._bundles, (era.first_round, within), rounds, self._kept)
+        within = (laid.numbers.start - era.first_pass) // era.num_bundled
+        keep_latest(self._bundles, (era.first_pass, within), laid, self._kept)
 
     def bundles_of(self, low: int, high: int, start: int, stop: int) -> Iterator[_Part]:
-        """Yield the rounds that hold these positions (see :meth:`rounds_of`), by bundle; some are yet to be laid."""
-        for era, numbers in self.rounds_of(low, high, start, stop):
+        """Yield the passes that hold these positions (see :meth:`passes_of`), by bundle; some are yet to be laid."""
+        for era, numbers in self.passes_of(low, high, start, stop):
             number = numbers.start
             while number < numbers.stop:
                 known = self._known(era, number)
-                rounds = self._asked(era, number) if known is None else known
-                stop_here = min(numbers.stop, rounds.numbers.stop)
-                yield _Part(self, era, rounds, range(number, stop_here), known is None)
+                bundle = self._asked(era, number) if known is None else known
+                stop_here = min(numbers.stop, bundle.numbers.stop)
+                yield _Part(self, era, bundle, range(number, stop_here), known is None)
                 number = stop_here
 
-    def rounds_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
-        """Yield the rounds, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
-        first, last = start * self._lanes + low, (stop - 1) * self._lanes + high - 1
+    def passes_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
+        """Yield the passes, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
+        first, last = start * self.num_lanes + low, (stop - 1) * self.num_lanes + high - 1
         for era in self.eras:
             if first < era.stop_draw and last >= era.first_draw:
                 begin, end = max(first, era.first_draw), min(last, era.stop_draw - 1)
-                places = ((draw - era.first_draw) // era.round_samples for draw in (begin, end))
-                yield era, range(era.first_round + next(places), era.first_round + next(places) + 1)
+                within = ((draw - era.first_draw) // era.samples for draw in (begin, end))
+                yield era, range(era.first_pass + next(within), era.first_pass + next(within) + 1)
+
+    def passes_at(self, lane: int, positions: Int64Array) -> Int64Array:
+        """Return the pass to which each position of a lane's stream belongs, int64 [n]; positions ascend."""
+        draws = positions * self.num_lanes + lane
+        found: Int64Array = np.zeros_like(draws)
+        for era in self.eras:
+            here = slice(*np.searchsorted(draws, (era.first_draw, era.stop_draw)).tolist())
+            found[here] = era.first_pass + (draws[here] - era.first_draw) // era.samples
+        return found
 
     def free_pass(self, stop: int) -> int:
-        """Return the first pass that begins a round of which no lane has anything before ``stop`` of its stream."""
-        draw = stop * self._lanes
+        """Return the first pass of which no lane has anything before ``stop`` of its stream."""
+        draw = stop * self.num_lanes
         era = next(era for era in self.eras if draw <= era.stop_draw)
-        rounds = -(-max(draw - era.first_draw, 0) // era.round_samples)
-        return era.listing.first_pass + rounds * era.num_passes
+        return era.first_pass + -(-max(draw - era.first_draw, 0) // era.samples)
 
     def runs(self, low: int, high: int, start: int, stop: int) -> Runs:
         """Return the runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
         return runs_of([self], low, high, np.array([start]), np.array([stop]))[0]
 
-    def _first_of(self, bundle: Rounds, within: int, lanes: Int64Array) -> Int64Array:
-        """Return where a round of a bundle begins in the streams of lanes."""
-        return (int(bundle.first_draws[within]) - lanes + self._lanes - 1) // self._lanes
-
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source is."""
         found: list[tuple[int, int]] = []
-        rounds = [(era, number) for era, numbers in self.rounds_of(0, self._lanes, start, stop) for number in numbers]
-        for era, number in rounds:
+        borders = np.arange(self.num_lanes + 1)
+        passes = [(era, number) for era, all_ in self.passes_of(0, self.num_lanes, start, stop) for number in all_]
+        for era, number in passes:
             bundle = self.bundle(era, number)
             within = number - bundle.numbers.start
-            starts, turns = bundle.lane_starts[within], bundle.turns[within]
+            first_draw = bundle.first_draw + within * era.samples
+            starts = within * era.samples + (
+                _dealt(np.array(first_draw + era.samples), borders, self.num_lanes)
+                - _dealt(np.array(first_draw), borders, self.num_lanes)
+            )
             part = np.flatnonzero(bundle.chunk_ids == chunk_id)
-            linear = bundle.starts[part] + offset
+            linear = bundle.starts[part] + offset - bundle.firsts[part]
+            linear = linear[(offset >= bundle.firsts[part]) & (linear < bundle.starts[part + 1])]
             linear = linear[(linear >= starts[0]) & (linear < starts[-1])]
             lanes = np.searchsorted(starts, linear, side="right") - 1
-            after_turn = linear - turns[lanes]
-            size = starts[lanes + 1] - starts[lanes]
-            places = self._first_of(bundle, within, lanes) + np.where(after_turn < 0, after_turn + size, after_turn)
-            due = (places >= start) & (places < stop)
-            found += zip(lanes[due].tolist(), places[due].tolist(), strict=True)
+            begins, stops = starts[lanes], starts[lanes + 1]
+            keys = np.full(len(lanes), self.key, np.uint64)
+            after_turn = linear - _turns(keys, np.full(len(lanes), number), lanes, begins, stops, bundle.starts)
+            first = (first_draw - lanes + self.num_lanes - 1) // self.num_lanes
+            at = first + np.where(after_turn < 0, after_turn + stops - begins, after_turn)
+            due = (at >= start) & (at < stop)
+            found += zip(lanes[due].tolist(), at[due].tolist(), strict=True)
         return found
 
 
@@ -330,16 +329,16 @@ def runs_of(
 ) -> tuple[Runs, Int64Array]:
     """Return ``runs(low, high, starts[i], stops[i])`` of each source, one after the other, and the number of each.
 
-    All sources are handled at once, like :func:`lay_rounds`.
+    All sources are handled at once, like :func:`lay_passes`.
     """
     bounds = zip(sources, starts.tolist(), stops.tolist(), strict=True)
     found = [list(source.bundles_of(low, high, start, stop)) for source, start, stop in bounds]
     parts = [part for some in found for part in some]
     new = [part for part in parts if part.is_new]
     if new:
-        lay_rounds([part.rounds for part in new])
+        lay_passes([part.bundle for part in new])
         for part in new:
-            part.source.keep(part.era, part.rounds)
+            part.source.keep(part.era, part.bundle)
     whose = np.repeat(np.arange(len(sources)), [len(some) for some in found])
     runs, of = _runs_of(parts, (low, high), starts[whose], stops[whose])
     owner = whose[of]
@@ -353,41 +352,53 @@ def _runs_of(
 ) -> tuple[Runs, Int64Array]:
     """Return the runs of each part that hold ``[starts[i], stops[i])`` of the streams, by lane, and its number."""
     low, high = lane_range
-    num_lanes, bundles, cuts = parts[0].rounds.lanes, [part.rounds for part in parts], [part.rows for part in parts]
-    counts = np.array([len(part.numbers) for part in parts])
-    # One row for each lane and round, in order. Linear positions of each bundle come behind those of the previous one.
-    of = np.repeat(np.arange(len(parts)), counts * (high - low))
-    lanes, place = np.divmod(np.arange(len(of)) - sums(counts * (high - low))[of], counts[of])
-    lanes += low
-    draws = _end_to_end([one.first_draws[rows] for one, rows in zip(bundles, cuts, strict=True)])
-    first = (draws[sums(counts)[of] + place] - lanes + num_lanes - 1) // num_lanes
+    num_lanes, bundles = parts[0].source.num_lanes, [part.bundle for part in parts]
+    # Of each part: its number, samples of a pass, its first pass in the bundle, and the first draw of the bundle.
+    num_passes, sizes, skipped, drawn = np.array(
+        [(len(one.numbers), one.era.samples, one.numbers.start - one.bundle.numbers.start, one.bundle.first_draw)
+         for one in parts]
+    ).T  # fmt: skip
+    # One row for each part and lane; then one for each pass of it in which the lane has a run.
+    part = np.repeat(np.arange(len(parts)), high - low)
+    lane = np.tile(np.arange(low, high), len(parts))
+    is_sparse = (sizes < num_lanes)[part]  # a lane has a sample in some passes only: then one row for each of its draws
+    begin = drawn[part] + skipped[part] * sizes[part]
+    before, behind = (-(-(at - lane) // num_lanes) for at in (begin, begin + num_passes[part] * sizes[part]))
+    before, behind = np.maximum(before, starts[part]), np.minimum(behind, stops[part])
+    counts = np.where(is_sparse, np.maximum(behind - before, 0), num_passes[part])
+    row = np.repeat(np.arange(len(part)), counts)
+    index = np.arange(len(row)) - sums(counts)[row]
+    of, lanes = part[row], lane[row]
+    draw = (before[row] + index) * num_lanes + lanes
+    within = np.where(is_sparse[row], (draw - drawn[of]) // sizes[of], skipped[of] + index)
+    # Linear positions of each bundle come behind those of the previous one.
     shifts = sums([int(one.starts[-1]) for one in bundles])
-    lane_starts = [one.lane_starts[rows, low : high + 1] for one, rows in zip(bundles, cuts, strict=True)]
-    begins, ends, turns = (
-        _end_to_end([table.T.ravel() for table in tables]) + shifts[of]
-        for tables in (
-            [table[:, :-1] for table in lane_starts],
-            [table[:, 1:] for table in lane_starts],
-            [one.turns[rows, low:high] for one, rows in zip(bundles, cuts, strict=True)],
-        )
-    )
+    borders = _end_to_end([one.starts + shift for one, shift in zip(bundles, shifts.tolist(), strict=False)])
+    draws, base = drawn[of] + within * sizes[of], shifts[of] + within * sizes[of]
+    first = -(-(draws - lanes) // num_lanes)
+    begins, ends = (base + _dealt(draws + sizes[of], at, num_lanes) - _dealt(draws, at, num_lanes)
+                    for at in (lanes, lanes + 1))  # fmt: skip
+    turns = _turns(
+        np.array([one.source.key for one in parts], np.uint64)[of],
+        np.array([one.numbers.start for one in bundles])[of] + within, lanes, begins, ends, borders,
+    )  # fmt: skip
     # Two for each side of the turn, of which those are kept that hold some of the positions.
     lows, highs = np.stack([turns, begins], axis=1).ravel(), np.stack([ends, turns], axis=1).ravel()
     first = np.stack([first, first + ends - turns], axis=1).ravel()
     of, lanes = np.repeat(of, 2), np.repeat(lanes, 2)
     here = np.flatnonzero((highs > lows) & (first < stops[of]) & (first + highs - lows > starts[of]))
     lows, highs, first, of, lanes = lows[here], highs[here], first[here], of[here], lanes[here]
-    # One row for each chunk in it.
-    borders = _end_to_end([one.starts + shift for one, shift in zip(bundles, shifts.tolist(), strict=False)])
+    # One row for each part of a chunk in it.
     low_border = np.searchsorted(borders, np.maximum(lows, lows + starts[of] - first), side="right") - 1
     nums = np.searchsorted(borders, np.minimum(highs, lows + stops[of] - first), side="left") - low_border
     row = np.repeat(np.arange(len(nums)), nums)
     border = np.arange(len(row)) + np.repeat(low_border - (np.cumsum(nums) - nums), nums)
     start, owner = np.maximum(borders[border], lows[row]), of[row]
+    laid = border - owner  # each bundle has one border more than it has parts
     runs = Runs(
         lanes=lanes[row],
-        chunk_ids=_end_to_end([one.chunk_ids for one in bundles])[border - owner],  # each has one border more
-        firsts=start - borders[border],
+        chunk_ids=_end_to_end([one.chunk_ids for one in bundles])[laid],
+        firsts=start - borders[border] + _end_to_end([one.firsts for one in bundles])[laid],
         sizes=np.minimum(borders[border + 1], highs[row]) - start,
         begins=first[row] + start - lows[row],
     )

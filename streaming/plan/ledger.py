@@ -12,6 +12,9 @@ arithmetic.
 ``laid`` gives, for a source dealt in chunks that no longer has a weight, how many of its samples are in each lane, so
 that the positions of the others can be computed without it once those samples have been read.
 
+``even`` names the sources that are dealt by single samples although others are dealt in chunks, or over all lanes
+together; it is decided when a source joins the run.
+
 ``fetch_bytes`` gives the size of the units into which the chunks of a source are cut; it never changes in a run.
 
 ``shards`` gives the number of shards of each source. If a source has grown, ``joins`` of the entry gives the first pass
@@ -24,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from streaming.arguments import MAX_COUNT, checked_count
+from streaming.arguments import MAX_COUNT, check_choice, checked_count
 from streaming.errors import ConfigError, StateError
 from streaming.plan.schedule import Schedule, checked_weights, value_at
 
@@ -32,9 +35,10 @@ START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", 
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
 _WHY = (START, RESUMED, CHANGED, GROWN)
 _KEYS = frozenset({
-    "from", "weights", "schedule", "quotas", "dealt", "batch_size", "shards", "joins", "laid", "fetch_bytes", "sources",
-    "why",
+    "from", "weights", "schedule", "quotas", "dealt", "batch_size", "shards", "joins", "laid", "fetch_bytes", "even",
+    "sources", "why",
 })  # fmt: skip
+Even: TypeAlias = Literal["runs", "rows"]
 _DEALT = {
     "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
     "batches": 'batches="one_source" and {} samples in a global batch',
@@ -66,6 +70,9 @@ class Entry:
         joins: For each source that has grown, the first pass over it with the new shards.
         laid: For sources without a weight from here on, samples in each lane once everything is laid.
         fetch_bytes: Size of the fetch units of each source whose chunks are cut; others are read in whole chunks.
+        even: Sources that are dealt by single samples: each lane has an equal run of every pass (``"runs"``), or all
+            lanes draw together, row by row (``"rows"``, of sources with fewer samples than lanes). The first entry that
+            has a source decides for the run. Others are dealt as ``dealt`` says.
     """
 
     start: int
@@ -80,6 +87,7 @@ class Entry:
     joins: Mapping[str, int] = field(default_factory=dict)
     laid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fetch_bytes: Mapping[str, int] = field(default_factory=dict)
+    even: Mapping[str, Even] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checked_count("from", self.start)
@@ -106,6 +114,9 @@ class Entry:
         for name, in_lanes in self.laid.items():
             total = sum(checked_count(f"laid of {name!r}", count) for count in in_lanes)
             checked_count(f"laid of {name!r} in all lanes", total)
+        _check_names("even", self.even, self.sources)
+        for name, how in self.even.items():
+            check_choice(f"even of {name!r}", how, get_args(Even))
 
     def _check_shares(self) -> None:
         """Check the weights of a run without an end, or the quotas of one that ends.
@@ -154,6 +165,7 @@ class Entry:
         made |= {name: dict(found) for name, found in (("shards", self.shards), ("joins", self.joins)) if found}
         made |= {"laid": {name: list(counts) for name, counts in self.laid.items()}} if self.laid else {}
         made |= {"fetch_bytes": dict(self.fetch_bytes)} if self.fetch_bytes else {}
+        made |= {"even": dict(self.even)} if self.even else {}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -178,6 +190,7 @@ class Entry:
                 joins=data.get("joins", {}),
                 laid={name: tuple(counts) for name, counts in data.get("laid", {}).items()},
                 fetch_bytes=data.get("fetch_bytes", {}),
+                even=data.get("even", {}),
             )
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
@@ -229,6 +242,12 @@ class Ledger:
     def fetch_bytes(self) -> dict[str, int | None]:
         """Size of the fetch units of each source that the run has ever had; None: whole chunks."""
         return {name: entry.fetch_bytes.get(name) for entry in self.entries for name in entry.sources}
+
+    @property
+    def even(self) -> dict[str, Even]:
+        """How sources dealt by single samples are dealt, by name: as the first entry that has them says."""
+        first = {name: entry for entry in reversed(self.entries) for name in entry.sources}
+        return {name: entry.even[name] for name, entry in sorted(first.items()) if name in entry.even}
 
     @property
     def is_changed(self) -> bool:

@@ -16,7 +16,7 @@ every checkpoint, and ``tests/golden/order.json`` pins it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
@@ -488,7 +488,10 @@ def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Ar
     return homes
 
 
-def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, stop: int, lane_size: int) -> Int64Array:
+def window_slice(
+    settings: OrderSettings, epoch: int, lane: int, start: int, stop: int, lane_size: int,
+    part_of: Callable[[Int64Array], Int64Array] | None = None,
+) -> Int64Array:  # fmt: skip
     """Return which samples of a lane are due at its positions ``[start, stop)``, by their places as the lane is laid.
 
     The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys is in ``[r, r +
@@ -501,6 +504,8 @@ def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, sto
         start: First lane position.
         stop: End (exclusive), at most ``lane_size``.
         lane_size: Samples of the lane.
+        part_of: Numbers the parts of the lane in which places are, ascending; no sample leaves its part. None: the lane
+            is one part.
 
     Returns:
         int64 [stop - start], a new array.
@@ -512,15 +517,22 @@ def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, sto
     keys = hash_range(stream_key(settings.seed, epoch, _WINDOW, lane), low, high)
     keys >>= np.uint64(32)
     keys *= np.uint64(window)
-    keys += np.arange(high - low, dtype=np.uint64) << np.uint64(32)
-    order = _argsort_stable(keys, (high - low + window) << 32)
+    places = np.arange(high - low)
+    if part_of is not None:
+        parts = part_of(places + low)
+        places += window * (parts - parts[0])  # so far apart that no key reaches the next part
+    keys += places.astype(np.uint64) << np.uint64(32)
+    order = _argsort_stable(keys, (int(places[-1]) + 1 + window) << 32)
     return order[start - low : stop - low] + low
 
 
-def window_place(settings: OrderSettings, epoch: int, lane: int, laid: int, lane_size: int) -> int:
+def window_place(
+    settings: OrderSettings, epoch: int, lane: int, laid: int, lane_size: int,
+    part_of: Callable[[Int64Array], Int64Array] | None = None,
+) -> int:  # fmt: skip
     """Return the lane position at which the sample at place ``laid`` is due; see :func:`window_slice`."""
     low, high = max(laid - settings.window, 0), min(laid + settings.window + 1, lane_size)
-    places = window_slice(settings, epoch, lane, low, high, lane_size)
+    places = window_slice(settings, epoch, lane, low, high, lane_size, part_of)
     return low + int(np.flatnonzero(places == laid)[0])
 
 

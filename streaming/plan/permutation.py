@@ -76,6 +76,14 @@ def hash_tables(seeds: UInt64Array, numbers: npt.NDArray[np.int64], purpose: int
     return _table(_stream_keys(mix_each(seeds + np.uint64(_GOLDEN)), numbers, purpose), stop)
 
 
+def hash_places(
+    seeds: UInt64Array, numbers: npt.NDArray[np.int64], purpose: int, places: npt.NDArray[np.int64]
+) -> UInt64Array:
+    """Return ``hash_table(seed, [number], purpose, …)[0, place]`` of each seed, number and place: uint64[n]."""
+    keys = _stream_keys(mix_each(seeds + np.uint64(_GOLDEN)), numbers, purpose)
+    return mix_each(keys + places.astype(np.uint64) * np.uint64(_GOLDEN))
+
+
 def _table(keys: UInt64Array, stop: int) -> UInt64Array:
     return mix_each(keys[:, None] + np.arange(stop, dtype=np.uint64) * np.uint64(_GOLDEN))
 
