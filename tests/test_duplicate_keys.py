@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from index_files import change_document
 from tars import write_tar
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
@@ -129,7 +130,7 @@ def test_dedupe_joins_over_shards_in_any_order_and_goes_on(tmp_path: Path) -> No
     for path in sorted((tmp_path / "out").glob("*.tar"))[3:]:  # as if it had been stopped
         path.unlink()
     journal = tmp_path / "out" / "_shardstream" / "convert.json"
-    journal.write_text(journal.read_text().replace('"complete": true', '"complete": false'))
+    change_document(journal, complete=False)
     done("reshard", folder, tmp_path / "out", "--dedupe", "--shuffle", "--max-samples", 7)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")} == whole
 
