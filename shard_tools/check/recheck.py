@@ -14,8 +14,8 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
+from shard_tools.sets.open_set import load_samples
 from shard_tools.sets.pieces import ShardPieces, read_pieces
-from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import BadRecord
 from streaming.catalog.build import no_samples
 from streaming.catalog.listing import StorageAhead

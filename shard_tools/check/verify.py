@@ -16,8 +16,7 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
-from shard_tools.sets.open_set import unfinished
-from shard_tools.sets.tables import load_samples, names_shards, place_of
+from shard_tools.sets.open_set import load_samples, names_shards, place_of, unfinished
 from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.unfinished import expand_whole
 from streaming.decode import FieldDecoder, resolve_decoders

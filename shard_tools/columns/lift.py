@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from shard_tools.columns.target import AddReport, ColumnTarget
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.sets.open_set import needed_samples
 from shard_tools.sets.pieces import ShardPieces
-from shard_tools.sets.tables import needed_samples
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import raw, resolve_decoders
 from streaming.errors import ConfigError, DataError

@@ -15,8 +15,7 @@ from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nestin
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.open_set import shards_beside
-from shard_tools.sets.tables import relative_names
+from shard_tools.sets.open_set import relative_names, shards_beside
 from shard_tools.sets.target import TargetContents
 from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.catalog.build import home_of, in_order, load_tables, read_chunks, samples_url, shard_name

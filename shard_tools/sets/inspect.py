@@ -12,8 +12,16 @@ import numpy as np
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
-from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of, unfinished
-from shard_tools.sets.tables import names_shards, place_of
+from shard_tools.sets.open_set import (
+    READ_THREADS,
+    OpenSet,
+    names_shards,
+    open_set,
+    place_of,
+    table_of,
+    tables_of,
+    unfinished,
+)
 from streaming.catalog.build import home_of, read_chunks
 from streaming.errors import NotFoundError
 from streaming.index.sample_table import SampleLocation

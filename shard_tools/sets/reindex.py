@@ -11,7 +11,7 @@ from threading import Lock
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
-from shard_tools.sets.tables import place_of, sizes_of
+from shard_tools.sets.open_set import place_of, sizes_of
 from shard_tools.write.mark import unmark
 from streaming.catalog.build import home_of, index_shards, read_chunks, shard_name
 from streaming.catalog.unfinished import expand_whole

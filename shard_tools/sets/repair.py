@@ -11,7 +11,7 @@ from crc32c import crc32c
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Destination, refuse_overlap
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.sets.tables import load_samples, relative_names, sizes_of
+from shard_tools.sets.open_set import load_samples, relative_names, sizes_of
 from shard_tools.sets.target import TargetContents
 from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.catalog.build import index_shards
