@@ -314,27 +314,31 @@ class DeviceMeshFetcher(Closable):
         return self._loop.seen()
 
     def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
-        """Change the weights of a ``Mixture``, from the first row that no rank has planned yet.
+        """Change the weights of a ``Mixture``, from a row soon after those that training has received.
 
-        Every rank must call this at the same step with the same weights; the ranks agree on the row through the job's
-        store. The change is recorded in the ledger in ``state_dict()``, so the run can be resumed and replayed. Batches
-        that have already been read ahead keep the old weights. Chunks are used whole and the shuffle window mixes
-        across the change, so the transition is gradual. The log says at which step the new weights take effect.
+        Every rank must call this at about the same step with the same weights; the ranks agree on the row through the
+        job's store. All of them make the change, or none does. The change is recorded in the ledger in
+        ``state_dict()``, so the run can be resumed and replayed. With exact shares the weights apply 16 steps after the
+        furthest rank's; what was read ahead for later steps is planned again. With ``quotas="chunks"``, chunks that the
+        shuffle window has begun are read to their end, so the change begins later and is gradual (docs/mixing.md). The
+        log says at which step the new weights take effect.
 
         Args:
             weights: Share of each source, as for ``Mixture(weights=…)``. They replace a ``Schedule`` as well, but not
                 the weights of nested mixtures and curricula.
-            at: Row (sample of the run, counted over all ranks) from which the weights apply; no rank may have planned
-                it yet.
-            timeout: Seconds to wait for the other ranks.
+            at: Row (sample of the run, counted over all ranks) from which the weights apply, no sooner than without
+                ``at``. It is needed if ranks cannot ask each other, and then all must call this at the same step.
+            timeout: Seconds to wait for the other ranks, in each of two rounds.
 
         Returns:
             The row from which the weights apply.
 
         Raises:
-            ConfigError: The dataset is not a mixture without an end; the weights are invalid; ``at`` has already been
-                planned or is not a row of the run; or ``timeout`` is not a number of seconds.
-            AgreementError: Ranks gave different weights, or did not arrive in time.
+            ConfigError: The dataset is not a mixture without an end; the weights are invalid; ``at`` is too soon (the
+                message says from which row on), not a row of the run, or missing; or ``timeout`` is not a number of
+                seconds.
+            AgreementError: Ranks gave different weights, did not arrive in time, or one cannot make the change.
+            MemoryLimitError: The new weights need more memory than ``memory_limit``.
         """
         self._look_again()
         seconds = checked_seconds("set_weights: timeout", timeout)

@@ -148,6 +148,54 @@ def test_what_is_no_ledger_is_refused(data: Any, words: str) -> None:
         Ledger.from_list(data)
 
 
+LARGE: dict[str, Any] = {"web": 2**62, "code": 2**62}
+NO_NUMBERS: list[Any] = [True, "7", None, -1, 1.5, [1], {"a": 1}, float("nan"), float("inf"), 10**400]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("from", [*NO_NUMBERS, 2**63]),
+        ("weights", [*NO_NUMBERS, [], {}, {"web": "1"}, {"web": None}, {"web": True}, {"web": -1}, {"web": [1]},
+                     {"web": float("nan")}, {"web": 10**400}, {"web": 1e308, "code": 1e308}, {1: 1}]),
+        ("schedule", [*NO_NUMBERS, {}, {"shape": "steps", "steps": [[0, 1]]}, {"shape": "steps", "steps": 7},
+                      {"shape": "steps", "steps": [[0, {"math": 1}]]},
+                      {"shape": "steps", "steps": [[0, {"web": 10**400}]]}]),
+        ("quotas", [7, [], {}, "web", {"web": 1}, {**SOURCES}, LARGE, {"web": 1, "code": 1, "math": 1},
+                    *({"web": 1, "code": one} for one in NO_NUMBERS)]),
+        ("dealt", [*NO_NUMBERS, "packs", "batches"]),
+        ("batch_size", [*NO_NUMBERS[:3], *NO_NUMBERS[3:], 8]),
+        ("shards", [7, [], "web", {"math": 1}, *({"web": one} for one in NO_NUMBERS)]),
+        ("joins", [7, [], "web", {"math": 1}, *({"web": one} for one in NO_NUMBERS)]),
+        ("laid", [7, [], "web", {"math": [1]}, {"web": 7}, {"web": [2**62] * 8}, {"web": "7"},
+                  *({"web": [one]} for one in NO_NUMBERS)]),
+        ("fetch_bytes", [7, [], "web", {"math": 1}, {"web": 0}, *({"web": one} for one in NO_NUMBERS)]),
+        ("sources", [*NO_NUMBERS, [], {}, {"web": 7, "code": "x"}, {"web": "x"}, {1: "x"}]),
+        ("why", [*NO_NUMBERS, "", "because"]),
+        ("colour", ["red"]),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)  # fmt: skip
+def test_each_field_of_a_ledger_is_checked(field: str, values: list[Any]) -> None:
+    """Another type, names that are no sources, sums that overflow: some were a TypeError, or failed at a batch."""
+    for value in values:
+        made = entry().to_dict()
+        if field == "batch_size" and value is None:
+            continue
+        if field == "quotas":
+            made["weights"] = None
+        with pytest.raises(StateError, match=r"state: (an entry of the ledger|a schedule of the ledger):") as refusal:
+            Ledger.from_list([{**made, field: value}])
+        assert field in str(refusal.value)
+
+
+def test_entries_of_a_ledger_deal_alike() -> None:
+    quotas = {"web": 1, "code": 1}
+    for other in (entry(quotas=quotas), entry(dealt="samples"), entry(dealt="batches", batch_size=8)):
+        with pytest.raises(StateError, match="cannot change within a run"):
+            Ledger.from_list([entry().to_dict(), {**other.to_dict(), "from": 100}])
+
+
 def test_entries_are_checked_when_they_are_made() -> None:
     with pytest.raises(ConfigError, match="at least one must be above 0"):
         entry(weights={"web": 0, "code": 0})

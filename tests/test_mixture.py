@@ -336,8 +336,15 @@ mix = Mixture(sources, weights={"web": 1, "code": 0}, shuffle=ShuffleConfig(lane
 keys, rank = [], dist.get_rank()
 with DataLoader(mix, batch_size=6) as loader:
     batches = iter(loader)
-    for _ in range(3):
+    for _ in range(3 + rank):  # rank 1 is ahead
         keys.append(check_batch(next(batches)))
+    missed = ""
+    if not rank:  # a call that rank 1 misses
+        try:
+            loader.set_weights({"web": 0, "code": 1}, timeout=0.2)
+        except AgreementError as error:
+            missed = str(error)
+    dist.barrier()
     row = loader.set_weights({"web": 0, "code": 1})
     while len(keys) < row // 12 + 20:
         keys.append(check_batch(next(batches)))
@@ -347,7 +354,8 @@ with DataLoader(mix, batch_size=6) as loader:
     except AgreementError as error:
         said = str(error)
     state = loader.state_dict()
-json.dump({"keys": keys, "row": row, "state": state, "said": said}, open(f"{out}-{rank}", "w"))
+told = {"keys": keys, "row": row, "state": state, "said": said, "missed": missed}
+json.dump(told, open(f"{out}-{rank}", "w"))
 dist.destroy_process_group()
 """
 
@@ -364,6 +372,7 @@ def test_two_processes_agree_on_the_row(sets: dict[str, SampleSet], tmp_path: Pa
     )
     assert set(all_end(ranks)) == {0}, (tmp_path / "log").read_text()[-4000:]
     told = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
+    assert "ranks [1] of 2 did not come within 0.2 s, and nothing has changed" in told[0]["missed"]
     assert told[0]["row"] == told[1]["row"]
     assert told[0]["state"] == told[1]["state"]
     assert [entry["why"] for entry in told[0]["state"]["ledger"]] == ["start", "set_weights"]

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import SampleSet, check_batch, merged, mesh_of, write_set
-from played_ranks import Play, played
+from played_ranks import Play, played, read_here
 from test_packed import write as write_documents
 
 from infra import DeviceMesh
 from streaming import (
-    Broadcast,
     DataLoader,
     DevicePrefetcher,
     Mixture,
@@ -35,6 +34,8 @@ SOON = 20
 """Steps after which other weights act at the latest, where shares are exact."""
 WEB, CODE = {"web": 1, "code": 0}, {"web": 0, "code": 1}
 EXACT: dict[str, Any] = {"quotas": "exact"}
+CHUNKS: dict[str, Any] = {"quotas": "chunks"}
+ONE_SOURCE: dict[str, Any] = {"batches": "one_source"}
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
@@ -76,7 +77,7 @@ def replayed(mix: Mixture, state: dict[str, Any], count: int, **options: Any) ->
 # --- how soon ---
 
 
-@pytest.mark.parametrize("dealt", [EXACT, {"batches": "one_source"}, {"quotas": "chunks"}], ids=str)
+@pytest.mark.parametrize("dealt", [EXACT, ONE_SOURCE, CHUNKS], ids=str)
 def test_it_acts_soon_although_all_data_is_here(sets: dict[str, SampleSet], dealt: dict[str, Any]) -> None:
     """It came after everything that was read ahead: of data that fits into memory, after 170 steps or more."""
     mix = mixture(sets, weights=WEB, **dealt)
@@ -95,7 +96,7 @@ def test_it_acts_soon_although_all_data_is_here(sets: dict[str, SampleSet], deal
         loads.append(loader.set_weights(CODE))
     assert loads == [row], "it acts when a run that was resumed here would"
     is_code = [all(int(key) >= 10_000 for key in keys) for keys in after]
-    if dealt.get("quotas") == "chunks":
+    if dealt == CHUNKS:
         assert row <= (30 + 100) * SIZE
         assert all(is_code[100:])
     else:
@@ -103,7 +104,7 @@ def test_it_acts_soon_although_all_data_is_here(sets: dict[str, SampleSet], deal
         assert is_code == [step * SIZE >= row - 30 * SIZE for step in range(120)]
 
 
-@pytest.mark.parametrize("dealt", [EXACT, {"batches": "one_source"}], ids=["samples", "batches"])
+@pytest.mark.parametrize("dealt", [EXACT, ONE_SOURCE], ids=["samples", "batches"])
 def test_it_acts_soon_on_packs(tmp_path: Path, dealt: dict[str, Any]) -> None:
     """A group of packs is small, and so thousands of steps of them were read ahead."""
     for number, name in enumerate(("web", "code")):
@@ -191,9 +192,20 @@ def started(mix: Mixture, mesh: DeviceMesh, steps: int, **options: Any) -> tuple
     return loader, batches, keys_of(batches, steps)
 
 
-@pytest.mark.parametrize("replicate", ["read", Broadcast(timeout_s=60)], ids=["read", "broadcast"])
-@pytest.mark.parametrize("at", [None, 60 * SIZE + 5])
-@pytest.mark.parametrize("dealt", [EXACT, {"quotas": "chunks"}], ids=["exact", "chunks"])
+@pytest.mark.parametrize(
+    ("replicate", "at", "dealt"),
+    [
+        ("broadcast", None, EXACT),
+        ("read", 60 * SIZE + 5, EXACT),
+        ("read", None, CHUNKS),
+        pytest.param("read", None, EXACT, marks=pytest.mark.matrix),
+        pytest.param("broadcast", 60 * SIZE + 5, EXACT, marks=pytest.mark.matrix),
+        pytest.param("broadcast", None, CHUNKS, marks=pytest.mark.matrix),
+        pytest.param("read", 90 * SIZE, CHUNKS, marks=pytest.mark.matrix),
+        pytest.param("broadcast", None, ONE_SOURCE, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
 def test_all_ranks_change_at_one_row_whichever_is_behind(
     sets: dict[str, SampleSet], threads: Play, replicate: Any, at: int | None, dealt: dict[str, Any]
 ) -> None:
@@ -208,7 +220,7 @@ def test_all_ranks_change_at_one_row_whichever_is_behind(
 
     told = threads(train, dp_size=3, tp_size=2)
     ((row,), (state,)) = {one[0] for one in told}, [json.loads(one) for one in {json.dumps(one[2]) for one in told}]
-    assert row == at or row <= (8 + (SOON if dealt == EXACT else 100)) * SIZE
+    assert row == at or row <= (8 + (100 if dealt == CHUNKS else SOON)) * SIZE
     assert [one[1] for one in told[::2]] == [one[1] for one in told[1::2]]
     assert merged([one[1] for one in told[::2]]) == replayed(mix, state, 120)
 
@@ -310,7 +322,7 @@ def test_ranks_that_cannot_ask_each_other_are_told_the_same_row(sets: dict[str, 
 # --- what a state says of a change to come ---
 
 
-@pytest.mark.parametrize("dealt", [EXACT, {"batches": "one_source"}, {"quotas": "chunks"}], ids=str)
+@pytest.mark.parametrize("dealt", [EXACT, ONE_SOURCE, CHUNKS], ids=str)
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_source_is_needed_until_the_change_that_drops_it_acts(
     sets: dict[str, SampleSet], dealt: dict[str, Any], steps: int
@@ -343,3 +355,18 @@ def test_a_source_that_a_change_to_come_would_draw_may_be_dropped(sets: dict[str
     with DataLoader(mixture(sets, "web code", **EXACT), global_batch_size=SIZE, num_threads=0) as loader:
         loader.load_state_dict(state)
         assert len(keys_of(iter(loader), 60)) == 60
+
+
+def test_a_remote_group_says_what_to_do_instead(sets: dict[str, SampleSet], monkeypatch: pytest.MonkeyPatch) -> None:
+    read_here(monkeypatch)
+    one: dict[str, Any] = {"device_mesh": mesh_of(1, 0), "remote_group": "readers"}
+    with DataLoader(lambda: mixture(sets, weights=WEB, **EXACT), SIZE, **one) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        with pytest.raises(ConfigError, match=r"set_weights: not with remote_group.*other weights.*load_state_dict"):
+            loader.set_weights(CODE)
+        state = loader.state_dict()
+    with DataLoader(lambda: mixture(sets, weights=CODE, **EXACT), SIZE, **one) as loader:
+        loader.load_state_dict(state)
+        assert set(next(iter(loader)).handles[0].get()["__source__"]) == {"code"}

@@ -213,6 +213,17 @@ class RemoteLoop(Loop):
             raise ConfigError(NO_OTHER_SEED)
         super().set_seed(seed)
 
+    def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:  # noqa: ARG002
+        """Refuse to change weights, which the readers' loaders hold.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "set_weights: not with remote_group, whose readers hold the mixture. Make a loader over a function that "
+            "makes the Mixture with the other weights, and give it the state: load_state_dict(loader.state_dict())"
+        )
+
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
         base = self._state_at(place, self.position.next_seed)
