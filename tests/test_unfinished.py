@@ -302,6 +302,21 @@ def test_a_damaged_mark_still_marks(killed: Path) -> None:
             StreamingDataset(str(killed))
 
 
+def test_a_page_for_every_request_marks_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    mark = scene.source / UNFINISHED_FILE
+    try:
+        for content, refused in ((b"<html>no such page</html>", False), (b"", True)):
+            mark.write_bytes(content)
+            if refused:
+                with pytest.raises(UnfinishedError):
+                    StreamingDataset(f"{scene.source}/{{000000..000004}}.tar")
+            else:
+                assert len(StreamingDataset(str(scene.source))) == COUNT
+                assert "holds no mark of an unfinished set; ignored" in caplog.text
+    finally:
+        mark.unlink()
+
+
 def test_sets_of_one_command_are_marked_together(forked: Forked, scene: Scene, tmp_path: Path) -> None:
     """Killed in the first set, the second has not begun, and is marked as well: read alone or together."""
     source = scene.source.parent / "in.jsonl"

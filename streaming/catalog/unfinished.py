@@ -143,7 +143,11 @@ class Marks:
         for home in self._homes:
             with suppress(NotFoundError, AccessDeniedError):
                 data = self._storage.read(join_url(home, UNFINISHED_FILE))
-                if data != FINISHED:
+                if _is_foreign(data):
+                    _log.warning(
+                        "%s: holds no mark of an unfinished set; ignored", redact(join_url(home, UNFINISHED_FILE))
+                    )
+                elif data != FINISHED:
                     marks.append(Mark(directory=home, writer=Unfinished.from_bytes(data), num_found=self._found[home]))
         return tuple(marks)
 
@@ -160,6 +164,15 @@ class Marks:
         for mark in marks:
             _log.warning("%s; only these are read", mark.what)
         return marks
+
+
+def _is_foreign(data: ReadBuffer) -> bool:
+    """Tell whether these bytes are something else, as of web servers that answer every request with a page.
+
+    However a mark is damaged, or if it is of a later release, it has the name of one of its entries, or is empty.
+    """
+    content = bytes(data)
+    return bool(content) and not any(name in content for name in (b'"format"', b'"command"', b'"begun"', b'"work"'))
 
 
 def expand_whole(
