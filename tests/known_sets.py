@@ -68,7 +68,7 @@ CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "lang = 'en' or cls IN (1, 3)": lambda one: one["lang"] == "en" or one["cls"] in (1, 3),
     "not (lang = 'de')": lambda one: one["lang"] == "en",  # neither NULL
     "lang IS NULL": lambda one: one["lang"] is None,
-    "size % 3 = 0 or size / 1000 BETWEEN 4 AND 150": lambda one: one["size"] % 3 == 0 or 4 <= one["size"] // 1000 <= 150,
+    "size % 3 = 0 or size / 1000 BETWEEN 4 AND 99": lambda one: one["size"] % 3 == 0 or 4 <= one["size"] // 1000 <= 99,
     "score >= 30": lambda one: one["score"] is not None and one["score"] >= 30,
     "not score < 60": lambda one: one["score"] is not None and one["score"] >= 60,
     "score IS NOT NULL and lang LIKE 'e%'": lambda one: one["score"] is not None and one["lang"] == "en",

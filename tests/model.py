@@ -133,7 +133,7 @@ class Share:
                 row["labels"][last] = wanted[0] if across else row["labels"][last]
             else:
                 row["labels"][here] = wanted
-                row["labels"][at] = wanted[0] if self.pack.get("labels_across") else NO_LOSS
+                row["labels"][at] = wanted[0] if across else NO_LOSS
             starts, last = [*starts, at], here.stop - 1
             at += -(-len(tokens) // self.pack.get("multiple", 1)) * self.pack.get("multiple", 1)
         row["position_ids"][at:] = np.arange(length - at)
@@ -183,7 +183,7 @@ class Model:
             assert np.array_equal(places[number], row["document_ids"]), f"documents of {keys}"
             for name in ("input_ids", "labels"):
                 wrong = np.flatnonzero(batch[name][number].numpy() != row[name])
-                assert not wrong.size, f"{name} of {keys} of {path!r} at {wrong[:4]}, valid {valid}, starts {row['starts']}"
+                assert not wrong.size, f"{name} of {keys} of {path!r} at {wrong[:4]} ({valid=}, {row['starts']})"
             placed = row["document_ids"] >= 0 if is_padded else row["position_ids"] >= 0
             assert np.array_equal(batch["position_ids"][number].numpy()[placed], row["position_ids"][placed])
             borders += (number * ids.shape[1] + row["starts"]).tolist()
@@ -224,6 +224,13 @@ class Model:
         sound = bad - set[str]().union(*(share.may_be_lost for share in self.shares.values()))
         assert not sound, f"blamed, though sound: {sound}"
         assert lost <= bad, f"lost without a word: {lost - bad}"
+
+    def check_order(self, batches: Sequence[Sequence[Row]], size: int) -> None:
+        """Without a shuffle, global batch k is samples [kG, (k+1)G) of one source."""
+        (share,) = self.shares.values()
+        for number, batch in enumerate(batches if not share.may_be_lost else ()):
+            keys = {key for _, key, valid in batch if valid}
+            assert keys == set(share.units[number * size : (number + 1) * size]), f"batch {number} in storage order"
 
     def check_passes(self, rows: Iterable[Row], most: int) -> None:
         """Without an end: no unit of a source is more than ``most`` passes ahead of another."""

@@ -18,9 +18,9 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -30,57 +30,26 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from data_sets import mesh_of
-from known_sets import CONDITIONS, FIELDS, VIEW, Sample, content, read, select, under_one_checksum
+from history_cases import COLUMNS, SHAPES, Case, Shape, Spec, draw_case, least_of, leaves_of
+from known_sets import VIEW, Sample, content, read, select, under_one_checksum
 from model import MOST_OFF, Model, Row, Share, check_shares
-from test_histories import draw_options, draw_tree, draw_weights, make
+from test_histories import draw_weights, make
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import DataLoader, Schedule
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
-from streaming.errors import ConfigError, MemoryLimitError, ShardstreamError
+from streaming.errors import ConfigError, ShardstreamError
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
 
-Case = dict[str, Any]
-Spec = dict[str, Any]
-MOST_LEAVES = 5
-LEAST = (1 << 20, 256)
-"""Bytes and samples at which a chunk may end (docs/format.md)."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a set looks: its size, samples per shard, ranges of bytes and tokens, and where chunks may end."""
-
-    size: int
-    per_shard: int
-    num_bytes: tuple[int, int]
-    tokens: tuple[int, int] = (1, 60)
-    least: tuple[int, int] = LEAST
-    broken: float = 0.0
-    is_indexed: bool = True
-
-    @property
-    def is_default(self) -> bool:
-        return self.least == LEAST
-
-
-COLUMNS = ("cls", "lang", "size", "tokens")
-SHAPES = {
-    "one": Shape(1, 1, (30_000, 40_000)),
-    "chunk": Shape(40, 40, (1_000, 12_000), broken=0.05),
-    "big": Shape(16, 8, (120_000, 300_000)),
-    "mixed": Shape(48, 12, (1_000, 250_000), broken=0.04),
-    "many": Shape(120, 5, (100, 1_000)),
-    "cut": Shape(160, 60, (500, 3_000), tokens=(1, 300), least=(1, 10)),
-    "docs": Shape(240, 80, (10, 200), tokens=(1, 400)),
-    "long": Shape(24, 12, (10, 1_000), tokens=(1, 9_000)),
-    "plain": Shape(32, 10, (1_000, 20_000), is_indexed=False),
-}
-LARGE = ("chunk", "mixed", "many", "cut", "docs")
-FOR_TOKENS = ("chunk", "many", "cut", "docs", "long")
+NUM_PARTS = 4
+CASES_OF_A_POOL = 250
+MOST_AHEAD = 2
+"""Passes that a sample may be ahead of another: two across a border of the window."""
+COPIES = count()
+"""Numbers of the folders of damaged sets."""
 
 
 @dataclass
@@ -99,6 +68,17 @@ class Drop:
 # --- sets ---
 
 
+@dataclass
+class Lifted:
+    """A column, by keys."""
+
+    name: str
+    known: dict[str, dict[str, Any]]
+
+    def __call__(self, sample: dict[str, Any]) -> Any:
+        return self.known[sample["__key__"]][self.name]
+
+
 def draw_fields(dice: random.Random, shape: Shape, key: str) -> dict[str, bytes]:
     low, high = shape.num_bytes
     tokens = int(shape.tokens[0] * (shape.tokens[1] / shape.tokens[0]) ** dice.random())
@@ -115,7 +95,7 @@ def write_pool(folder: Path, dice: random.Random) -> dict[str, list[Sample]]:
     for name, shape in SHAPES.items():
         made = {key: draw_fields(dice, shape, key) for key in (f"{name}{one:04d}" for one in range(shape.size))}
         known = {key: Sample(key, "", 0, 0, fields, {}).columns for key, fields in made.items()}
-        lifted = {column: lambda one, column=column: known[one["__key__"]][column] for column in COLUMNS}
+        lifted = {column: Lifted(column, known) for column in COLUMNS}
         with ShardWriter(
             f"{folder}/{name}/{{:06d}}.tar", max_samples=shape.per_shard, index=shape.is_indexed and shape.is_default,
             columns=lifted if shape.is_indexed and shape.is_default else None,
@@ -147,94 +127,6 @@ def run_command(*arguments: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-# --- cases ---
-
-
-def draw_case(seed: int, number: int) -> Case:
-    dice = random.Random(f"{seed}/{number}")
-    length = dice.choice((64, 300, 1000)) if dice.random() < 0.3 else 0
-    spec = draw_tree(dice, dice.choice((0, 1, 1, 1, 1, 2, 2)), length)
-    while len(leaves := list(leaves_of(spec))) > MOST_LEAVES:
-        spec = draw_tree(dice, 0, length)
-    shared = dice.choice(FOR_TOKENS if length else LARGE) if dice.random() < 0.35 else None
-    packing = draw_packing(dice) if length else {}
-    for _, leaf, above in leaves:
-        draw_selection(dice, leaf, above, shared, is_alone=len(leaves) == 1)
-        if length:
-            above["options"] = packing
-            if packing.get("field", "tok") is None:
-                above |= {"overlong": "drop", "length": 400_000 if packing["column"] == "size" else length}
-    options = draw_options(dice, spec)
-    options.pop("memory_limit", None)
-    if packing.get("padded"):
-        options["last_batch"] = dice.choice(("drop", "partial"))
-    case: Case = {"spec": spec, "options": options, "damage": [], "play": dice.randrange(1 << 30), "happens": True,
-                  "ranks": dice.randint(1, 4), "workers": 0, "threads": dice.choice((0, 0, 0, 1, 2)),
-                  "batches": dice.choice((10, 25, 60))}  # fmt: skip
-    if spec["kind"] == "mixture" and spec["quotas"] == "exact" and not length and dice.random() < 0.3:
-        if all(one["kind"] == "leaf" for one in spec["sources"].values()):
-            spec["options"]["fetch_bytes"] = dice.choice(("256KiB", "1MiB"))
-    if dice.random() < 0.55:
-        case["damage"] = draw_damage(dice, dice.choice(leaves)[1]["name"])
-    return case
-
-
-def leaves_of(spec: Spec, path: str = "", above: Spec | None = None) -> Iterator[tuple[str, Spec, Spec]]:
-    """Path, leaf and what stands over it, of each."""
-    if spec["kind"] == "leaf":
-        yield path, spec, above if above is not None else {}
-    elif spec["kind"] == "mixture":
-        for name, source in spec["sources"].items():
-            yield from leaves_of(source, f"{path}/{name}".lstrip("/"), spec)
-    else:
-        yield from leaves_of(spec["of"], path, spec)
-
-
-def draw_selection(dice: random.Random, leaf: Spec, above: Spec, shared: str | None, *, is_alone: bool) -> None:
-    kind = above.get("kind")
-    names = FOR_TOKENS if kind == "packed" else LARGE if kind in ("balanced", "curriculum") else tuple(SHAPES)
-    name = shared or dice.choice(names)
-    leaf |= {"name": name, "of": name, "draws": False, "where": None, "subset": None}
-    options: dict[str, Any] = {"max_bad_samples": 1.0, "on_error": dice.choice(("substitute", "substitute", "skip"))}
-    if is_alone and dice.random() < 0.1:
-        options["on_error"] = "raise"
-    if kind != "packed":
-        options["fields"] = dice.choice((None, None, ("bin",), ("cls", "txt"), ("tok", "bin"), ("txt",)))
-        options["decode"] = dice.choice(("auto", "auto", None, {"cls": None}, {"txt": None}))
-    if SHAPES[name].is_indexed and SHAPES[name].size > 1:
-        leaf["where"] = dice.choice(list(CONDITIONS)) if dice.random() < 0.35 else None
-        if dice.random() < 0.2:
-            leaf["subset"] = dice.choice([(0.0, 0.5), (0.25, 1.0), (1, 14)])
-        if dice.random() < 0.15:
-            options["exclude"] = [f"{name}{dice.randrange(SHAPES[name].size):04d}" for _ in range(3)]
-        if dice.random() < 0.1:
-            options["view"] = "view"
-    leaf["options"] = options
-    if (kind != "packed" or above.get("options", {}).get("field", 1) is None) and dice.random() < 0.12:
-        leaf["drops"] = 15
-    leaf["is_cached"] = dice.random() < 0.1
-
-
-def draw_packing(dice: random.Random) -> dict[str, Any]:
-    if dice.random() < 0.2:
-        return {"padded": True, "field": None, "column": dice.choice(("tokens", "size"))}
-    packing: dict[str, Any] = {"mask_field": dice.choice((None, None, "mask")), "shift_labels": dice.random() < 0.5}
-    packing |= {"pad_id": dice.choice((0, 7)), "multiple": dice.choice((1, 1, 1, 4))}
-    if dice.random() < 0.25:
-        return packing | {"padded": True}
-    return packing | {"labels_across": dice.random() < 0.4, "max_docs": dice.choice((None, None, 12))}
-
-
-def draw_damage(dice: random.Random, name: str) -> list[Any]:
-    """What happens to a set: ("flip", share of the shards' bytes or where), ("index", …), ("cut", shard), …"""
-    kind = dice.random()
-    if kind < 0.1 or not SHAPES[name].is_indexed:
-        return [["missing" if SHAPES[name].is_indexed and kind < 0.05 else "cut", name, dice.random(), dice.random()]]
-    flips = [["flip", name, dice.random(), dice.randrange(8)] for _ in range(dice.choice((1, 1, 2)))]
-    index = [["index", name, dice.random(), dice.random(), dice.randrange(8)] for _ in range(dice.choice((1, 1, 3)))]
-    return flips if kind < 0.5 else index if kind < 0.9 else flips + index
-
-
 # --- damage ---
 
 
@@ -260,9 +152,6 @@ def hurt(folder: Path, pool: dict[str, list[Sample]], damage: list[Any], *, inde
             else:
                 os.unlink(folder / names[name] / shard)
     return names
-
-
-COPIES = count()
 
 
 def flip(path: Path, at: int, bit: int) -> None:
@@ -342,15 +231,16 @@ class Job:
         self.options |= {"num_workers": 2} if case["workers"] else {"num_threads": case["threads"]}
         self.ranks: list[DataLoader] = []
         self.iterators: list[Iterator[Any]] | None = None
-        self.epoch = self.num_rows = 0
+        self.epoch = 0
         self.batches: list[tuple[int, list[Row]]] = []
+        self.sizes: dict[int, list[int]] = {}
         self.whole: set[int] = set()
         self.bad: dict[int, set[str]] = {}
         self.told: list[str] = []
         self.opened: Any = None
         self.is_endless = is_endless(self.spec)
         self.is_drawn_from = self.is_endless and self.spec["kind"] == "mixture"
-        self.weights: list[tuple[int, dict[str, float]]] = []
+        self.weights: list[tuple[int, dict[str, float]]] | None = weights_of(self.spec)
 
     def dataset(self) -> Any:
         """The data set: that of the last time, or opened once more."""
@@ -387,6 +277,9 @@ class Job:
         assert len({batch is None for batch in batches}) == 1, "ranks end at different batches"
         if batches[0] is None:
             return False
+        sizes = [len(batch if isinstance(batch, list) else batch["__key__"]) for batch in batches]
+        assert max(sizes) - min(sizes) <= 1, f"ranks get {sizes} rows"
+        self.sizes.setdefault(self.epoch, []).append(sum(sizes))
         self.batches.append((self.epoch, [row for batch in batches for row in self.model.rows(batch)]))
         return True
 
@@ -459,25 +352,40 @@ class Job:
         row += self.dice.choice((0, 5, 40, 300))
         answers = [takes(rank, weights, row) for rank in self.ranks]
         assert len(set(answers)) == 1, "one rank refuses what another takes"
-        if answers[0]:
-            self.weights.append((row, weights))
+        self.told[-1] += f": {weights} from row {row} on, {'taken' if answers[0] else 'refused'}"
+        if answers[0] and self.weights is not None:
+            self.weights = [*(one for one in self.weights if one[0] < row), (row, weights)]
 
     def other_sources(self) -> None:
-        """Go on with other weights, or with one source more."""
-        spec = copy.deepcopy(self.spec)
-        before, self.spec = self.spec, spec
-        spec["options"]["weights"] = draw_weights(self.dice, list(spec["sources"]))
-        state, self.opened = self.state(), None
+        """Go on with other weights, or with one source more: one that the model knows, under another name."""
+        before, names = self.spec, list(self.spec["sources"])
+        self.spec = copy.deepcopy(before)
+        if (name := self.dice.choice(names)) + "+" not in names and self.dice.random() < 0.5:
+            self.spec["sources"][f"{name}+"] = self.spec["sources"][name]
+            known = [(path, share) for path, share in self.model.shares.items() if f"{path}/".startswith(f"{name}/")]
+            self.model.shares |= {f"{name}+{path[len(name) :]}": share for path, share in known}
+        self.spec["options"]["weights"] = draw_weights(self.dice, list(self.spec["sources"]))
+        state, self.opened, self.weights = self.state(), None, None
         self.close()
         self.open(self.dice.randint(1, self.most_ranks), state)
-        self.weights.append((-1, {}))
+
+
+def weights_of(spec: Spec) -> list[tuple[int, dict[str, float]]] | None:
+    """From which row on which weights hold, if they count samples, exactly."""
+    options = spec.get("options", {})
+    if options.get("unit") != "samples" or spec["quotas"] != "exact" or "ends" in options or "batches" in options:
+        return None
+    weights = options["weights"]
+    return sorted((int(row), one) for row, one in (weights if "0" in weights else {"0": weights}).items())
 
 
 def takes(loader: DataLoader, weights: dict[str, float], row: int) -> bool:
+    """Whether the rank takes weights from a row on; it refuses rows that are planned."""
     try:
         return loader.set_weights(weights, at=row) == row
     except ConfigError as refusal:
-        assert "planned already" in str(refusal)
+        if "planned already" not in str(refusal):
+            raise
         return False
 
 
@@ -512,6 +420,9 @@ def judge(case: Case, folder: Path, pool: dict[str, list[Sample]]) -> str:
         assert not kinds & {"cut", "missing"}, "a shard is cut off or missing, and nobody says so"
         check(case, job, model)
         compare(case, job, folder, pool)
+    except Exception as error:
+        error.add_note(f"what happened: {'; '.join(job.told)}")
+        raise
     finally:
         job.close()
         for name in set(job.names.values()):
@@ -523,22 +434,36 @@ def judge(case: Case, folder: Path, pool: dict[str, list[Sample]]) -> str:
 def is_scarce(model: Model) -> bool:
     """Whether lost samples end the run: they are raised, or there may be none that could stand in for them."""
     return any(
-        share.may_be_lost and (share.on_error == "raise" or share.is_half_lost())
-        for share in model.shares.values()
+        share.may_be_lost and (share.on_error == "raise" or share.is_half_lost()) for share in model.shares.values()
     )
 
 
 def check(case: Case, job: Job, model: Model) -> None:
-    options, spec = case["options"], case["spec"]
-    by_batches = spec.get("options", {}).get("batches") == "one_source"  # an epoch begins with what was left out
+    """Check all that ranks got together, but for what another job gets."""
+    options, spec, rows = case["options"], case["spec"], [row for _, batch in job.batches for row in batch]
+    by_batches = spec.get("options", {}).get("batches") == "one_source"
     is_cut = options["last_batch"] == "drop" or by_batches
     for epoch in range(job.epoch + 1):
-        rows = [row for number, batch in job.batches if number == epoch for row in batch]
+        batches = [batch for number, batch in job.batches if number == epoch]
         bad, is_whole = job.bad.get(epoch, set()), epoch in job.whole and not is_cut
-        model.check_epoch(rows, bad, is_whole=is_whole, slack=by_batches and epoch > 0)
-    rows = [row for _, batch in job.batches for row in batch]
+        # an epoch begins with what the one before left of a pass
+        goes_on = epoch > 0 and (by_batches or any((one.passes or 0) % 1 for one in model.shares.values()))
+        model.check_epoch(chain.from_iterable(batches), bad, is_whole=is_whole, slack=goes_on)
+        if not isinstance(size := options["global_batch_size"], dict):
+            padded = {-(-size // ranks) * ranks for ranks in (1, 2, 3, 4) if options["last_batch"] == "pad"}
+            assert set(job.sizes.get(epoch, [])[:-1]) <= {size, *padded}, f"{job.sizes[epoch]} rows in place of {size}"
+            if spec["kind"] == "leaf" and spec["shuffle"] is False and "epoch_size" not in options:
+                model.check_order(batches, size)
     if job.is_endless and not ("epoch_size" in options and is_cut):
-        model.check_passes(rows, 2)
+        model.check_passes(rows, MOST_AHEAD)
+        if job.weights is not None and "epoch_size" not in options and not model.pack:
+            check_shares([batch for _, batch in job.batches], job.weights, MOST_OFF * len(job.weights))
+    is_counted = not model.pack and options["last_batch"] != "pad" and "epoch_size" not in options
+    if job.is_drawn_from and is_counted:
+        seen = Counter[str]()
+        for name, one in job.ranks[0].seen().items():  # of classes and buckets, where these are sources
+            seen[next(path for path in model.shares if f"{name}/".startswith(f"{path}/"))] += one["samples"]
+        assert +seen == Counter(path for path, _, _ in rows), f"seen: {seen}"
 
 
 def compare(case: Case, job: Job, folder: Path, pool: dict[str, list[Sample]]) -> None:
@@ -565,82 +490,70 @@ def compare(case: Case, job: Job, folder: Path, pool: dict[str, list[Sample]]) -
             shutil.rmtree((folder / name).parent)
 
 
-# --- less of a case that fails ---
+# --- tests ---
 
 
-def simpler(case: Case) -> Iterator[Case]:
-    """The case without one thing after another."""
-    for name, value in (("happens", False), ("ranks", 1), ("threads", 0), ("workers", 0), ("batches", 10)):
-        yield {**case, name: value}
-    for number in range(len(case["damage"])):
-        yield {**case, "damage": case["damage"][:number] + case["damage"][number + 1 :]}
-    for name, value in (("last_batch", "partial"), ("prefetch_factor", 1), ("epoch_size", None)):
-        yield {**case, "options": {key: one for key, one in {**case["options"], name: value}.items() if one is not None}}
-    for path in paths_of(case["spec"]):
-        for change in (smaller_mixture, only_source, plain_leaf):
-            for number in range(8):
-                spec = copy.deepcopy(case["spec"])
-                if (changed := at(spec, path, lambda one, c=change, n=number: c(one, n))) is not None:
-                    yield {**case, "spec": changed}
+class Pools:
+    """The sets of so many cases; those of others are deleted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._name = folder, ""
+        self._pool: dict[str, list[Sample]] = {}
+
+    def of(self, seed: int, number: int) -> tuple[Path, dict[str, list[Sample]]]:
+        name = f"{seed}-{number // CASES_OF_A_POOL}"
+        if name != self._name:
+            shutil.rmtree(self._folder / self._name, ignore_errors=True)
+            self._name, self._pool = name, write_pool(self._folder / name, random.Random(name))
+        return self._folder / name, self._pool
 
 
-def paths_of(spec: Spec, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    yield path
-    for name, source in spec.get("sources", {}).items():
-        yield from paths_of(source, (*path, "sources", name))
-    if "of" in spec and isinstance(spec["of"], dict):
-        yield from paths_of(spec["of"], (*path, "of"))
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Pools:
+    return Pools(tmp_path_factory.mktemp("model") / "pools")
 
 
-def at(spec: Spec, path: tuple[str, ...], change: Callable[[Spec], Spec | None]) -> Spec | None:
-    """The spec with what lies at a path replaced; None: there is nothing to change."""
-    if not path:
-        return change(spec)
-    changed = at(spec[path[0]], path[1:], change)
-    return None if changed is None else {**spec, path[0]: changed}
+def play(seed: int, number: int, pools: Pools) -> str:
+    """Play a case: how it ended.
+
+    Raises:
+        AssertionError: It failed: with its seed and number, and with what is left of it without all that does not
+            matter.
+    """
+    folder, pool = pools.of(seed, number)
+    case = draw_case(seed, number)
+    try:
+        return judge(case, folder, pool)
+    except Exception as error:
+        kind = type(error)
+        least = least_of(case, lambda one: error_of(one, folder, pool) is kind)
+        raise AssertionError(
+            f"case {number} of seed {seed}: {error!r}; to run it alone: pytest -n 0 tests/test_histories_model.py "
+            f"--differential-seed {seed} --differential-first {number} --differential-cases 1\n"
+            f"without all that does not matter: {json.dumps(least)}"
+        ) from error
 
 
-def smaller_mixture(spec: Spec, number: int) -> Spec | None:
-    """Without a source."""
-    names = list(spec.get("sources", ()))
-    if len(names) < 2 or number >= len(names):
-        return None
-    without = lambda one: {key: value for key, value in one.items() if key != names[number]}  # noqa: E731
-    options = dict(spec["options"])
-    for name in {"weights", "repeats"} & options.keys():
-        scheduled = "0" in options[name]
-        options[name] = {row: without(one) for row, one in options[name].items()} if scheduled else without(options[name])
-    return {**spec, "sources": without(spec["sources"]), "options": options}
+def error_of(case: Case, folder: Path, pool: dict[str, list[Sample]]) -> type[Exception] | None:
+    try:
+        judge(case, folder, pool)
+    except Exception as error:
+        return type(error)
+    return None
 
 
-def only_source(spec: Spec, number: int) -> Spec | None:
-    """One of the sources alone."""
-    sources = list(spec.get("sources", {}).values())
-    return sources[number] if number < len(sources) else None
-
-
-def plain_leaf(spec: Spec, number: int) -> Spec | None:
-    """A leaf without an option."""
-    options = {"where": None, "subset": None, "drops": 0, "is_cached": False}
-    if spec["kind"] == "leaf" and number < len(options):
-        name = list(options)[number]
-        return {**spec, name: options[name]} if spec.get(name) else None
-    left = [name for name in spec.get("options", ()) if name in OPTIONAL]
-    if spec["kind"] not in ("leaf", "packed") or not number - len(options) in range(len(left)):
-        return None
-    return {**spec, "options": {name: one for name, one in spec["options"].items() if name != left[number - len(options)]}}
-
-
-OPTIONAL = ("fields", "decode", "exclude", "view", "mask_field", "pad_id", "shift_labels", "labels_across", "max_docs")
-
-
-def least_of(case: Case, fails: Callable[[Case], bool], most_tries: int = 80) -> Case:
-    """What is left of a case that fails when all that does not matter is taken away."""
-    tries = count()
-    while True:
-        for one in simpler(case):
-            if one != case and next(tries) < most_tries and fails(one):
-                case = one
-                break
-        else:
-            return case
+@pytest.mark.slow
+@pytest.mark.timeout(36_000)
+@pytest.mark.usefixtures("one_fork_server")
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_what_is_delivered_is_what_was_written(
+    part: int, pools: Pools, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="streaming")  # every lost sample is told of
+    seed, first, cases = (int(request.config.getoption(f"--differential-{x}")) for x in ("seed", "first", "cases"))
+    num = cases if cases > 300 else max(1, cases // 5)  # 20, and under --matrix 60
+    results = Counter(
+        play(seed, number, pools).partition(":")[0] for number in range(first + part, first + num, NUM_PARTS)
+    )
+    print(f"histories against the model: {dict(results)}")
+    assert num < NUM_PARTS or results["played"] > results["refused"], "else most of what is drawn is refused"
