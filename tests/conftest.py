@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--differential-cases",
         type=int,
-        help="cases of test_differential.py, a fifth as streams, a twentieth as histories: 100, under --matrix 300",
+        help="cases of test_differential.py, a fifth as streams, a twentieth as histories: 100, under --matrix 300; of "
+        "test_histories_model.py a fifth of these, and all of more",
     )
     parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
     parser.addoption(

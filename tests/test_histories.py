@@ -141,12 +141,14 @@ def make(folder: Path, spec: Spec) -> Any:
         return Numbers(spec["size"])
     if spec["kind"] == "leaf":
         shuffle = ShuffleConfig(**spec["shuffle"]) if isinstance(spec["shuffle"], dict) else spec["shuffle"]
+        options = {"transform": drawing if spec["draws"] else None, **spec.get("options", {})}
         return StreamingDataset(
             f"{folder}/{spec['name']}/", shuffle=shuffle, seed=spec["seed"], where=spec["where"], subset=spec["subset"],
-            transform=drawing if spec["draws"] else None,
+            **options,
         )  # fmt: skip
     if spec["kind"] == "packed":
-        return Packed(make(folder, spec["of"]), length=spec["length"], overlong=spec["overlong"])
+        documents, options = make(folder, spec["of"]), spec.get("options", {})
+        return Packed(documents, length=spec["length"], overlong=spec["overlong"], **options)
     if spec["kind"] == "balanced":
         return Balanced(make(folder, spec["of"]), "cls", quotas=spec["quotas"])
     if spec["kind"] == "curriculum":
