@@ -41,6 +41,7 @@ from streaming.job.store import job_peers
 from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
 from streaming.mixing.exact import EvenLanes, ExactLanes, even_sources
 from streaming.mixing.forecast import Forecast, Passes
+from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
@@ -472,10 +473,8 @@ class Mixture(JoinedSource):
         for _, weights in segments:
             total = sum(weights.values())
             shares = {name: max(share, weights.get(name, 0.0) / total) for name, share in shares.items()}
-        return even_sources(
-            {name: int(one.chunk_samples.sum()) for name, one in self.leaves.items()}, shares, settings, dealt=dealt,
-            chunk=float(self.chunk_samples.mean()),
-        )  # fmt: skip
+        tables = {name: one.chunk_samples for name, one in self.leaves.items()}
+        return even_sources(tables, shares, settings, dealt=dealt)
 
     def overlapping(self, ledger: Ledger, settings: OrderSettings) -> list[str]:
         """Return sources dealt in chunks that the last weights of a ledger go through too fast for even passes."""
@@ -631,7 +630,7 @@ class Mixture(JoinedSource):
         ]
         lock = threading.RLock()  # the reader plans in parallel with the consumer
         if dealt == "chunks":
-            return EvenLanes(sources, schedule, lock=lock)
+            return (EvenLanes if sources.even else MixedLanes)(sources, schedule, lock=lock)
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 
 

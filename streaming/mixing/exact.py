@@ -7,7 +7,7 @@ of that draw; the source answers from an order of its own. Sources know nothing 
     source           web  web code  web  web code  web
     draw of it        0    1    0    2    3    1    4       ->  web's own lane: chunks in its order, a window of its own
 
-Sources with fewer samples than lanes are one leaf of the tree; lanes draw from them together (``RowStream``).
+Sources of few chunks or samples are one leaf of the tree; lanes draw from them together (``RowStream``).
 
 So each source has chunks in memory in every lane, all the time: the memory of a plan grows with the number of sources.
 Weights apply from the exact position for which they are set, and how long a chunk is needed depends on future weights.
@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
@@ -36,13 +37,14 @@ from streaming.mixing.endless import Endless
 from streaming.mixing.lanes import MixedLanes, stretch_of
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, LaneShares, ShareTree
-from streaming.mixing.streams import LaidStream, RowStream, SourceOrder, Stream
+from streaming.mixing.streams import LaidStream, RowStream, SourceOrder, Stream, rows_up
 from streaming.plan.ledger import Dealt, Even
 from streaming.plan.order import ENDLESS, LEAST_STRETCH, LaneParts, OrderSettings
 from streaming.types import Int64Array
 
 ROWS, LAID = "/rows", "/chunks"
 """Leaves, which no source is called: of the sources that lanes draw from together, and of those laid in chunks."""
+_FEW_CHUNKS = 8
 _KEPT_PARTS = 2**20  # of passes, over all sources; some 24 MiB
 _STRETCH_ROWS = 2**18  # of all lanes; many lanes then start sooner
 _LEAST_LONG = 256  # lane positions of a stretch nevertheless
@@ -80,8 +82,11 @@ class ExactLanes(Endless):
     @property
     def stretch(self) -> int:
         """See ``Orders``: shorter with many lanes."""
-        lanes = self.settings.lanes
-        return max(2 * self.settings.window, min(LEAST_STRETCH, max(_STRETCH_ROWS // lanes, _LEAST_LONG)))
+        return max(2 * self.settings.window, min(LEAST_STRETCH, self._few_rows))
+
+    @property
+    def _few_rows(self) -> int:
+        return max(_STRETCH_ROWS // self.settings.lanes, _LEAST_LONG)
 
     # --- the tree of sources ---
 
@@ -134,8 +139,8 @@ class ExactLanes(Endless):
         """Return the stream of the sources that all lanes draw from together, whose time are the draws of all lanes."""
         names, eras = self._names_of[ROWS], self.sources.eras
         starts = self._tree.begun(self._leaves.index(ROWS)).sum(axis=0).tolist()
-        # The draws of rows before an entry have the numbers before its start, so weights hold from the row itself on.
-        schedule = self._inner(names, starts)
+        # The draws of rows before an entry have numbers below these, so weights change nothing before.
+        schedule = self._inner(names, [rows_up(start, self.settings.lanes) for start in starts])
         self._row_stream = RowStream(
             {name: eras[name] for name in names if name in eras},
             ShareTree(sorted(names), schedule, lanes=1, seed=self.settings.seed),
@@ -313,8 +318,8 @@ class EvenLanes(ExactLanes):
 
     @property
     def stretch(self) -> int:
-        """See ``Orders``: like that of ``MixedLanes``."""
-        return stretch_of(self.settings)
+        """See ``Orders``: as short as that of ``MixedLanes``, and shorter with many lanes."""
+        return max(self.settings.window // 2, min(stretch_of(self.settings), self._few_rows))
 
     def _members(self) -> dict[str, list[str]]:
         """See ``ExactLanes``."""
@@ -438,28 +443,33 @@ class EvenLanes(ExactLanes):
 
 
 def even_sources(
-    samples: Mapping[str, int], shares: Mapping[str, float], settings: OrderSettings, *, dealt: Dealt, chunk: float
+    tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings, *, dealt: Dealt
 ) -> dict[str, Even]:
     """Return which sources of an endless mixture are dealt evenly to the sample, and how; see ``Entry.even``.
 
     Laid in chunks, lanes are apart by about a window, in which the run draws ``share * lanes * window`` samples of a
     source. If that is half a pass or more, samples of the source would come twice and more before others came once.
 
+    Lanes draw together from a source of fewer samples than lanes, which has no run for each, and from one of a few
+    chunks, of which every rank has all in memory anyway: one computation then serves hundreds of sources.
+
     Args:
-        samples: Samples of each source.
-        shares: Its largest share.
+        tables: int64 [C], samples of each chunk, by source.
+        shares: Largest share of each source.
         settings: The order settings.
         dealt: How shares are dealt.
-        chunk: Mean samples of a chunk over all sources: chunks move by two of them, however small the window is.
     """
-    lanes = settings.lanes
-    few: dict[str, Even] = {name: "rows" if count < lanes else "runs" for name, count in samples.items()}
-    if dealt == "samples":
-        return {name: how for name, how in few.items() if how == "rows"}
+    lanes, counts = settings.lanes, {name: np.asarray(table) for name, table in tables.items()}
     if dealt == "batches" or not settings.shuffle:
         return {}
-    window = max(settings.window, 2 * chunk)
-    return {name: how for name, how in few.items() if 2 * shares[name] * lanes * window >= samples[name]}
+    # Chunks move by two of them, however small the window is.
+    window = max(settings.window, 2 * float(np.concatenate(list(counts.values())).mean()))
+    found: dict[str, Even] = {}
+    for name, table in counts.items():
+        size, has_few = int(table.sum()), np.count_nonzero(table) <= _FEW_CHUNKS
+        if dealt == "samples" or 2 * shares[name] * lanes * window >= size:
+            found[name] = "rows" if size < lanes or has_few else "runs"
+    return {name: how for name, how in found.items() if dealt == "chunks" or how == "rows"}
 
 
 def gone(name: str, row: int) -> StateError:

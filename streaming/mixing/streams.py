@@ -1,7 +1,7 @@
 """Give each lane a stream of samples of one source, or of a group of sources, for orders dealt by single samples.
 
-``SourceOrder``: a source on its own, of which every lane has an equal run of each pass. ``RowStream``: sources with
-fewer samples than lanes; all lanes draw from them together, row by row. ``LaidStream``: sources laid in chunks.
+``SourceOrder``: a source on its own, of which every lane has an equal run of each pass. ``RowStream``: sources of few
+chunks or samples; all lanes draw from them together, row by row. ``LaidStream``: sources laid in chunks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from streaming.mixing.passes import Listing, keep_latest, keyed_number, listed
 from streaming.mixing.shares import ShareTree
 from streaming.mixing.source_lanes import SourceLanes
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
+from streaming.plan.permutation import hash_each
 from streaming.types import Int64Array
 
 _Int32s = npt.NDArray[np.int32]
@@ -31,6 +32,7 @@ _LEAST_GROUP, _MOST_GROUPS = 16, 32  # lanes evaluated together
 _ROWS_AT_ONCE = 2**14  # draws of all lanes: 50 ms
 _KEPT_BLOCKS = 64
 _FOUND_AT_ONCE = 2**20
+_MOST_PIECES = 2**20  # of a source: up to as many samples, all of them are shuffled
 
 
 def own_settings(listing: Listing, settings: OrderSettings) -> OrderSettings:
@@ -167,11 +169,13 @@ class _Ahead:
 
 
 class RowStream:
-    """Sources with fewer samples than lanes, of which all lanes draw together, row by row.
+    """Sources of few chunks or samples, of which all lanes draw together, row by row.
 
-    The draws of all lanes are numbered in the order of rows (``ShareTree.lane_places``). A tree of one lane deals these
-    numbers to the sources, and the n-th draw of a source is sample n of its endless list, all samples of which are
-    shuffled in each pass. So at the end of every row all samples of a source have come equally often, or once more.
+    Draw ``k`` of each lane is one of the numbers ``[k * lanes, (k + 1) * lanes)``, in the order of the rows
+    (``ShareTree.lane_places``), begun anywhere: otherwise lanes would come in step with the sources, and never draw
+    from some. A tree of one lane deals the numbers to the sources, and the n-th draw of a source is sample n of its endless
+    list, whose samples are shuffled in each pass. So at every row all samples of a source have come equally often, or
+    once more or less.
 
     A chunk is held for a window after each draw, as one that is laid is.
 
@@ -189,9 +193,10 @@ class RowStream:
     ) -> None:  # fmt: skip
         self._tree, self._places, self._hold, self._absent = tree, lane_places, settings.window, absent
         self._num_lanes, single = settings.lanes, replace(settings, lanes=1)
+        self._key = keyed_number(settings.seed, "rows", "")
         self._index = {name: index for index, name in enumerate(tree.names)}
         self._sources = {
-            self._index[name]: SourceLanes(some, single, pieces=settings.lanes) for name, some in listings.items()
+            self._index[name]: SourceLanes(some, single, pieces=_MOST_PIECES) for name, some in listings.items()
         }
         self._blocks: dict[int, _Ahead] = {}
 
@@ -206,13 +211,24 @@ class RowStream:
 
     def _drawn(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """Return ``draws``, with chunk -1 for those from absent sources."""
-        numbers = np.arange(start, stop) * self._num_lanes + self._places[lane]
+        numbers = self._numbers(lane, np.arange(start, stop))
         block, place = np.divmod(numbers, _ROWS_AT_ONCE)
         chunk_ids, offsets = np.empty_like(numbers), np.empty_like(numbers)
         for number, rows in rows_by(block):
             found = self._block(number)
             chunk_ids[rows], offsets[rows] = found.chunk_ids[0, place[rows]], found.offsets[0, place[rows]]
         return chunk_ids, offsets
+
+    def _turns(self, draws: Int64Array) -> Int64Array:
+        """Return where the numbers of some draws of each lane begin, int64 [n] in ``[0, L)``."""
+        turns: Int64Array = (hash_each(draws.astype(np.uint64), self._key) % np.uint64(self._num_lanes)).astype(
+            np.int64
+        )
+        return turns
+
+    def _numbers(self, lane: int, draws: Int64Array) -> Int64Array:
+        """Return the numbers of some draws of a lane, int64 [n]."""
+        return draws * self._num_lanes + (self._places[lane] + self._turns(draws)) % self._num_lanes
 
     def _block(self, number: int) -> _Ahead:
         """Return consecutive draws of all lanes; the latest blocks are cached. Absent sources have chunk -1."""
@@ -262,22 +278,33 @@ class RowStream:
             chunk_ids, offsets = self._samples([(source, first, min(first + _FOUND_AT_ONCE, end))])
             draws = first + np.flatnonzero((chunk_ids == chunk_id) & (offsets == offset))
             at, place = np.divmod(self._tree.positions(0, source, draws), self._num_lanes)
+            place = (place - self._turns(at)) % self._num_lanes
             found += zip(np.argsort(self._places)[place].tolist(), at.tolist(), strict=True)
         return found
 
     def counts(self, num_draws: int) -> dict[str, int]:
-        """Count the samples of each source among the first draws of all lanes."""
-        return dict(zip(self._tree.names, self._tree.counts(0, num_draws).tolist(), strict=True))
+        """Count the samples of each source among the first draws of all lanes, at the end of a row."""
+        lanes = self._num_lanes
+        draw, more = divmod(num_draws, lanes)
+        first = int(self._turns(np.array([draw]))[0])
+        over = max(first + more - lanes, 0)  # of the last draws, so many have the first numbers
+        cuts = (draw * lanes + over, draw * lanes + first, draw * lanes + first + more - over)
+        whole, begin, end = (self._tree.counts(0, cut) for cut in cuts)
+        return dict(zip(self._tree.names, (whole + end - begin).tolist(), strict=True))
 
     def source_at(self, lane: int, draw: int) -> str:
         """Return the source of a draw of a lane."""
-        number = np.array([draw * self._num_lanes + int(self._places[lane])])
-        return self._tree.names[int(self._tree.draws_at(number)[0][0])]
+        return self._tree.names[int(self._tree.draws_at(self._numbers(lane, np.array([draw])))[0][0])]
 
     def free_pass(self, name: str, num_draws: int) -> int:
         """Return the first pass over a source of which nothing is among the first draws of all lanes."""
-        draws = self.counts(num_draws)[name]
+        draws = int(self._tree.counts(0, rows_up(num_draws, self._num_lanes))[self._index[name]])
         return self._sources[self._index[name]].free_pass(draws) if draws else 0
+
+
+def rows_up(num_draws: int, lanes: int) -> int:
+    """Return a number of draws of all lanes, rounded up to whole draws of each."""
+    return -(-num_draws // lanes) * lanes
 
 
 class LaidStream:

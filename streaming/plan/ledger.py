@@ -71,8 +71,8 @@ class Entry:
         laid: For sources without a weight from here on, samples in each lane once everything is laid.
         fetch_bytes: Size of the fetch units of each source whose chunks are cut; others are read in whole chunks.
         even: Sources that are dealt by single samples: each lane has an equal run of every pass (``"runs"``), or all
-            lanes draw together, row by row (``"rows"``, of sources with fewer samples than lanes). The first entry that
-            has a source decides for the run. Others are dealt as ``dealt`` says.
+            lanes draw together, row by row (``"rows"``, of sources of few chunks or samples). The first entry with a
+            source decides for the run. Others are dealt as ``dealt`` says.
     """
 
     start: int
