@@ -173,9 +173,9 @@ class RowStream:
 
     Draw ``k`` of each lane is one of the numbers ``[k * lanes, (k + 1) * lanes)``, in the order of the rows
     (``ShareTree.lane_places``), begun anywhere: otherwise lanes would come in step with the sources, and never draw
-    from some. A tree of one lane deals the numbers to the sources, and the n-th draw of a source is sample n of its endless
-    list, whose samples are shuffled in each pass. So at every row all samples of a source have come equally often, or
-    once more or less.
+    from some. A tree of one lane deals the numbers to the sources, and the n-th draw of a source is sample n of its
+    endless list, whose samples are shuffled in each pass. So at every row all samples of a source have come equally
+    often, or once more or less.
 
     A chunk is held for a window after each draw, as one that is laid is.
 
@@ -228,7 +228,8 @@ class RowStream:
 
     def _numbers(self, lane: int, draws: Int64Array) -> Int64Array:
         """Return the numbers of some draws of a lane, int64 [n]."""
-        return draws * self._num_lanes + (self._places[lane] + self._turns(draws)) % self._num_lanes
+        places: Int64Array = (self._places[lane] + self._turns(draws)) % self._num_lanes
+        return draws * self._num_lanes + places
 
     def _block(self, number: int) -> _Ahead:
         """Return consecutive draws of all lanes; the latest blocks are cached. Absent sources have chunk -1."""
