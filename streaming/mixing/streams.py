@@ -173,9 +173,9 @@ class RowStream:
 
     Draw ``k`` of each lane is one of the numbers ``[k * lanes, (k + 1) * lanes)``, in the order of the rows
     (``ShareTree.lane_places``), begun anywhere: otherwise lanes would come in step with the sources, and never draw
-    from some. A tree of one lane deals the numbers to the sources, and the n-th draw of a source is sample n of its endless
-    list, whose samples are shuffled in each pass. So at every row all samples of a source have come equally often, or
-    once more or less.
+    from some. A tree of one lane deals the numbers to the sources, and the n-th draw of a source is sample n of its
+    endless list, whose samples are shuffled in each pass. So at every row all samples of a source have come equally
+    often, or once more or less.
 
     A chunk is held for a window after each draw, as one that is laid is.
 
