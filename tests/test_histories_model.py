@@ -84,7 +84,7 @@ def draw_fields(dice: random.Random, shape: Shape, key: str) -> dict[str, bytes]
     tokens = int(shape.tokens[0] * (shape.tokens[1] / shape.tokens[0]) ** dice.random())
     text = 11 * dice.randint(1, 20) + (10 if dice.random() < shape.broken else dice.randint(0, 9))
     sizes = {"bin": int(low * (high / low) ** dice.random()), "cls": 1, "mask": tokens, "tok": 2 * tokens, "txt": text}
-    if dice.random() < 0.1:
+    if dice.random() < 0.1 and shape.size > 1:
         del sizes["txt"]
     return {name: content(key, name, size) for name, size in sizes.items()}
 
@@ -349,7 +349,7 @@ class Job:
         weights = draw_weights(self.dice, list(self.spec["sources"]))
         state = self.ranks[0].state_dict()
         row = state["epoch"] * self.options.get("epoch_size", 0) + state["samples_seen"]
-        row += self.dice.choice((0, 5, 40, 300))
+        row += self.dice.choice((0, 5, 40, 300, 1_000))
         answers = [takes(rank, weights, row) for rank in self.ranks]
         assert len(set(answers)) == 1, "one rank refuses what another takes"
         self.told[-1] += f": {weights} from row {row} on, {'taken' if answers[0] else 'refused'}"
@@ -556,4 +556,4 @@ def test_what_is_delivered_is_what_was_written(
         play(seed, number, pools).partition(":")[0] for number in range(first + part, first + num, NUM_PARTS)
     )
     print(f"histories against the model: {dict(results)}")
-    assert num < NUM_PARTS or results["played"] > results["refused"], "else most of what is drawn is refused"
+    assert 2 * results["refused"] <= results.total() + 3, "else most of what is drawn is refused"
