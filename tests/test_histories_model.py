@@ -33,7 +33,7 @@ from data_sets import mesh_of
 from history_cases import COLUMNS, SHAPES, Case, Shape, Spec, draw_case, least_of, leaves_of
 from known_sets import VIEW, Sample, content, read, select, under_one_checksum
 from model import MOST_OFF, Model, Row, Share, check_shares
-from test_histories import draw_weights, make
+from test_histories import MOST_RANKS, draw_weights, make
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -260,10 +260,15 @@ class Job:
 
     def open(self, num_ranks: int, state: Any = None) -> None:
         dataset = self.dataset()
+        num_ranks = min(num_ranks, self.most_of(dataset))
         for rank in range(num_ranks):
             self.ranks.append(DataLoader(dataset, device_mesh=mesh_of(num_ranks, rank), **self.options))
             if state is not None:
                 self.ranks[-1].load_state_dict(json.loads(json.dumps(state)))
+
+    def most_of(self, dataset: Any) -> int:
+        """The most ranks that a set can be dealt to."""
+        return int(self.options.get("epoch_size") or (MOST_RANKS if self.is_endless else len(dataset)))
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -328,7 +333,8 @@ class Job:
         self.open(self.dice.randint(1, self.most_ranks), state)
 
     def remesh(self) -> None:
-        state, places = self.state(), list(range(self.dice.randint(1, self.most_ranks)))
+        most = min(self.most_ranks, self.most_of(self.opened))
+        state, places = self.state(), list(range(self.dice.randint(1, most)))
         self.dice.shuffle(places)
         for rank in self.ranks[len(places) :]:
             rank.close()
