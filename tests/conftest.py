@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import suppress
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     In CI the examples are the same in each run.
     """
+    # A shell starts what it runs in the background with Ctrl-C ignored, and programs that tests start inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.differential_cases is None:
         config.option.differential_cases = 300 if config.getoption("--matrix") else 100
     settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 25, deadline=None)
