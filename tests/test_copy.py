@@ -30,6 +30,7 @@ from streaming.errors import (
     IndexMismatchError,
     IndexMissingError,
 )  # fmt: skip
+from streaming.index.files import write_document
 from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.storage import Storage
 
@@ -128,13 +129,14 @@ def test_an_index_of_another_set_at_the_target_stays_as_it_is(data: Path, tmp_pa
 
 
 def test_numbers_of_classes_at_the_target_are_not_replaced_unasked(data: Path, tmp_path: Path) -> None:
+    sealed = write_document({})
     note = tmp_path / "out" / "_shardstream" / "classes.json"
     note.parent.mkdir(parents=True)
-    note.write_text("{}")
+    note.write_bytes(sealed)
     with pytest.raises(TargetNotEmptyError, match=r"classes\.json belongs to another set"):
         run(data, tmp_path / "out")
-    assert tree(tmp_path / "out") == {"_shardstream/classes.json": b"{}"}
-    (data / "_shardstream" / "classes.json").write_text("{}")
+    assert tree(tmp_path / "out") == {"_shardstream/classes.json": sealed}
+    (data / "_shardstream" / "classes.json").write_bytes(sealed)
     run(data, tmp_path / "out")
     assert tree(tmp_path / "out") == tree(data)
 
