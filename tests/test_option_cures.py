@@ -53,6 +53,7 @@ RUN_ELSEWHERE = {
     "balance": "test_balance.py::test_local_balance_puts_the_dearest_packs_first",
     "budgets": "test_packing.py::test_several_budgets_are_filled_together",
     "cost": "test_balance.py::test_a_cost_function_gets_lengths_of_pieces",
+    "upright": "test_upright.py::test_both_byte_orders_and_the_way_to_leave_it",
     "client": "test_forks.py::test_a_child_reads_after_its_parent_has_read",
     "duplicate_keys": "test_cures.py::keys_that_come_twice",
     "encode": "test_broadcast.py::test_objects_travel_by_the_functions_given",

@@ -251,7 +251,7 @@ def test_short_documents_are_packed_first_as_the_message_of_a_curriculum_says(fo
     packs = {name: Packed(StreamingDataset(folder, where=where), LENGTH) for name, where in parts.items()}
     growing = Mixture(packs, weights=Schedule.steps({0: {"easy": 1, "hard": 0}, 80: {"easy": 1, "hard": 1}}))
     with loader_of(growing, size=2) as loader:
-        found = [set(batch["__source__"]) for _, batch in zip(range(40), loader, strict=False)]
+        found = [set(batch["__source__"]) for _, batch in zip(range(80), loader, strict=False)]
     assert found[:4] == [{"easy"}] * 4
     assert "hard" in set().union(*found)
 
