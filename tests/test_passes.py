@@ -103,7 +103,7 @@ def test_passes_are_even_for_every_size_and_every_weight(
     orders = orders_of(tables, schedule, lanes, dealt, seed)
     found = apart(orders, 120, 4 if dealt == "batches" else 1)
     rows = [name for name in tables if orders.sources.even.get(name) == "rows"]
-    assert all(found[name] <= 1 for name in rows), found  # whatever the weights do
+    assert all(found[name] <= 0 for name in rows), found  # to the sample, whatever the weights do
     assert max(found.values()) <= 2, (found, orders.sources.even)
 
 
@@ -137,7 +137,7 @@ def test_what_was_drawn_is_counted_at_every_row(case: Case, row: int, data: st.D
         assert size * orders.free_pass(name) >= count - 2 * lanes * case.settings.window - lanes
 
 
-@settings(unhurried, max_examples=40)
+@settings(unhurried, max_examples=20)
 @given(cases(endless=True, dealt="chunks"), st.integers(0, 60), st.integers(0, 200), st.data())
 def test_appended_weights_are_those_that_were_there_from_the_start(
     case: Case, planned: int, behind: int, data: st.DataObject
@@ -168,7 +168,7 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
             assert one.tolist() == other.tolist()
 
 
-@unhurried
+@settings(unhurried, max_examples=40)
 @given(cases(endless=True), st.data())
 def test_the_others_stand_where_they_do_when_sources_are_gone(case: Case, data: st.DataObject) -> None:
     """Whichever way each was dealt."""

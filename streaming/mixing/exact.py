@@ -37,7 +37,7 @@ from streaming.mixing.endless import Endless
 from streaming.mixing.lanes import MixedLanes, stretch_of
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, LaneShares, ShareTree
-from streaming.mixing.streams import LaidStream, RowStream, SourceOrder, Stream, rows_up
+from streaming.mixing.streams import LaidStream, RowStream, SourceOrder, Stream
 from streaming.plan.ledger import Dealt, Even
 from streaming.plan.order import ENDLESS, LEAST_STRETCH, LaneParts, OrderSettings
 from streaming.types import Int64Array
@@ -139,12 +139,12 @@ class ExactLanes(Endless):
         """Return the stream of the sources that all lanes draw from together, whose time are the draws of all lanes."""
         names, eras = self._names_of[ROWS], self.sources.eras
         starts = self._tree.begun(self._leaves.index(ROWS)).sum(axis=0).tolist()
-        # The draws of rows before an entry have numbers below these, so weights change nothing before.
-        schedule = self._inner(names, [rows_up(start, self.settings.lanes) for start in starts])
+        # The draws of rows before an entry have the numbers before its start, so weights hold from the row itself on.
+        schedule = self._inner(names, starts)
         self._row_stream = RowStream(
             {name: eras[name] for name in names if name in eras},
             ShareTree(sorted(names), schedule, lanes=1, seed=self.settings.seed),
-            self._tree.lane_places, self.settings, absent=self._gone,
+            self._tree, self._leaves.index(ROWS), self.settings, absent=self._gone,
         )  # fmt: skip
         return self._row_stream
 

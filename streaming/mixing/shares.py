@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.arguments import checked_int, checked_seed
+from streaming.arrays import sums
 from streaming.errors import ConfigError
 from streaming.mixing.endless import checked_schedule
 from streaming.mixing.passes import Weights, keep_latest
@@ -253,6 +254,20 @@ class ShareTree:
             left[:, 1:] = np.cumsum(high, axis=1) + (np.cumsum(low, axis=1) + self.phases[node][:, None] >> UNIT_BITS)
             found = found - left if side else left
         return found
+
+    def rows_of(self, positions: Int64Array) -> Int64Array:
+        """Count the draws of the name apart before some positions of all lanes, int64 [n]."""
+        if self.root < 0:
+            return positions * self.lanes
+        shares = self.shares[self.root]
+        segment = np.searchsorted(self.starts, positions, side="right") - 1
+        above, below = product(shares[:-1], np.diff(self.starts))
+        above, below = sums(above), sums(below)
+        high, low = product(shares[segment], positions - self.starts[segment])
+        low += below[segment]
+        # A lane has drawn once more if its phase carries the rest over.
+        more = np.searchsorted(np.sort(self.phases[self.root]), _UNIT - (low & _MASK))
+        return (above[segment] + high + (low >> UNIT_BITS)) * self.lanes + self.lanes - more
 
     def draws_at(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the sources and draws at any positions, ascending, of a tree of one lane, int64 [n] each."""

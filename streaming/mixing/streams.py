@@ -6,7 +6,7 @@ chunks or samples; all lanes draw from them together, row by row. ``LaidStream``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -171,27 +171,27 @@ class _Ahead:
 class RowStream:
     """Sources of few chunks or samples, of which all lanes draw together, row by row.
 
-    Draw ``k`` of each lane is one of the numbers ``[k * lanes, (k + 1) * lanes)``, in the order of the rows
-    (``ShareTree.lane_places``), begun anywhere: otherwise lanes would come in step with the sources, and never draw
-    from some. A tree of one lane deals the numbers to the sources, and the n-th draw of a source is sample n of its
-    endless list, whose samples are shuffled in each pass. So at every row all samples of a source have come equally
-    often, or once more or less.
+    The draws of all lanes are numbered row by row, in each row from another lane on: if lanes came in step with the
+    sources, they would never draw from some. A tree of one lane deals the numbers to the sources, and the n-th draw of
+    a source is sample n of its endless list, whose samples are shuffled in each pass. So after every row all samples of
+    a source have come equally often, or once more.
 
     A chunk is held for a window after each draw, as one that is laid is.
 
     Args:
         listings: Lists of each source, by name; absent sources have none.
         tree: Deals draws to the sources, by name; of one lane.
-        lane_places: int64 [L], the place of each lane in a row of draws.
+        lanes: Deals positions of lanes to these sources together, the leaf apart.
+        leaf: Number of that leaf.
         settings: Settings of the mixture.
         absent: Returns the error for a draw, given with its lane, from an absent source.
     """
 
     def __init__(
-        self, listings: Mapping[str, Sequence[Listing]], tree: ShareTree, lane_places: Int64Array,
+        self, listings: Mapping[str, Sequence[Listing]], tree: ShareTree, lanes: ShareTree, leaf: int,
         settings: OrderSettings, *, absent: Callable[[str, int, int], Exception],
     ) -> None:  # fmt: skip
-        self._tree, self._places, self._hold, self._absent = tree, lane_places, settings.window, absent
+        self._tree, self._lanes, self._leaf, self._hold, self._absent = tree, lanes, leaf, settings.window, absent
         self._num_lanes, single = settings.lanes, replace(settings, lanes=1)
         self._key = keyed_number(settings.seed, "rows", "")
         self._index = {name: index for index, name in enumerate(tree.names)}
@@ -219,16 +219,29 @@ class RowStream:
             chunk_ids[rows], offsets[rows] = found.chunk_ids[0, place[rows]], found.offsets[0, place[rows]]
         return chunk_ids, offsets
 
-    def _turns(self, draws: Int64Array) -> Int64Array:
-        """Return where the numbers of some draws of each lane begin, int64 [n] in ``[0, L)``."""
-        turns: Int64Array = (hash_each(draws.astype(np.uint64), self._key) % np.uint64(self._num_lanes)).astype(
-            np.int64
-        )
-        return turns
-
     def _numbers(self, lane: int, draws: Int64Array) -> Int64Array:
         """Return the numbers of some draws of a lane, int64 [n]."""
-        return draws * self._num_lanes + (self._places[lane] + self._turns(draws)) % self._num_lanes
+        begins, sizes, turns = self._rows(lane, draws)
+        numbers = draws * self._num_lanes + self._lanes.lane_places[lane]
+        found: Int64Array = begins + (numbers - begins + turns) % sizes
+        return found
+
+    def _drawn_at(self, numbers: Int64Array) -> Iterator[tuple[int, int]]:
+        """Yield lanes and draws of some numbers, in any order."""
+        lane_at = np.argsort(self._lanes.lane_places)
+        draws, places = np.divmod(numbers, self._num_lanes)
+        for place, some in rows_by(places):  # each is of this lane, or of another one in the same row
+            begins, sizes, turns = self._rows(int(lane_at[place]), draws[some])
+            found, other = np.divmod(begins + (numbers[some] - begins - turns) % sizes, self._num_lanes)
+            yield from zip(lane_at[other].tolist(), found.tolist(), strict=True)
+
+    def _rows(self, lane: int, draws: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return the rows of some draws of a lane: their first numbers, sizes, and where they begin; int64 [n] each."""
+        rows = self._lanes.positions(lane, self._leaf, draws)
+        begins, ends = self._lanes.rows_of(rows), self._lanes.rows_of(rows + 1)
+        sizes = np.maximum(ends - begins, 1)  # there is no row of a draw that never comes
+        turns = hash_each(rows.astype(np.uint64), self._key) % sizes.astype(np.uint64)
+        return begins, sizes, turns.astype(np.int64)
 
     def _block(self, number: int) -> _Ahead:
         """Return consecutive draws of all lanes; the latest blocks are cached. Absent sources have chunk -1."""
@@ -277,20 +290,12 @@ class RowStream:
         for first in range(begin, end, _FOUND_AT_ONCE):
             chunk_ids, offsets = self._samples([(source, first, min(first + _FOUND_AT_ONCE, end))])
             draws = first + np.flatnonzero((chunk_ids == chunk_id) & (offsets == offset))
-            at, place = np.divmod(self._tree.positions(0, source, draws), self._num_lanes)
-            place = (place - self._turns(at)) % self._num_lanes
-            found += zip(np.argsort(self._places)[place].tolist(), at.tolist(), strict=True)
+            found += self._drawn_at(self._tree.positions(0, source, draws))
         return found
 
     def counts(self, num_draws: int) -> dict[str, int]:
-        """Count the samples of each source among the first draws of all lanes, at the end of a row."""
-        lanes = self._num_lanes
-        draw, more = divmod(num_draws, lanes)
-        first = int(self._turns(np.array([draw]))[0])
-        over = max(first + more - lanes, 0)  # of the last draws, so many have the first numbers
-        cuts = (draw * lanes + over, draw * lanes + first, draw * lanes + first + more - over)
-        whole, begin, end = (self._tree.counts(0, cut) for cut in cuts)
-        return dict(zip(self._tree.names, (whole + end - begin).tolist(), strict=True))
+        """Count the samples of each source among the first draws of all lanes, up to the end of a row."""
+        return dict(zip(self._tree.names, self._tree.counts(0, num_draws).tolist(), strict=True))
 
     def source_at(self, lane: int, draw: int) -> str:
         """Return the source of a draw of a lane."""
@@ -298,13 +303,8 @@ class RowStream:
 
     def free_pass(self, name: str, num_draws: int) -> int:
         """Return the first pass over a source of which nothing is among the first draws of all lanes."""
-        draws = int(self._tree.counts(0, rows_up(num_draws, self._num_lanes))[self._index[name]])
+        draws = self.counts(num_draws)[name]
         return self._sources[self._index[name]].free_pass(draws) if draws else 0
-
-
-def rows_up(num_draws: int, lanes: int) -> int:
-    """Return a number of draws of all lanes, rounded up to whole draws of each."""
-    return -(-num_draws // lanes) * lanes
 
 
 class LaidStream:
