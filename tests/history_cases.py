@@ -19,7 +19,7 @@ Case = dict[str, Any]
 Spec = dict[str, Any]
 COLUMNS = ("cls", "lang", "size", "tokens")
 MOST_LEAVES = 4
-MOST_ROWS = 360
+MOST_ROWS = 300
 WORKERS_EVERY = 200
 """Cases of which one is played with worker processes, which take a second to start."""
 LEAST = (1 << 20, 256)
@@ -80,10 +80,10 @@ def draw_case(seed: int, number: int) -> Case:
     if packing.get("padded"):
         options["last_batch"] = dice.choice(("drop", "partial"))
     case: Case = {"spec": spec, "options": options, "damage": [], "play": dice.randrange(1 << 30), "happens": True}
-    case |= {"ranks": dice.randint(1, 4), "threads": dice.choice((0, 0, 0, 1, 2))}
+    case |= {"ranks": dice.choice((1, 2, 2, 3, 4)), "threads": dice.choice((0, 0, 0, 1, 2))}
     size = options["global_batch_size"]
     most = max(size.values()) if isinstance(size, dict) else size
-    case["batches"] = max(8, min(dice.choice((10, 25, 60)), MOST_ROWS // most))
+    case["batches"] = max(8, min(dice.choice((8, 20, 45)), MOST_ROWS // most))
     case["workers"] = 2 * (number % WORKERS_EVERY == 101)
     can_be_cut = spec["kind"] == "mixture" and spec["quotas"] == "exact" and not length
     if can_be_cut and all(one["kind"] == "leaf" for one in spec["sources"].values()) and dice.random() < 0.3:
