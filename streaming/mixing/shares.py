@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -255,18 +256,22 @@ class ShareTree:
             found = found - left if side else left
         return found
 
+    @cached_property
+    def _of_root(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """What the root has sent left in any lane before each segment, as words, and its phases in ascending order."""
+        above, below = product(self.shares[self.root, :-1], np.diff(self.starts))
+        return sums(above), sums(below), np.sort(self.phases[self.root])
+
     def rows_of(self, positions: Int64Array) -> Int64Array:
         """Count the draws of the name apart before some positions of all lanes, int64 [n]."""
         if self.root < 0:
             return positions * self.lanes
-        shares = self.shares[self.root]
+        above, below, phases = self._of_root
         segment = np.searchsorted(self.starts, positions, side="right") - 1
-        above, below = product(shares[:-1], np.diff(self.starts))
-        above, below = sums(above), sums(below)
-        high, low = product(shares[segment], positions - self.starts[segment])
+        high, low = product(self.shares[self.root, segment], positions - self.starts[segment])
         low += below[segment]
         # A lane has drawn once more if its phase carries the rest over.
-        more = np.searchsorted(np.sort(self.phases[self.root]), _UNIT - (low & _MASK))
+        more = np.searchsorted(phases, _UNIT - (low & _MASK))
         return (above[segment] + high + (low >> UNIT_BITS)) * self.lanes + self.lanes - more
 
     def draws_at(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
