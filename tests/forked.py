@@ -72,7 +72,8 @@ class ForkedProcess:
     def kill(self) -> None:
         """Send SIGKILL, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class Origin:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from index_files import change_document
 from PIL import Image
 
 from shard_tools import ShardWriter
@@ -18,7 +19,6 @@ from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.index.files import read_document, write_document
 
 NUM_CLASSES, NUM_IMAGES = 30, 10
 
@@ -85,7 +85,7 @@ def test_the_shuffle_is_the_same_work_again_and_after_a_stop(folder: Path, tmp_p
     whole = convert(source, str(tmp_path / "whole"), options=ConvertOptions(max_samples=30))
     convert(source, str(out), options=ConvertOptions(max_samples=30))
     journal = out / "_shardstream" / "convert.json"
-    journal.write_bytes(write_document(read_document(journal.read_bytes()) | {"complete": False}))
+    change_document(journal, complete=False)
     for path in sorted(out.glob("*.tar"))[4:]:
         path.unlink()
     again = convert(source, str(out), options=ConvertOptions(max_samples=30, shuffle_seed=0))  # said, or by default

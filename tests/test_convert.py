@@ -26,6 +26,7 @@ from tars import write_tar
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
 from shard_tools.convert.records import TEXT_UNITS, permutation
 from shard_tools.convert.rows import dump_json, dump_npy
+from shard_tools.sets.reindex import index
 from shard_tools.write.filetypes import file_type
 from streaming.errors import (
     ConfigError,
@@ -656,3 +657,19 @@ def test_dump_npy_takes_numbers_only() -> None:
     with pytest.raises(DataError, match="whole numbers below 0"):
         dump_npy([2**63, -1])
     assert dump_npy([[2**63 + 1, 1]]) == dump_npy([[2**63 + 1, 1]], "uint64"), "not rounded"
+
+
+def test_a_damaged_sample_table_is_written_anew_as_its_error_says(tmp_path: Path) -> None:
+    """With a column that only the source holds: `index` cannot rebuild it, the same conversion can."""
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    source.write_text("".join(f'{{"text": "row {number}", "score": {number}}}\n' for number in range(60)))
+    options = ConvertOptions(columns=("score",), max_samples=20)
+    convert(str(source), str(out), options=options)
+    calm = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    table = out / "_shardstream" / "samples" / "000001.tar.parquet"
+    table.write_bytes(calm["_shardstream/samples/000001.tar.parquet"][:200])
+    with pytest.raises(IndexFormatError, match=r"its columns score, .* `shard_tools convert` writes this shard"):
+        index([str(out)], storage=Storage())
+    again = convert(str(source), str(out), options=options)
+    assert (again.num_samples, again.num_resumed_samples) == (60, 0), "the shard before it gets the chunk table"
+    assert {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()} == calm

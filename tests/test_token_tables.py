@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from index_files import change_document
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError, DataError
-from streaming.index.files import read_document, write_document
 
 RNG = np.random.default_rng(6)
 IDS = [RNG.integers(0, 50_000, RNG.integers(1, 300)).tolist() for _ in range(60)]
@@ -174,7 +174,7 @@ def test_splits_resumes_and_kept_columns_are_as_with_a_tokenizer(tmp_path: Path)
     assert len(StreamingDataset(str(tmp_path / "out"), where="doc = 'd7' and tokens > 0")) == 1
     whole = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")}
     journal = tmp_path / "out" / "_shardstream" / "convert.json"
-    journal.write_bytes(write_document(read_document(journal.read_bytes()) | {"complete": False}))
+    change_document(journal, complete=False)
     (tmp_path / "out" / "000004.tar").unlink()
     again = run("convert", source, tmp_path / "out", *named)
     assert "went on after 30 documents" in again.stdout

@@ -26,7 +26,7 @@ from shard_tools.running.progress import Progress
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
-from streaming.errors import ConfigError, DataError, ShardstreamError
+from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError
 from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, redact, split_url
@@ -177,7 +177,7 @@ class PackingRun:
             )  # fmt: skip
             if number == 0:
                 raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
-        remarks.log(redact(directory))
+        remarks.log(redact(directory), earlier.num_samples)
         table = read_chunks(storage, directory)
         self._notes()
         if not earlier.complete:
@@ -302,7 +302,7 @@ def _contents(place: Destination, storage: Storage) -> list[str]:
 
 
 def _earlier_work(place: Destination, storage: Storage, journal: Journal, *, position: str | None) -> _Earlier:
-    """Return the finished shards: numbered from 0 without a gap, each with a sample table that matches its size.
+    """Return the finished shards: numbered from 0 without a gap, each with an intact sample table of its size.
 
     Everything is done if the journal says so and the shards hold that many samples. Otherwise the last one is left out
     and written again, so that there is always a shard to write, and with it the writer publishes the chunk table, which
@@ -332,7 +332,11 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
     size_bytes = sizes.get(join_url(place.directory, name))
     if size_bytes is None or url not in sizes:
         return None
-    table = SampleTable.from_parquet(storage.read(url), redact(url))
+    try:
+        table = SampleTable.from_parquet(storage.read(url), redact(url))
+    except IndexFormatError as error:
+        _log.warning("%s; this shard and those after it are written again", error)
+        return None
     return table if table.shard.size_bytes == size_bytes else None
 
 

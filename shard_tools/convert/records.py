@@ -67,10 +67,13 @@ class Remarks:
         self.counts += later.counts
         self.first = later.first | self.first
 
-    def log(self, target: str) -> None:
-        """Log one warning for each kind."""
+    def log(self, target: str, num_earlier: int) -> None:
+        """Log one warning for each kind, about other samples than so many that an earlier run wrote."""
+        others = f" (not counting the first {num_earlier:,} samples, of an earlier run)" if num_earlier else ""
         for remark, count in self.counts.items():
-            _log.warning("%s: %s: %s samples, the first from %s", target, remark, f"{count:,}", self.first[remark])
+            _log.warning(
+                "%s: %s: %s samples, the first from %s%s", target, remark, f"{count:,}", self.first[remark], others
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def copy(
         target_options: How to reach the target; None: as the source.
         workers: Shards at a time.
         overwrite: Replace different shards of the same name.
-        allow_unfinished: Copy what is there of an unfinished source; the copy is marked as unfinished like its source.
+        allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
         progress: Called with bytes and shards.
 
     Raises:
@@ -130,7 +130,7 @@ def copy(
     num_bytes = sum(shard.size_bytes for shard in shards)
     progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
-    mark = _mark_of(shards, here, source)
+    mark = _mark_of(shards, here, source, None if marks else len(shards))
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     if not overwrite:
         _check_notes(shards, there, here, index_url, contents)
@@ -147,9 +147,7 @@ def copy(
 
     copied = list(map_ordered(bring, shards, workers))
     num_without = _copy_index(shards, there, here, index_url)
-    if marks:
-        mark.carry(marks[0].writer)
-    elif mark.is_begun:
+    if mark.is_begun and not marks:
         is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
         mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
     return CopyReport(
@@ -197,12 +195,12 @@ def _sizes_of_set(shards: Sequence[_Shard], tables: Mapping[str, ChunkTable], in
     return sizes
 
 
-def _mark_of(shards: Sequence[_Shard], here: Storage, source: str) -> TargetMark:
-    """Return the mark of this copy; copies of parts of one set do the same work."""
+def _mark_of(shards: Sequence[_Shard], here: Storage, source: str, num_shards: int | None) -> TargetMark:
+    """Return the mark of this copy, of so many shards when it is whole; copies of parts of one set do the same work."""
     work = digest_of_work("copy", sorted({redact(split_url(shard.source)[0]) for shard in shards}))
     return TargetMark(
         here, [split_url(shard.target)[0] for shard in shards], command="copy", work=work, what=redact(source),
-        writer=digest_of_work("copy", redact(source)), num_shards=len(shards),
+        writer=digest_of_work("copy", redact(source)), num_shards=num_shards,
     )  # fmt: skip
 
 

@@ -134,13 +134,6 @@ class TargetMark:
         if self.is_begun and not self._goes_on:
             self._unmark()
 
-    def carry(self, source: Unfinished | None) -> None:
-        """Leave the mark of another set in the place of this one: all of it was copied, but it is not whole itself."""
-        self._content = source or self._content
-        self._write()
-        for directory in self._directories:
-            self._storage.put(join_url(directory, UNFINISHED_FILE), self._content.to_bytes())
-
     def _is_same_pattern(self, one: Unfinished | None) -> TypeGuard[Unfinished]:
         return one is not None and one.command == WRITER and one.what == self._content.what
 

@@ -256,9 +256,10 @@ def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _
         folder = redact(split_url(todo.url)[0]) or "."
         raise IndexFormatError(
             f"{redact(join_url(todo.home, samples_path(todo.name)))}: damaged, with its columns {', '.join(lost)}, "
-            f"which the shard does not hold. Restore the file from a copy of the data set, or write the shard again "
-            f"(`shard_tools convert`). Or rebuild all sample tables without columns, `shard_tools index --force "
-            f"{folder}`, and add them anew, `shard_tools column add {folder} NAME …`"
+            f"which the shard does not hold. Restore the file from a copy of the data set; or repeat the command that "
+            f"wrote the set: `shard_tools convert` writes this shard and those after it again. Or rebuild all sample "
+            f"tables without columns, `shard_tools index --force {folder}`, and add them anew, "
+            f"`shard_tools column add {folder} NAME …`"
         )
     return table.to_parquet()
 

@@ -71,11 +71,12 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """The mark of one directory, and how many of the shards that were looked for lie there."""
+    """The mark of one directory, and how many shards lie there, or of a directory that was not listed, were named."""
 
     directory: str
     writer: Unfinished | None
     num_found: int
+    is_listed: bool
 
     @property
     def what(self) -> str:
@@ -89,10 +90,11 @@ class Mark:
             return f"is not whole, according to {UNFINISHED_FILE} there, which cannot be read"
         one = self.writer
         of = "" if one.num_shards is None else f" of {one.num_shards:,}"
+        counted = "are there" if self.is_listed else "of it are asked for"
         subject = "a ShardWriter" if one.command == WRITER else f"`shard_tools {one.command}`"
         return (
             f"is not whole: {subject} ({one.what}), begun {one.begun}, is still writing it or was interrupted; "
-            f"{self.num_found:,}{of} shards are there"
+            f"{self.num_found:,}{of} shards {counted}"
         )
 
     @property
@@ -127,9 +129,11 @@ class Marks:
         end = f"/{UNFINISHED_FILE}"
         below = None if exclude is None else exclude.rstrip("/") + "/"
         listed = [url.removesuffix(end) for url in storage.listed(end)]
-        named = [home for home in self._found if not any(f"{home}/".startswith(f"{folder}/") for folder in folders)]
+        self._named = [
+            home for home in self._found if not any(f"{home}/".startswith(f"{folder}/") for folder in folders)
+        ]
         hidden = {home for home in listed if any(is_hidden(home, folder) for folder in folders)}
-        homes = [home for home in dict.fromkeys([*listed, *named]) if home not in hidden]
+        homes = [home for home in dict.fromkeys([*listed, *self._named]) if home not in hidden]
         self._homes = [home for home in homes if below is None or not f"{home}/".startswith(below)]
         for home in self._homes:
             storage.will_read(join_url(home, UNFINISHED_FILE))
@@ -148,7 +152,12 @@ class Marks:
                         "%s: holds no mark of an unfinished set; ignored", redact(join_url(home, UNFINISHED_FILE))
                     )
                 elif data != FINISHED:
-                    marks.append(Mark(directory=home, writer=Unfinished.from_bytes(data), num_found=self._found[home]))
+                    marks.append(
+                        Mark(
+                            directory=home, writer=Unfinished.from_bytes(data), num_found=self._found[home],
+                            is_listed=home not in self._named,
+                        )
+                    )  # fmt: skip
         return tuple(marks)
 
     def check(self, *, allow_unfinished: bool) -> tuple[Mark, ...]:
