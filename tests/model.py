@@ -211,14 +211,15 @@ class Model:
             if share.passes is None:
                 continue
             least, most = math.floor(share.passes), math.ceil(share.passes) + slack
-            fills = share.on_error == "substitute" and not share.is_tokens
+            by_size = bool(share.pack) and not share.is_tokens  # lost rows become others of their batch, one if all are
+            fills = by_size or (share.on_error == "substitute" and not share.is_tokens)
             often = {unit: count for unit, count in counts.items() if count > most}
             assert not often or (fills and share.may_be_lost), f"{path!r}: {often} too often"
             if is_whole:
                 rare = {unit for unit in due if counts[unit] < least}
                 assert {share.key(unit) for unit in rare} <= share.may_be_lost, f"{path!r}: {rare} too rare"
-                num, of_lost = share.passes * len(due), 0 if fills else len(rare)
-                fewest, most_rows = num - math.ceil(share.passes) * of_lost, num - least * of_lost
+                num, most_rows = share.passes * len(due), share.passes * len(due) - least * len(rare) * (not fills)
+                fewest = num - math.ceil(share.passes) * len(rare) * (by_size or not fills)
                 is_counted = not share.pack or least == most  # half a pass of packs is none of documents
                 is_right = fewest - 1 < counts.total() < most_rows + 1
                 assert not is_counted or is_right, f"{path!r}: {counts.total()} rows for {fewest} to {most_rows}"
