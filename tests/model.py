@@ -219,7 +219,8 @@ class Model:
                 rare = {unit for unit in due if counts[unit] < least}
                 assert {share.key(unit) for unit in rare} <= share.may_be_lost, f"{path!r}: {rare} too rare"
                 num, most_rows = share.passes * len(due), share.passes * len(due) - least * len(rare) * (not fills)
-                fewest = num - math.ceil(share.passes) * len(rare) * (by_size or not fills)
+                gone = rare | {unit for unit in due if share.key(unit) in bad and not counts[unit]}
+                fewest = num - math.ceil(share.passes) * len(gone) * (by_size or not fills)
                 is_counted = not share.pack or least == most  # half a pass of packs is none of documents
                 is_right = fewest - 1 < counts.total() < most_rows + 1
                 assert not is_counted or is_right, f"{path!r}: {counts.total()} rows for {fewest} to {most_rows}"
