@@ -26,7 +26,7 @@ from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.sets.reshard import ReshardOptions, ReshardReport, reshard
-from shard_tools.sets.selection import Selection
+from shard_tools.sets.selection import Taken
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
@@ -430,7 +430,7 @@ def test_other_samples_are_other_work() -> None:
     def taken(*rows: list[int]) -> str:
         parts = tuple(SimpleNamespace(rows=np.array(some)) for some in rows)
         more = {"columns": (), "fields": (), "num_source": 9, "num_dropped": 0, "num_filtered": 0, "not_found": ()}
-        return Selection(parts=parts, **more).digest()  # type: ignore[arg-type]
+        return Taken(parts=parts, **more).digest()  # type: ignore[arg-type]
 
     assert len({taken([0, 1], [2]), taken([0], [1, 2]), taken([0, 1, 2], []), taken([], [0, 1, 2])}) == 4
 

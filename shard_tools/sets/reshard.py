@@ -14,7 +14,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
-from shard_tools.sets.selection import Deduplicated, Selection, deduplicated, select, sorted_order
+from shard_tools.sets.selection import Deduplicated, Taken, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
 from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
@@ -198,7 +198,7 @@ def reshard(
 
 
 def _reader(
-    selection: Selection, options: ReshardOptions, storage: Storage, fingerprint: str
+    selection: Taken, options: ReshardOptions, storage: Storage, fingerprint: str
 ) -> tuple[ShardSource, Deduplicated | None]:
     """Read the samples in the order wanted; those that stay in their order need no large window."""
     order = _order(selection, options)
@@ -218,7 +218,7 @@ def _reader(
     return reader, dedupe
 
 
-def _check(selection: Selection, options: ReshardOptions, source: str) -> None:
+def _check(selection: Taken, options: ReshardOptions, source: str) -> None:
     unknown = sorted({*(options.fields or ())} - {*selection.fields})
     if unknown:
         there = ", ".join(selection.fields)
@@ -230,7 +230,7 @@ def _check(selection: Selection, options: ReshardOptions, source: str) -> None:
         )
 
 
-def _order(selection: Selection, options: ReshardOptions) -> Int64Array | None:
+def _order(selection: Taken, options: ReshardOptions) -> Int64Array | None:
     if options.shuffle_seed is not None:
         return permutation(selection.num_samples, options.shuffle_seed)
     if options.sort is not None:

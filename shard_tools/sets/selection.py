@@ -49,7 +49,7 @@ class ShardPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Selection:
+class Taken:
     """What is taken of a dataset.
 
     Attributes:
@@ -91,7 +91,7 @@ def select(
     drop: BadList,
     with_keys: bool,
     progress: Progress,
-) -> Selection:
+) -> Taken:
     """Read all sample tables, shard by shard, and keep what reading the samples needs.
 
     Memory: 16 bytes for a sample that is taken, and its lifted columns (and its key ``with_keys``).
@@ -123,7 +123,7 @@ def select(
     unknown = sorted(_names(where) - columns - {KEY})
     if unknown:
         raise unknown_column(unknown[0], columns)
-    return Selection(
+    return Taken(
         parts=tuple(parts),
         columns=tuple(sorted(columns)),
         fields=tuple(sorted(fields)),
@@ -179,7 +179,7 @@ def _part(
     )
 
 
-def sorted_order(selection: Selection, column: str, *, descending: bool) -> Int64Array:
+def sorted_order(selection: Taken, column: str, *, descending: bool) -> Int64Array:
     """Sort the selection's samples by the values of a column or by ``__key__``; equal ones keep their order.
 
     Missing values come last, before them NaNs.
@@ -221,7 +221,7 @@ class Deduplicated:
     num_duplicates: int
 
 
-def deduplicated(selection: Selection, order: Int64Array | None) -> Deduplicated:
+def deduplicated(selection: Taken, order: Int64Array | None) -> Deduplicated:
     """Join samples of one key, in ``order`` of their first ones; of a field that comes twice the first stays.
 
     Needs a selection with keys. Contents are not compared.

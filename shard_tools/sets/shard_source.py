@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shard_tools.convert.records import Record, Skipped, number_key
 from shard_tools.sets.pieces import read_pieces
-from shard_tools.sets.selection import Selection, ShardPart
+from shard_tools.sets.selection import ShardPart, Taken
 from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
@@ -65,7 +65,7 @@ class ShardSource:
 
     def __init__(
         self,
-        selection: Selection,
+        selection: Taken,
         order: Int64Array | None,
         storage: Storage,
         *,
