@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.errors import ChecksumError, DataError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.pieces import RangePieces
-from streaming.fetch.sums import sums_of
+from streaming.fetch.sums import EVERY, Mask, sums_of
 from streaming.index.sample_table import Records, SampleTable
 
 
 def narrowed(
     samples: SampleTable, rows: range, pieces: RangePieces, data: memoryview, fields: Sequence[str] | None, url: str,
-    *, kept: npt.NDArray[np.bool_] | None = None,
+    *, kept: Mask = EVERY,
 ) -> UnitLayout | None:  # fmt: skip
     """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum confirms.
 
@@ -29,7 +28,7 @@ def narrowed(
         data: The bytes.
         fields: Fields to deliver; None: all.
         url: The shard, for messages.
-        kept: Which of the samples are to be delivered, bool [n]; None: all.
+        kept: Which of the samples are to be delivered, bool [n].
 
     Returns:
         None if good and bad samples cannot be distinguished: they are not whole spans, or no checksum differs.
@@ -40,7 +39,7 @@ def narrowed(
         if got != one.crc32c:
             error = checksum_error(url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
             damage |= dict.fromkeys(range(one.first - rows.start, one.stop - rows.start), error)
-    is_part = fields is not None or kept is not None
+    is_part = fields is not None or not kept.all()
     if not damage and (not is_part or narrowed(samples, rows, pieces, data, None, url) is None):
         return None
     return layout_by_table(samples, rows, pieces, fields, damage)

@@ -10,20 +10,17 @@ from typing import NamedTuple, TypeAlias
 
 import crc32c
 import numpy as np
-import numpy.typing as npt
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.pieces import RangePieces, pieces_of
-from streaming.fetch.sums import Sum, sums_of
+from streaming.fetch.sums import Mask, Sum, sums_of
 from streaming.index.large import LARGE_BYTES
 from streaming.index.sample_table import Records, SampleTable
 from streaming.storage import ChangedError, Storage, looked_for, redact
 from streaming.tar import parse_chunk
-
-Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class ShardReading(NamedTuple):
@@ -131,19 +128,13 @@ class ShardFacts:
         samples: The sample table of the shard, or None. Requested only if large samples are to be read by fields, or
             bytes are damaged.
         gap_bytes: Gaps from this size on are not read: about what is read in the time of one more request.
-        kept: Which of samples ``[first, stop)`` of the shard a filter keeps, bool [n]; None: all. Others are not
-            delivered.
+        kept: Which of samples ``[first, stop)`` of the shard are wanted, bool [n]. Others are not delivered.
     """
 
     samples: Callable[[], SampleTable | None]
     gap_bytes: int
-    kept: Callable[[int, int], Mask] | None = None
+    kept: Callable[[int, int], Mask] = lambda first, stop: np.ones(stop - first, np.bool_)
     apart: Apart = apart_later
-
-    def kept_rows(self, rows: range) -> Mask | None:
-        """Return which of some samples are kept; None: all of them."""
-        mask = None if self.kept is None else self.kept(rows.start, rows.stop)
-        return None if mask is None or mask.all() else mask
 
 
 _NOTHING_KNOWN = ShardFacts(samples=lambda: None, gap_bytes=0)
@@ -206,7 +197,7 @@ def fetch_unit(
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
-        kept = known.kept_rows(rows)
+        kept = known.kept(rows.start, rows.stop)
         found = None
         if table is not None:
             found = narrowed(table, rows, read.plan.pieces, out, wanted.fields, wanted.shown_url, kept=kept)
@@ -241,12 +232,13 @@ def _part_of(wanted: FetchRange, rows: range, known: ShardFacts) -> _Part | None
 
     The sample table is not even requested if samples are small on average and no long run of them is filtered out.
     """
-    kept, mean_bytes = known.kept_rows(rows), wanted.num_bytes / max(1, len(rows))
+    kept, mean_bytes = known.kept(rows.start, rows.stop), wanted.num_bytes / max(1, len(rows))
+    hole = 0 if kept.all() else _longest_run(~kept)
     has_large = wanted.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
-    if not has_large and (kept is None or _longest_run(~kept) * mean_bytes < known.gap_bytes):
+    if not has_large and (not hole or hole * mean_bytes < known.gap_bytes):
         return None
     table = known.samples()
-    if table is None or not (table.large.fields if kept is None else table.num_spans):
+    if table is None or not (table.num_spans if hole else table.large.fields):
         return None
     sums = sums_of(table, rows.start, rows.stop, wanted.fields, kept)
     pieces = pieces_of(sums, wanted.byte_start, wanted.byte_end, known.gap_bytes)

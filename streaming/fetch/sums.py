@@ -15,6 +15,8 @@ from streaming.index.sample_table import SampleTable
 from streaming.types import Int64Array
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
+EVERY: Mask = np.ones((), np.bool_)
+"""All of any number of samples: an array without dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Sum:
 
 
 def sums_of(
-    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask | None = None
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask = EVERY
 ) -> tuple[Sum, ...]:
     """Return the checksums for samples ``[first, stop)``, in order of their first bytes.
 
@@ -84,26 +86,24 @@ def sums_of(
 
 
 def _large_members(
-    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None, kept: Mask | None
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None, kept: Mask
 ) -> list[tuple[int, int, int, int, bool]]:
     """Return start, end, sample and CRC32C of every large member of some samples, and whether it is wanted.
 
     By start.
     """
-    members = []
+    members, kept = [], np.broadcast_to(kept, stop - first)
     for name, sums in samples.large.fields.items():
         starts, sizes = samples.fields[name]
         asked = fields is None or name in fields
         for row in (np.flatnonzero(sums[first:stop] >= 0) + first).tolist():
             start = int(starts[row])
-            wanted = asked and (kept is None or bool(kept[row - first]))
+            wanted = asked and bool(kept[row - first])
             members.append((start, start + int(sizes[row]), row, int(sums[row]), wanted))
     return sorted(members)
 
 
-def _has_small(
-    samples: SampleTable, borders: Int64Array, fields: Sequence[str] | None, kept: Mask | None
-) -> list[bool]:
+def _has_small(samples: SampleTable, borders: Int64Array, fields: Sequence[str] | None, kept: Mask) -> list[bool]:
     """Return whether each span has wanted bytes outside its large members."""
     first, stop = borders[[0, -1]].tolist()
     there = np.full(stop - first, fields is None)
@@ -113,7 +113,6 @@ def _has_small(
             if name in samples.large.fields:
                 small &= samples.large.fields[name][first:stop] < 0
             there |= small
-    if kept is not None:
-        there &= kept
+    there &= kept
     found: list[bool] = np.logical_or.reduceat(there, borders[:-1] - first).tolist()
     return found
