@@ -68,7 +68,7 @@ def members(dataset: StreamingDataset) -> frozenset[int]:
     table = dataset.shards.table
     assert table is not None
     return frozenset(
-        np.flatnonzero(np.concatenate([dataset.keeps(shard) for shard in range(len(table.shards))])).tolist()
+        np.flatnonzero(np.concatenate([dataset.selection.mask(shard) for shard in range(len(table.shards))])).tolist()
     )
 
 

@@ -35,8 +35,8 @@ from streaming.filters.select import Filter, checked_subset, excluded_keys
 from streaming.filters.views import View, save_view
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import ChunkRule
-from streaming.index.kept import Kept, Selected
 from streaming.index.sample_table import SampleTable
+from streaming.index.selection import Filtered, Kept
 from streaming.job import once
 from streaming.plan.state import filter_fingerprint, why_differs
 from streaming.storage import Storage
@@ -558,14 +558,14 @@ def test_kept_samples_are_found_by_rank(shards: list[tuple[int, int]], seed: int
     kept = Kept(table, [np.packbits(mask, bitorder="little") for mask in masks])
     expected = [(shard, int(sample)) for shard, mask in enumerate(masks) for sample in np.flatnonzero(mask)]
 
-    def listed(selected: Selected) -> list[tuple[int, int]]:
+    def listed(selected: Filtered) -> list[tuple[int, int]]:
         counts = selected.table.num_samples
         chunks = np.repeat(np.arange(counts.size), counts)
         offsets = np.arange(chunks.size) - np.repeat(np.cumsum(counts) - counts, counts)
         samples = selected.table.first_sample[chunks] + selected.inside(chunks, offsets)
         return list(zip(selected.table.shard[chunks].tolist(), samples.tolist(), strict=True))
 
-    whole = Selected.of(table, kept, "f")
+    whole = Filtered.of(table, kept, "f")
     assert kept.total == len(expected)
     assert listed(whole) == expected
     low, high = sorted(draw.integers(0, len(expected) + 1, 2).tolist())

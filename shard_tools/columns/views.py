@@ -65,7 +65,7 @@ def save(
     selected = select(storage, shards, asked)
     view = View(
         name=name, where=None if asked.where is None else asked.where.text, subset=asked.subset,
-        excluded=asked.excluded, columns=versions_of(storage, shards, asked), num_kept=selected.kept.total,
+        excluded=asked.excluded, columns=versions_of(storage, shards, asked), num_kept=selected.total,
         num_samples=0 if shards.table is None else shards.table.total_samples,
     )  # fmt: skip
     save_view(storage, home, view, overwrite=overwrite)

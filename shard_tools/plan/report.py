@@ -243,8 +243,8 @@ def plan_opened(planned: Planned, *, options: PlanOptions) -> PlanReport:
     if not isinstance(planned, OpenedSet):
         return _plan_mixture(planned, options)
     may_slice = not options.shuffle and options.mesh.data_world_size > 1
-    reads = Reads.of(planned.chunk_bytes, planned.chunk_samples, planned.stored_samples)
-    is_filtered = planned.stored_samples is not planned.chunk_samples
+    reads = Reads.of(planned.chunk_bytes, planned.chunk_samples, planned.selection.stored_samples)
+    is_filtered = bool(planned.selection.filter)
     spans = planned.span_borders if may_slice and not is_filtered and planned.has_sample_tables() else None
     return _report(_Chunks(_epoch_plan(planned.table, options), planned.table, reads), options, spans)
 

@@ -117,7 +117,7 @@ def shares_of(
         SourceShare(
             name=name,
             num_samples=mixture.sizes[name],
-            kept=mixture.sizes[name] / max(int(one.stored_samples.sum()), 1),
+            kept=mixture.sizes[name] / max(int(one.selection.stored_samples.sum()), 1),
             drawn=int(drawn[at]),
             target=float(wanted[at]) / covered,
             realised=int(drawn[at]) / covered,
@@ -146,7 +146,7 @@ def shares_of(
 
 def reads_of(mixture: Mixture, drawn: Mapping[str, float]) -> Reads:
     """Return what is read of the chunks of all sources; the mean sample size is that of the samples drawn."""
-    parts = [Reads.of(one.chunk_bytes, one.chunk_samples, one.stored_samples) for _, one in sets_of(mixture)]
+    parts = [Reads.of(one.chunk_bytes, one.chunk_samples, one.selection.stored_samples) for _, one in sets_of(mixture)]
     weights = np.array([drawn[name] for name in mixture.names])
     return Reads(
         num_bytes=np.concatenate([part.num_bytes for part in parts]),
@@ -156,7 +156,7 @@ def reads_of(mixture: Mixture, drawn: Mapping[str, float]) -> Reads:
 
 
 def _mean_bytes(one: object) -> float:
-    chunk_bytes, stored = one.chunk_bytes, one.stored_samples  # type: ignore[attr-defined]
+    chunk_bytes, stored = one.chunk_bytes, one.selection.stored_samples  # type: ignore[attr-defined]
     return float(chunk_bytes.sum() / max(int(stored.sum()), 1))
 
 

@@ -47,7 +47,7 @@ class OpenedSet(ChunkSource):
         asked = asked_filter(
             storage, self.shards, where=where, view=view, subset=parse_subset(subset), exclude=None, peers=None
         )
-        self._window, self._selected = narrowed(storage, self.shards, asked)
+        self._selection = narrowed(storage, self.shards, asked)
         self._recent = RandomAccess()
 
 

@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from streaming.arguments import did_you_mean, format_bytes
 from streaming.catalog.build import (
@@ -53,7 +57,7 @@ CHECKED_AT_OPEN = 256
 wrong size is noticed at its first damaged or failing read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenShards(FoundShards):
     """Shards as found, in the order of the dataset, with the result of scanning those without an index.
 
@@ -64,6 +68,27 @@ class OpenShards(FoundShards):
 
     index: str | None
     scanned: tuple[SampleTable, ...] | None
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """The chunk table.
+
+        Raises:
+            IndexMissingError: There is no index, and the set is too large to index on the fly.
+        """
+        if self.table is None:
+            raise IndexMissingError(self.missing_index)
+        return self.table
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each shard, by its URL."""
+        return {url: number for number, url in enumerate(self.urls)}
+
+    @cached_property
+    def shown_urls(self) -> npt.NDArray[np.object_]:
+        """The URL of each shard as shown in samples and messages, without secrets."""
+        return np.array([redact(url) for url in self.urls], object)
 
 
 def open_shards(

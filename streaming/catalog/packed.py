@@ -266,8 +266,4 @@ def tokens_of(lengths: Int64Array) -> Int64Array:
 
 def samples_between(documents: ChunkSource, first: int, stop: int) -> tuple[int, Int64Array]:
     """Return the shard of chunks ``[first, stop)``, all of one, and the numbers in it of the samples that they give."""
-    table = documents.table
-    counts = table.num_samples[first:stop]
-    chunks = np.repeat(np.arange(first, stop), counts)
-    offsets = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return int(table.shard[first]), table.first_sample[chunks] + documents.samples_of(chunks, offsets)
+    return int(documents.table.shard[first]), documents.selection.samples(first, stop)

@@ -16,7 +16,6 @@ from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.decode import decode_field, raw
 from streaming.decode.registry import FieldDecoder
-from streaming.errors import IndexMissingError
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
@@ -76,9 +75,7 @@ class Versions:
         """Return the version of one shard; the same in every process."""
         version = self._known.get(shard)
         if version is None:
-            table = self._shards.table
-            if table is None:
-                raise IndexMissingError(self._shards.missing_index)
+            table = self._shards.chunks
             low, high = table.rows_of(shard)
             sums = hashlib.blake2b(table.crc32c[low:high].tobytes(), digest_size=16).hexdigest()
             version = self._known[shard] = f"{self._store}|{table.shards[shard].size_bytes}|{sums}"

@@ -6,12 +6,11 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.arguments import checked_seed
 from streaming.cache import NodeCache
@@ -30,12 +29,12 @@ from streaming.fetch.read import (
     size_of_unit,
 )
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
+from streaming.index.selection import Selection
 from streaming.packing.layout import PackRows
 from streaming.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.plan.settings import ShuffleConfig, order_settings
-from streaming.storage import ActiveRequest, Storage, redact, scheme_of
+from streaming.storage import ActiveRequest, Storage, scheme_of
 from streaming.types import Int64Array
 
 LOCAL_GAP_BYTES = 128 << 10
@@ -49,35 +48,6 @@ FILTER_GAP_BYTES = 128 << 10
 """The same where samples are filtered out, in any store: what is read costs the network's rate, while the requests of
 other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB would be nearly all that there is
 (docs/design/0023-filters.md)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """The part of the shards that a view covers: samples ``[first, stop)``, which begin in chunk ``first_chunk``.
-
-    ``table`` has the rows of these samples: of their chunks, which ``chunks`` has anyway, or of the units of a cut set.
-    """
-
-    first: int
-    stop: int
-    first_chunk: int
-    table: ChunkTable
-    chunks: ChunkTable
-
-    @classmethod
-    def of(cls, shards: OpenShards, first: int, stop: int, units: ChunkTable | None = None) -> Window:
-        """Return samples ``[first, stop)`` of some shards, or of the ``units`` that these are cut into.
-
-        Raises:
-            IndexMissingError: They have no chunk table.
-        """
-        if shards.table is None:
-            raise IndexMissingError(shards.missing_index)
-        first_chunk, chunks = shards.table.between(first, stop)
-        if units is None:
-            return cls(first=first, stop=stop, first_chunk=first_chunk, table=chunks, chunks=chunks)
-        first_chunk, table = units.between(first, stop)
-        return cls(first=first, stop=stop, first_chunk=first_chunk, table=table, chunks=chunks)
 
 
 class OneOrder(ABC):
@@ -148,49 +118,41 @@ class ChunkSource(OneOrder):
     cache: NodeCache | None
     fields: tuple[str, ...] | None
     decoders: FieldDecoder
-    _window: Window | None
-    _selected: Selected | None
+    _selection: Selection | None
     _versions: Versions
     _recent: RandomAccess
-    _units: ChunkTable | None = None
+
+    @property
+    def selection(self) -> Selection:
+        """Which samples of the shards this set has, and in which rows of their table.
+
+        Raises:
+            IndexMissingError: The set has no index and is too large to index on the fly.
+        """
+        if self._selection is None:
+            raise IndexMissingError(self.shards.missing_index)
+        return self._selection
 
     @property
     def table(self) -> ChunkTable:
-        """The chunk table.
+        """The chunk table: the rows that this set reads. See ``selection``."""
+        return self.selection.table
 
-        Raises:
-            IndexMissingError: The set has no index and is too large to index on the fly.
-        """
-        if self._selected is not None:
-            return self._selected.table
-        return self.whole_table if self._window is None else self._window.table
-
-    @property
-    def whole_table(self) -> ChunkTable:
-        """The rows of all shards, of which ``table`` has those that this set reads: chunks, or units.
-
-        Raises:
-            IndexMissingError: The set has no index and is too large to index on the fly.
-        """
-        if self.shards.table is None:
-            raise IndexMissingError(self.shards.missing_index)
-        return self.shards.table if self._units is None else self._units
+    def selecting(self, selection: Selection) -> Self:
+        """Return the same set with other samples of its shards, or with its samples in other rows of their table."""
+        made = copy.copy(self)
+        made._selection = selection
+        return made
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether ``in_units`` works: not for groups of samples, each of which reads parts of the same chunks."""
-        return self._selected is None or self._selected.can_be_cut
+        """See ``Selection``."""
+        return self.selection.can_be_cut
 
-    def in_units(self, units: ChunkTable) -> Self:
-        """Return the same set with rows of a finer table of its shards as its chunks (``streaming.catalog.cut``)."""
-        made = copy.copy(self)
-        made._units = units
-        if self._selected is not None:
-            made._selected = self._selected.over(units)
-        elif self._window is not None:
-            made._window = Window.of(self.shards, self._window.first, self._window.stop, units)
-        made._recent = RandomAccess(self._recent)
-        return made
+    @property
+    def can_grow(self) -> bool:
+        """See ``Selection``."""
+        return self.selection.can_grow
 
     @property
     def indexed(self) -> bool:
@@ -204,51 +166,17 @@ class ChunkSource(OneOrder):
 
     @property
     def fingerprint(self) -> str:
-        """See ``ChunkTable.fingerprint``, and ``Selected.fingerprint`` of a filtered set."""
-        if self._selected is not None:
-            return self._selected.fingerprint
-        chunks = self.shards.table if self._window is None else self._window.chunks
-        return self.table.fingerprint if chunks is None else chunks.fingerprint
-
-    @property
-    def can_grow(self) -> bool:
-        """Whether the set can be recognized after shards were appended; not for ranges and groups of samples."""
-        return self._window is None and (self._selected is None or self._selected.is_whole)
+        """See ``Selection.identity``."""
+        return self.selection.identity
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        """Return the number of chunks that the set had when this was its fingerprint.
-
-        Returns None unless shards have only been appended since.
-
-        Args:
-            fingerprint: Fingerprint of the set, current or earlier.
-            num_shards: Number of shards that it had; None: search, from all of them downwards.
-        """
-        whole = self.shards.table
-        if fingerprint == self.fingerprint:
-            return len(self.chunk_samples)
-        if whole is None or not self.can_grow:
-            return None
-        counts = range(len(whole.shards) - 1, 0, -1) if num_shards is None else (num_shards,)
-        for count in counts:
-            if not 0 < count < len(whole.shards):
-                continue
-            base = whole.take(range(count)).fingerprint
-            if fingerprint == (base if self._selected is None else self._selected.fingerprint_of(base, count)):
-                return int(np.searchsorted(self.table.shard, count))
-        return None
+        """See ``Selection.rows_when``."""
+        return self.selection.rows_when(fingerprint, num_shards)
 
     @property
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
         return self.table.num_samples
-
-    @property
-    def stored_samples(self) -> Int64Array:
-        """int64 [C], samples in the bytes of each chunk, including those that a filter leaves out."""
-        if self._selected is None:
-            return self.chunk_samples
-        return self.whole_table.num_samples[self._selected.chunks]
 
     @property
     def chunk_bytes(self) -> Int64Array:
@@ -273,11 +201,11 @@ class ChunkSource(OneOrder):
     @property
     def has_gaps(self) -> bool:
         """Whether a filter leaves samples out, so that offsets differ from the numbers inside a chunk's bytes."""
-        return self._selected is not None
+        return bool(self.selection.filter)
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``: the offsets, unless a filter leaves samples out."""
-        return offsets if self._selected is None else self._selected.inside(chunk_ids, offsets)
+        """See ``Source``, and ``Selection.inside``."""
+        return self.selection.inside(chunk_ids, offsets)
 
     def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:  # noqa: ARG002
         """See ``Source``: one sample each, the same in all passes."""
@@ -294,19 +222,6 @@ class ChunkSource(OneOrder):
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``Source``: nothing is kept."""
 
-    def keeps(self, shard: int) -> npt.NDArray[np.bool_]:
-        """Return which samples of a shard are in the set, bool [n]."""
-        whole = self.shards.table
-        if whole is None:
-            raise IndexMissingError(self.shards.missing_index)
-        count = whole.shards[shard].num_samples
-        if self._selected is not None:
-            return self._selected.rows(shard, count)
-        before = sum(one.num_samples for one in whole.shards[:shard])
-        low, high = (0, count) if self._window is None else (self._window.first - before, self._window.stop - before)
-        places = np.arange(count)
-        return (places >= low) & (places < high)
-
     def counters(self) -> dict[str, float]:
         """Return the counters of storage and cache since the set was opened, over all its loaders."""
         cache = {} if self.cache is None else self.cache.metrics.snapshot()
@@ -316,28 +231,18 @@ class ChunkSource(OneOrder):
         """Return the storage requests in progress, oldest first."""
         return self.storage.in_flight()
 
-    @cached_property
-    def _shown_urls(self) -> npt.NDArray[np.object_]:
-        return np.array([redact(url) for url in self.shards.urls], object)
-
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Return the URL of the shard of each chunk, as shown in samples and messages, without secrets."""
-        urls: list[str] = self._shown_urls[self.table.shard[chunk_ids]].tolist()
+        urls: list[str] = self.shards.shown_urls[self.table.shard[chunk_ids]].tolist()
         return urls
-
-    def _whole_id(self, chunk_id: int) -> int:
-        """Return the number of a chunk in the table of all chunks."""
-        if self._selected is not None:
-            return int(self._selected.chunks[chunk_id])
-        return chunk_id if self._window is None else self._window.first_chunk + chunk_id
 
     def run(self, first: int, stop: int) -> FetchRange:
         """Return the byte range of chunks ``[first, stop)`` of one shard, including what a filter leaves out.
 
         Samples count from the first one in the first chunk's bytes: there is no ``lead``.
         """
-        head, whole = self.chunk(first), self.whole_table
-        low, high = self._whole_id(first), self._whole_id(stop - 1) + 1
+        head, whole, rows = self.chunk(first), self.selection.whole, self.selection.rows
+        low, high = int(rows[first]), int(rows[stop - 1]) + 1
         if high - low == 1:
             return replace(head, lead=0)
         ends, sums = (whole.byte_end[low:high] - head.byte_start).tolist(), whole.crc32c[low:high].tolist()
@@ -348,26 +253,21 @@ class ChunkSource(OneOrder):
 
     def chunk(self, chunk_id: int) -> FetchRange:
         """Return the byte range of a whole chunk; in a view, a chunk that crosses its border includes other samples."""
-        table, lead = self.table, 0
-        if self._selected is not None:
-            table, chunk_id = self.whole_table, int(self._selected.chunks[chunk_id])
-        elif self._window is not None:
-            first = int(table.first_sample[chunk_id])
-            table, chunk_id = self.whole_table, self._window.first_chunk + chunk_id
-            lead = first - int(table.first_sample[chunk_id])
-        shard = int(table.shard[chunk_id])
+        given, whole = self.selection, self.selection.whole
+        row = int(given.rows[chunk_id])
+        shard, first_sample = int(whole.shard[row]), int(whole.first_sample[row])
         return FetchRange(
             url=self.shards.urls[shard],
-            byte_start=int(table.byte_start[chunk_id]),
-            byte_end=int(table.byte_end[chunk_id]),
-            first_sample=int(table.first_sample[chunk_id]),
-            num_samples=int(table.num_samples[chunk_id]),
-            crc32c=int(table.crc32c[chunk_id]),
-            shard_bytes=table.shards[shard].size_bytes,
+            byte_start=int(whole.byte_start[row]),
+            byte_end=int(whole.byte_end[row]),
+            first_sample=first_sample,
+            num_samples=int(whole.num_samples[row]),
+            crc32c=int(whole.crc32c[row]),
+            shard_bytes=whole.shards[shard].size_bytes,
             version="" if self.cache is None else self._versions.of(shard),
-            lead=lead,
+            lead=int(given.table.first_sample[chunk_id]) - first_sample,
             fields=self.fields,
-            kept="" if self._selected is None else self._selected.fingerprint,
+            kept=given.filter,
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
@@ -380,8 +280,7 @@ class ChunkSource(OneOrder):
         table is missing, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
-        there = whole.num_samples if self._selected is not None else self.table.num_samples[chunk_id]
-        if first == 0 and stop == there:
+        if first == 0 and stop == self.selection.stored_samples[chunk_id]:
             return whole
         samples = self._recent.table(self, int(self.table.shard[chunk_id]))
         if samples is None:
@@ -422,7 +321,7 @@ class ChunkSource(OneOrder):
 
         Reads sample tables.
         """
-        if self.fields is None and self._selected is None:
+        if self.fields is None and not self.selection.filter:
             return self.chunk_bytes[chunk_ids]
         return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
@@ -440,11 +339,10 @@ class ChunkSource(OneOrder):
 
     def _facts_of(self, url: str) -> ShardFacts:
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
-        samples = partial(self.samples_at, url)
-        if self._selected is None:
-            return ShardFacts(samples=samples, gap_bytes=gap_bytes)
-        kept = partial(self._selected.kept.rows, self._numbers[url])
-        return ShardFacts(samples=samples, gap_bytes=min(gap_bytes, FILTER_GAP_BYTES), kept=kept)
+        if self.selection.filter:
+            gap_bytes = min(gap_bytes, FILTER_GAP_BYTES)
+        kept = partial(self.selection.kept, self.shards.numbers[url])
+        return ShardFacts(samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location of a sample in its shard; None if the sample table is missing or unreadable."""
@@ -461,7 +359,7 @@ class ChunkSource(OneOrder):
             IndexFormatError: It is damaged.
         """
         try:
-            return self._recent.table(self, self._numbers[url])
+            return self._recent.table(self, self.shards.numbers[url])
         except IndexMismatchError:
             return None
 
@@ -470,15 +368,10 @@ class ChunkSource(OneOrder):
 
         Of a filtered set, where chunks begin.
         """
-        if self._selected is not None:
+        if self.selection.filter:
             counts = self.table.num_samples
             return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
         return span_borders(self.table, room_bytes, lambda shard: self.samples_at(self.shards.urls[shard]))
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        """The number of each shard, by its URL."""
-        return {url: number for number, url in enumerate(self.shards.urls)}
 
     def has_sample_tables(self) -> bool:
         """Tell whether the first shard has a sample table (datasets are indexed as a whole)."""

@@ -33,12 +33,12 @@ from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
-from streaming.catalog.source import ChunkSource, Window
+from streaming.catalog.source import ChunkSource
 from streaming.decode import DecodeSpec, resolve_decoders, with_described
 from streaming.errors import ConfigError, DecodeError
-from streaming.filters.groups import Selected
 from streaming.filters.select import Condition, narrowed
 from streaming.filters.views import asked_filter
+from streaming.index.selection import Selection
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.store import job_peers
 from streaming.plan.settings import ShuffleConfig
@@ -197,7 +197,7 @@ class StreamingDataset(ChunkSource):
             self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
         )
         self._asked = "" if asked is None else asked.words
-        self._window, self._selected = narrowed(self.storage, self.shards, asked, peers)
+        self._selection = narrowed(self.storage, self.shards, asked, peers)
         self._unsharded = UnshardedWarning()
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
@@ -264,20 +264,12 @@ class StreamingDataset(ChunkSource):
         first, stop, step = wanted.indices(len(self))
         if step != 1:
             raise ConfigError(f"dataset[{first}:{stop}:{step}]: a view is a range without a step; leave the step out")
-        view = copy.copy(self)
-        if self._selected is not None:
-            view._selected = self._selected.between(first, stop)
-            return view
-        before = 0 if self._window is None else self._window.first
-        view._window = Window.of(self.shards, before + first, before + max(first, stop), self._units)
-        return view
+        return self.selecting(self.selection.between(first, stop))
 
-    def of_group(self, selected: Selected, words: str) -> StreamingDataset:
+    def of_group(self, selected: Selection, words: str) -> StreamingDataset:
         """Return a view of one group of this set's samples; it shares connections, cache and sample tables."""
-        _ = self._shown_urls  # computed once for all groups
-        made = copy.copy(self)
-        made._window, made._selected, made._asked = None, selected, words
-        made._recent = RandomAccess(self._recent)
+        made = self.selecting(selected)
+        made._asked = words
         return made
 
     def map(self, function: Transform) -> Self:
@@ -325,21 +317,15 @@ class StreamingDataset(ChunkSource):
         parts = [self._spelt, f"{len(self.shards.urls)} shards"]
         if self.indexed:
             table = self.table
-            parts += [f"{len(self)} samples", format_bytes(table.total_bytes)]
+            parts += [f"{len(self)} samples", format_bytes(table.total_bytes), self._asked, self.selection.words]
         else:
             parts.append("no index")
-        if self._asked:
-            parts.append(self._asked)
-        if self._selected is not None and self._selected.table.total_samples < self._selected.kept.total:
-            parts.append(f"a view of samples {self._selected.first} to {self._selected.stop}")
-        elif self._window is not None:
-            parts.append(f"a view of samples {self._window.first} to {self._window.stop}")
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         if self.fields is not None:
             parts.append(f"fields {', '.join(self.fields)}")
         if self.transform is not None:
             parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
-        return f"StreamingDataset({', '.join(parts)})"
+        return f"StreamingDataset({', '.join(filter(None, parts))})"
 
 
 def _check_given(

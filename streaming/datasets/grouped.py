@@ -55,7 +55,7 @@ class GroupedMixture(Mixture):
         self.name_sources = checked_flag("name_sources", name_sources)
         self._cure = cure
         chosen = {name: grouping.selected(number, dataset.fingerprint, name) for number, name in names.items()}
-        self._piece_chunks = np.concatenate([chosen[name].chunks for name in sorted(chosen)])
+        self._piece_chunks = np.concatenate([chosen[name].rows for name in sorted(chosen)])
         members = {name: dataset.of_group(selected, name) for name, selected in chosen.items()}
         super().__init__(
             members, weights=weights, shuffle=dataset.shuffle_config if dataset.shuffle else False, seed=dataset.seed,
@@ -161,8 +161,8 @@ def grouped(
     """
     peers = job_peers(agent_store())
     return group_samples(
-        dataset.storage, dataset.shards, columns, option=f"{owner}: {option}", peers=peers, keeps=dataset.keeps,
-        coding=coding,
+        dataset.storage, dataset.shards, columns, option=f"{owner}: {option}", peers=peers,
+        keeps=dataset.selection.mask, coding=coding,
     )  # fmt: skip
 
 

@@ -288,7 +288,8 @@ class Mixture(JoinedSource):
         """Rebuild this mixture, which is a copy, over the current ``sources``, cut as before."""
         self.leaves = _leaves(self.sources)
         for name, table in self._units.items():
-            self.leaves[name] = _documents(self.leaves[name]).in_units(table)
+            one = _documents(self.leaves[name])
+            self.leaves[name] = one.selecting(one.selection.over(table))
         JoinedSource.__init__(self, self.leaves)
         self._take_over()
         return self
@@ -299,7 +300,7 @@ class Mixture(JoinedSource):
         cuts = []
         for name in sizes:
             one = _documents(self.leaves[name])
-            cuts.append(Cut(storage=one.storage, shards=one.shards, table=one.whole_table, unit_bytes=sizes[name]))
+            cuts.append(Cut(storage=one.storage, shards=one.shards, table=one.selection.whole, unit_bytes=sizes[name]))
         # Tables that stay as they are would only be copied.
         self._units = {
             name: table for name, table, cut in zip(sizes, cut_tables(cuts, peers), cuts, strict=True)

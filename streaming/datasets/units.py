@@ -40,7 +40,7 @@ def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Uni
 def _mean_bytes(dataset: StreamingDataset | Packed) -> float:
     """Return the mean size from the chunk table; chunks include what a filter leaves out."""
     stored = dataset.documents if isinstance(dataset, Packed) else dataset
-    kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
+    kept = stored.chunk_samples.sum() / stored.selection.stored_samples.sum()
     return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
 
 
@@ -64,7 +64,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
                 'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
                 "`shard_tools column add`"
             )
-        values = there_of(column, dataset.keeps(shard))
+        values = there_of(column, dataset.selection.mask(shard))
         total, count = total + int(numbers(values, np.float64).sum()), count + len(values)
     if not total:
         raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens; leave it out')

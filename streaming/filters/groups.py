@@ -34,7 +34,7 @@ from streaming.index.columns import (
     there_of,
     unpack_counts,
 )  # fmt: skip
-from streaming.index.kept import SampleGroups, Selected
+from streaming.index.selection import Member, SampleGroups
 from streaming.index.where import unknown_column
 from streaming.job.once import Peers, framed, part_of, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
@@ -47,7 +47,6 @@ __all__ = [
     "Counted",
     "Grouping",
     "SampleGroups",
-    "Selected",
     "Values",
     "group_samples",
     "labels_of",
@@ -99,7 +98,7 @@ class Grouping:
     groups: SampleGroups
     versions: Mapping[str, str]
 
-    def selected(self, number: int, base: str, name: str) -> Selected:
+    def selected(self, number: int, base: str, name: str) -> Member:
         """Return one group of a dataset whose fingerprint is ``base``.
 
         The group's own fingerprint is a digest of ``base``, the group and all groups: a checkpoint holds one per group.

@@ -25,7 +25,6 @@ import numpy as np
 from streaming.arguments import is_list
 from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.open import OpenShards, digest_of
-from streaming.catalog.source import Window
 from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
 from streaming.filters.late_columns import (
     LateColumn,
@@ -50,9 +49,9 @@ from streaming.index.columns import (
     type_named,
     without,
 )
-from streaming.index.kept import Kept, Selected
 from streaming.index.keys import key_array
 from streaming.index.layout import samples_directory
+from streaming.index.selection import Everything, Filtered, Kept, Selection
 from streaming.index.where import Where, unknown_column
 from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
@@ -222,22 +221,20 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 
 def narrowed(
     storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None
-) -> tuple[Window | None, Selected | None]:
-    """Return the range of samples, or what a filter keeps of them; neither if all samples are wanted.
+) -> Selection | None:
+    """Return the samples that are asked for; None: all of shards without an index.
 
     Raises:
         IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.
     """
-    if asked is None or asked.keeps_all:
-        return None, None
-    if not asked.is_range:
-        return None, select(storage, shards, asked, peers)
-    if shards.table is None:
-        raise IndexMissingError(shards.missing_index)
-    return Window.of(shards, *asked.bounds(shards.table.total_samples)), None
+    if asked is not None and not asked.is_range:
+        return select(storage, shards, asked, peers)
+    if asked is not None and not asked.keeps_all:
+        return Everything.of(shards.chunks).between(*asked.bounds(shards.chunks.total_samples))
+    return None if shards.table is None else Everything.of(shards.table)
 
 
-def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Selected:
+def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Filtered:
     """Return what a filter keeps; with peers, each rank evaluates a part of the shards.
 
     Raises:
@@ -258,7 +255,7 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
     seen = needed["seen"] and digest_of([needed, table.fingerprint, str(asked.where), list(asked.excluded)])
     work = _Work(storage, shards, table, asked, frozenset(needed["names"]), columns, seen)
     kept = work.joined(shared_parts(peers, f"kept/{name}", work.part))
-    selected = Selected.of(table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
+    selected = Filtered.of(table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
     if not kept.total:
         raise ConfigError(
             f"{asked.words} keeps none of the {table.total_samples:,} samples of {redact(shards.urls[0])}"

@@ -1,13 +1,13 @@
-"""Record which samples of some shards a filter keeps, or the group of each, and make the chunk table of the rest."""
+"""Choose which samples of some shards are read, as values: everything, a range, what a filter keeps, a group."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,25 +23,298 @@ _COUNTED_AT_ONCE = 1 << 22  # counts of chunks and groups at once: 32 MiB
 _POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 
 
-class Choice(Protocol):
-    """Which samples of some shards are given. A sample has a *place*, and a *rank*: the number of given ones before it.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection(ABC):
+    """Samples of some shards, in storage order, and the rows of a table that hold them; immutable.
+
+    Whoever reads a dataset asks this value, and never which form it has: all forms answer all questions, by these laws
+    (``tests/test_selection.py``)::
+
+        s.over(a).over(b) = s.over(b)      other rows, the same samples and identity
+        s.between(a, b).between(c, d) = s.between(a + c, a + d)      for d <= b - a
+        s.mask(shard)[s.samples(first, stop)] is True for the rows of this shard, and all else False
 
     Attributes:
-        chunk_places: int64 [C], place of the first sample of each chunk of the whole table.
-        total: Samples given.
+        chunks: The chunks of all shards, which the identity refers to.
+        whole: The rows of all shards: ``chunks``, or the units that these are cut into.
+        table: Those of these rows that have samples of this selection; ``num_samples`` counts these alone. In a row
+            that a range begins inside, ``first_sample`` is the first sample of the range; bytes and checksums stay
+            those of the whole row. So the table must not be written.
+        rows: Number in ``whole`` of each row of ``table``.
+        can_be_cut: Whether :meth:`over` works.
     """
 
-    @property
-    def chunk_places(self) -> Int64Array: ...  # noqa: D102
+    chunks: ChunkTable = field(repr=False)
+    whole: ChunkTable = field(repr=False)
+    table: ChunkTable = field(repr=False)
+    rows: range | Int64Array = field(repr=False)
+    can_be_cut = True
 
     @property
-    def total(self) -> int: ...  # noqa: D102
+    @abstractmethod
+    def identity(self) -> str:
+        """Distinguishes these samples from all others, whatever the rows: the fingerprint of the set."""
 
-    def places(self, ranks: Int64Array) -> Int64Array:
-        """Return the place of each rank, int64 [n]."""
+    @property
+    def filter(self) -> str:
+        """Identifies what leaves samples out between the first and the last; "": nothing does."""
+        return ""
 
-    def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Return which of samples ``[first, stop)`` of a shard are given, bool [n]."""
+    @property
+    def words(self) -> str:
+        """The range in words, for messages; "": there is none."""
+        return ""
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the same selection of fewer shards can be recognized."""
+        return False
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each row, including those that a filter leaves out."""
+        return self.table.num_samples
+
+    @abstractmethod
+    def over(self, whole: ChunkTable) -> Selection:
+        """Return the same samples, in the rows of another table of the same shards."""
+
+    @abstractmethod
+    def between(self, first: int, stop: int) -> Selection:
+        """Return samples ``[first, stop)`` of these."""
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as filters need it
+        """Return how many samples after the ``first_sample`` of its row the sample at each offset is, int64 [n]."""
+        return offsets
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:  # noqa: ARG002  as filters need it
+        """Return which of samples ``[first, stop)`` of a shard are delivered if their row is read, bool [n].
+
+        A row that a range begins or ends inside is read as a whole.
+        """
+        return np.ones(stop - first, np.bool_)
+
+    def samples(self, first: int, stop: int) -> Int64Array:
+        """Return the numbers in their shard of the samples of rows ``[first, stop)`` of ``table``, int64 [n]."""
+        counts = self.table.num_samples[first:stop]
+        rows = np.repeat(np.arange(first, stop), counts)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.table.first_sample[rows] + self.inside(rows, offsets)
+
+    def mask(self, shard: int) -> npt.NDArray[np.bool_]:
+        """Return which samples of a shard are in the selection, bool [n]."""
+        found = np.zeros(self.whole.shards[shard].num_samples, np.bool_)
+        found[self.samples(*self.table.rows_of(shard))] = True
+        return found
+
+    def rows_when(self, identity: str, num_shards: int | None) -> int | None:
+        """Return the number of rows that this selection had when this was its identity.
+
+        Returns None unless shards have only been appended since.
+
+        Args:
+            identity: An identity, current or earlier.
+            num_shards: Number of shards then; None: search, from all of them downwards.
+        """
+        if identity == self.identity:
+            return self.table.num_chunks
+        last = len(self.chunks.shards) if self.can_grow else 0
+        for count in range(last - 1, 0, -1) if num_shards is None else (num_shards,):
+            if 0 < count < last and identity == self._identity_of(count):
+                return int(np.searchsorted(self.table.shard, count))
+        return None
+
+    def _identity_of(self, num_shards: int) -> str:
+        """Return the identity of the same selection of the first shards alone."""
+        return self.chunks.take(range(num_shards)).fingerprint
+
+
+class Everything(Selection):
+    """All samples."""
+
+    can_grow = True
+
+    @classmethod
+    def of(cls, chunks: ChunkTable) -> Everything:
+        """Return all samples of these chunks."""
+        return cls(chunks=chunks, whole=chunks, table=chunks, rows=range(chunks.num_chunks))
+
+    @property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        return self.chunks.fingerprint
+
+    def over(self, whole: ChunkTable) -> Everything:
+        """See ``Selection``."""
+        return replace(self, whole=whole, table=whole, rows=range(whole.num_chunks))
+
+    def between(self, first: int, stop: int) -> Range:
+        """See ``Selection``."""
+        return Range.of(self.chunks, self.whole, first, max(first, stop))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Range(Selection):
+    """Samples ``[first, stop)`` of all."""
+
+    first: int
+    stop: int
+
+    @classmethod
+    def of(cls, chunks: ChunkTable, whole: ChunkTable, first: int, stop: int) -> Range:
+        """Return a range of the samples of these chunks."""
+        low, table = whole.between(first, stop)
+        rows = range(low, low + table.num_chunks)
+        return cls(chunks=chunks, whole=whole, first=first, stop=stop, table=table, rows=rows)
+
+    @cached_property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        is_cut = self.whole is not self.chunks
+        return (self.over(self.chunks) if is_cut else self).table.fingerprint
+
+    def over(self, whole: ChunkTable) -> Range:
+        """See ``Selection``."""
+        return Range.of(self.chunks, whole, self.first, self.stop)
+
+    def between(self, first: int, stop: int) -> Range:
+        """See ``Selection``."""
+        return Range.of(self.chunks, self.whole, self.first + first, self.first + max(first, stop))
+
+    @property
+    def words(self) -> str:
+        """See ``Selection``."""
+        return f"a view of samples {self.first} to {self.stop}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chosen(Selection):
+    """Samples ``[first, stop)`` of those that are chosen one by one, each of which has a *rank* among the chosen.
+
+    Attributes:
+        name: Identity of all that are chosen; see ``streaming.plan.state.filter_fingerprint``.
+        total: Number of all that are chosen.
+        begins: int64 [C], chosen samples before each row.
+    """
+
+    name: str
+    total: int
+    first: int
+    stop: int
+    rows: Int64Array = field(repr=False)
+    begins: Int64Array = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        return f"{self.name};samples={self.first} to {self.stop}" if self.is_part else self.name
+
+    @property
+    def filter(self) -> str:
+        """See ``Selection``."""
+        return self.identity
+
+    @property
+    def words(self) -> str:
+        """See ``Selection``."""
+        return f"a view of samples {self.first} to {self.stop}" if self.is_part else ""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a range of what is chosen."""
+        return (self.first, self.stop) != (0, self.total)
+
+    @cached_property
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``."""
+        return self.whole.num_samples[self.rows]
+
+    def between(self, first: int, stop: int) -> Self:
+        """See ``Selection``."""
+        low, high = self.first + first, self.first + max(first, stop)
+        begins = np.maximum(self.begins, self.first)
+        ends = begins + self.table.num_samples
+        rows = slice(int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(begins, high)))
+        counts = np.minimum(ends[rows], high) - np.maximum(begins[rows], low)
+        table = self.table.rows(np.arange(len(ends))[rows], counts)
+        return replace(self, table=table, rows=self.rows[rows], begins=self.begins[rows], first=low, stop=high)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Filtered(Chosen):
+    """What a filter keeps, or a range of that."""
+
+    bits: Kept = field(repr=False)
+
+    @classmethod
+    def of(cls, chunks: ChunkTable, bits: Kept, name: str) -> Filtered:
+        """Return all that is kept of the shards of a chunk table."""
+        return cls._over(chunks, chunks, bits, name)
+
+    @classmethod
+    def _over(cls, chunks: ChunkTable, whole: ChunkTable, bits: Kept, name: str) -> Filtered:
+        places = bits.shard_places[whole.shard] + whole.first_sample
+        begins = bits.ranks(places)
+        counts = bits.ranks(places + whole.num_samples) - begins
+        rows = np.flatnonzero(counts)
+        return cls(
+            chunks=chunks, whole=whole, bits=bits, name=name, total=bits.total, first=0, stop=bits.total,
+            table=whole.rows(rows, counts[rows]), rows=rows, begins=begins[rows],
+        )  # fmt: skip
+
+    def over(self, whole: ChunkTable) -> Filtered:
+        """See ``Selection``."""
+        return self._over(self.chunks, whole, self.bits, self.name).between(self.first, self.stop)
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        places = self.bits.places(np.maximum(self.begins[rows], self.first) + offsets)
+        found: Int64Array = places - self.bits.shard_places[self.table.shard[rows]] - self.table.first_sample[rows]
+        return found
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Selection``."""
+        return self.bits.rows(shard, first, stop)
+
+    @property
+    def can_grow(self) -> bool:
+        """See ``Selection``."""
+        return not self.is_part
+
+    def _identity_of(self, num_shards: int) -> str:
+        """See ``Selection``."""
+        asked = self.name.partition(";")[2].rpartition("kept=")[0]
+        return f"{super()._identity_of(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Member(Chosen):
+    """The samples of one group, or a range of them. Groups read parts of the same chunks, so these are not cut."""
+
+    groups: SampleGroups = field(repr=False)
+    number: int
+
+    can_be_cut = False
+
+    def over(self, whole: ChunkTable) -> Member:  # noqa: ARG002  as Selection has it
+        """Refuse: see ``can_be_cut``."""
+        raise TypeError("groups are not cut")
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Selection``; searches each row concerned."""
+        found = np.empty(len(offsets), np.int64)
+        for row, of_row in rows_by(rows):
+            first = int(self.table.first_sample[row])
+            stop, begin = first + int(self.whole.num_samples[self.rows[row]]), int(self.begins[row])
+            members = np.flatnonzero(self.kept(int(self.table.shard[row]), first, stop))
+            found[of_row] = members[max(begin, self.first) - begin + offsets[of_row]]
+        return found
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Selection``."""
+        place = int(self.groups.shard_places[shard])
+        found: npt.NDArray[np.bool_] = self.groups.codes[place + first : place + stop] == self.number
+        return found
 
 
 class Kept:
@@ -63,21 +336,6 @@ class Kept:
         self._bits = np.concatenate([*bits, padding]).reshape(-1, _BLOCK)
         counts = [_POPCOUNT[part].sum(axis=1, dtype=np.int64) for part in _parts(self._bits)]
         self._before = sums(np.concatenate(counts))
-        self._count(table)
-
-    def over(self, table: ChunkTable) -> Kept:
-        """Return the same choice, counted by the rows of another table of the same shards."""
-        made = copy.copy(self)
-        made._count(table)
-        return made
-
-    def _count(self, table: ChunkTable) -> None:
-        self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
-        ends = self.ranks(self.chunk_places + table.num_samples)
-        self.chunk_ranks: Int64Array = self.ranks(self.chunk_places)
-        """int64 [C], samples kept before each chunk."""
-        self.chunk_counts: Int64Array = ends - self.chunk_ranks
-        """int64 [C], samples kept of each chunk."""
 
     @property
     def total(self) -> int:
@@ -152,7 +410,6 @@ class SampleGroups:
         self.codes = codes.astype(np.uint8) if num_groups < 2**8 else codes
         self.codes.setflags(write=False)
         self.shard_places: Int64Array = np.cumsum(counts) - counts
-        self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
         found = [self._pieces(chunks, num_groups) for chunks in _blocks(table.num_chunks, num_groups)]
         # The pieces of chunks, sorted by group, then by chunk.
         chunks, groups, sizes = (np.concatenate([one[i] for one in found]) for i in range(3))
@@ -162,78 +419,30 @@ class SampleGroups:
         self.sizes: Int64Array = np.bincount(groups, sizes, num_groups).astype(np.int64)
         """int64 [num_groups], samples of each group."""
 
-    def chunk_stop(self, place: int) -> int:
-        """Return the place after the last sample of the chunk that holds a place."""
-        chunk = int(np.searchsorted(self.chunk_places, place, side="right")) - 1
-        return int(self.chunk_places[chunk] + self.table.num_samples[chunk])
-
     @cached_property
     def digest(self) -> str:
         """Identifies these groups among all of the same shards; 32 hex digits."""
         return hashlib.blake2b(self.codes.astype("<u2").tobytes(), digest_size=16).hexdigest()
 
-    def selected(self, number: int, fingerprint: str) -> Selected:
-        """Return the samples of one group, in the form of a filter that keeps them."""
+    def selected(self, number: int, name: str) -> Member:
+        """Return the samples of one group, whose identity is ``name``."""
         low, high = self._borders[number : number + 2].tolist()
-        chunks, counts = self._chunks[low:high], self._counts[low:high]
-        ranks: Int64Array = np.cumsum(counts) - counts
-        kept = Member(self, number, self.chunk_places[chunks], ranks, int(self.sizes[number]))
-        return Selected(
-            kept=kept, table=self.table.rows(chunks, counts), chunks=chunks, ranks=ranks, first=0, stop=kept.total,
-            fingerprint=fingerprint,
+        chunks, counts, total = self._chunks[low:high], self._counts[low:high], int(self.sizes[number])
+        return Member(
+            chunks=self.table, whole=self.table, groups=self, number=number, name=name, total=total, first=0,
+            stop=total, table=self.table.rows(chunks, counts), rows=chunks, begins=np.cumsum(counts) - counts,
         )  # fmt: skip
 
     def _pieces(self, chunks: range, num_groups: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return chunk, group and number of samples of the pieces of some consecutive chunks."""
         sizes = self.table.num_samples[chunks.start : chunks.stop]
-        first = int(self.chunk_places[chunks.start])
+        first = int(self.shard_places[self.table.shard[chunks.start]] + self.table.first_sample[chunks.start])
         codes = self.codes[first : first + int(sizes.sum())].astype(np.int64)
         cells = np.repeat(np.arange(len(chunks)) * (num_groups + 1), sizes) + codes
         counts = np.bincount(cells, minlength=len(chunks) * (num_groups + 1))
         counts = counts.reshape(len(chunks), num_groups + 1)[:, :num_groups]
         at, group = np.nonzero(counts)
         return at + chunks.start, group, counts[at, group]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Member:
-    """The samples of one group; a ``Choice``.
-
-    Attributes:
-        groups: All groups.
-        number: Number of this group.
-        firsts: int64 [n], place of the first sample of each chunk that has samples of the group.
-        ranks: int64 [n], rank of the first such sample.
-        total: Samples of the group.
-    """
-
-    groups: SampleGroups = field(repr=False)
-    number: int
-    firsts: Int64Array = field(repr=False)
-    ranks: Int64Array = field(repr=False)
-    total: int
-
-    @property
-    def chunk_places(self) -> Int64Array:
-        """See ``Choice``."""
-        return self.groups.chunk_places
-
-    def places(self, ranks: Int64Array) -> Int64Array:
-        """See ``Choice``; searches each chunk concerned."""
-        found = np.empty(len(ranks), np.int64)
-        pieces = np.searchsorted(self.ranks, ranks, side="right") - 1
-        for piece, rows in rows_by(pieces):
-            first = int(self.firsts[piece])
-            last = self.groups.chunk_stop(first)
-            inside = np.flatnonzero(self.groups.codes[first:last] == self.number)
-            found[rows] = first + inside[ranks[rows] - self.ranks[piece]]
-        return found
-
-    def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """See ``Choice``."""
-        place = int(self.groups.shard_places[shard])
-        found: npt.NDArray[np.bool_] = self.groups.codes[place + first : place + stop] == self.number
-        return found
 
 
 def _blocks(num_chunks: int, num_groups: int) -> list[range]:
@@ -244,90 +453,3 @@ def _blocks(num_chunks: int, num_groups: int) -> list[range]:
 
 def _parts(bits: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
     return [bits[at : at + _AT_ONCE] for at in range(0, len(bits), _AT_ONCE)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Selected:
-    """The chunks of which a filter keeps samples, or a range of the kept samples.
-
-    Attributes:
-        kept: Which samples are kept.
-        table: Rows of these chunks in the whole chunk table, except that ``num_samples`` counts the samples given. Must
-            not be written.
-        chunks: int64 [C], number of each chunk in the whole table.
-        ranks: int64 [C], rank of the first sample that each chunk gives.
-        first: Rank of the first sample.
-        stop: One past the rank of the last one.
-        fingerprint: Fingerprint of the filter; see ``streaming.plan.state.filter_fingerprint``.
-    """
-
-    kept: Choice = field(repr=False)
-    table: ChunkTable = field(repr=False)
-    chunks: Int64Array = field(repr=False)
-    ranks: Int64Array = field(repr=False)
-    first: int
-    stop: int
-    fingerprint: str
-
-    @classmethod
-    def of(cls, whole: ChunkTable, kept: Kept, fingerprint: str) -> Selected:
-        """Return all that is kept of the shards of a chunk table."""
-        chunks = np.flatnonzero(kept.chunk_counts)
-        rows = whole.rows(chunks, kept.chunk_counts[chunks])
-        return cls(
-            kept=kept, table=rows, chunks=chunks, ranks=kept.chunk_ranks[chunks], first=0, stop=kept.total,
-            fingerprint=fingerprint,
-        )  # fmt: skip
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether :meth:`over` knows the same samples in another table: not of groups."""
-        return isinstance(self.kept, Kept)
-
-    def over(self, whole: ChunkTable) -> Selected:
-        """Return the same samples, as rows of another table of the same shards."""
-        if not isinstance(self.kept, Kept):
-            raise TypeError("groups are not cut")
-        every = Selected.of(whole, self.kept.over(whole), self.fingerprint)
-        return replace(every.between(self.first, self.stop), fingerprint=self.fingerprint)
-
-    def between(self, first: int, stop: int) -> Selected:
-        """Return samples ``[first, stop)`` of these."""
-        low, high = self.first + first, self.first + max(first, stop)
-        ends = self.ranks + self.table.num_samples
-        rows = slice(int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(self.ranks, high)))
-        ranks = np.maximum(self.ranks[rows], low)
-        counts = np.minimum(ends[rows], high) - ranks
-        table = self.table.rows(np.arange(len(ends))[rows], counts)
-        whole = self.fingerprint.partition(";samples=")[0]
-        fingerprint = whole if (low, high) == (0, self.kept.total) else f"{whole};samples={low} to {high}"
-        return replace(
-            self, table=table, chunks=self.chunks[rows], ranks=ranks, first=low, stop=high, fingerprint=fingerprint
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is all that a filter keeps of the shards: neither a group nor a range of samples."""
-        return isinstance(self.kept, Kept) and self.fingerprint.endswith(f";kept={self.kept.digest}")
-
-    def fingerprint_of(self, base: str, num_shards: int) -> str:
-        """Return the fingerprint of the same whole filter over the first shards alone, whose own one is ``base``."""
-        if not isinstance(self.kept, Kept):
-            raise TypeError("groups are no filter")
-        asked = self.fingerprint.partition(";")[2].rpartition("kept=")[0]
-        return f"{base};{asked}kept={self.kept.digest_of(num_shards)}"
-
-    def rows(self, shard: int, num_samples: int) -> npt.NDArray[np.bool_]:
-        """Return which samples of a shard with ``num_samples`` samples are given, bool [num_samples]."""
-        found = np.zeros(num_samples, np.bool_)
-        of_shard = np.flatnonzero(self.table.shard == shard)
-        chunk_ids = np.repeat(of_shard, self.table.num_samples[of_shard])
-        within = np.arange(len(chunk_ids)) - np.searchsorted(chunk_ids, chunk_ids)
-        found[self.table.first_sample[chunk_ids] + self.inside(chunk_ids, within)] = True
-        return found
-
-    def inside(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """Return the number inside its chunk's bytes of the sample at each offset, int64 [n]."""
-        places = self.kept.places(self.ranks[chunk_ids] + offsets)
-        found: Int64Array = places - self.kept.chunk_places[self.chunks[chunk_ids]]
-        return found
