@@ -92,11 +92,11 @@ class JoinedSource(OneOrder):
         """See ``Source``: the offsets, unless a filter keeps only part of a source."""
         if not self._have_gaps.any():
             return offsets
-        found = offsets.copy()
-        for source, rows in rows_by(self.source_of(chunk_ids)):
-            if self._have_gaps[source]:
-                within = chunk_ids[rows] - self._starts[source]
-                found[rows] = self._joined[source].samples_of(within, offsets[rows])
+        found, sources = offsets.copy(), self.source_of(chunk_ids)
+        filtered = np.flatnonzero(self._have_gaps[sources])
+        for source, among in rows_by(sources[filtered]):
+            rows = filtered[among]
+            found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
         return found
 
     def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:
