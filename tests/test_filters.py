@@ -565,7 +565,7 @@ def test_kept_samples_are_found_by_rank(shards: list[tuple[int, int]], seed: int
         samples = selected.table.first_sample[chunks] + selected.inside(chunks, offsets)
         return list(zip(selected.table.shard[chunks].tolist(), samples.tolist(), strict=True))
 
-    whole = Filtered.of(table, kept, "f")
+    whole = Filtered.of(table, table, kept, "f")
     assert kept.total == len(expected)
     assert listed(whole) == expected
     low, high = sorted(draw.integers(0, len(expected) + 1, 2).tolist())

@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     if "filter" in form:
         bits = np.split(codes == 0, np.cumsum([sum(one) for one in counts])[:-1])
         kept = Kept(table, [np.packbits(one, bitorder="little") for one in bits])
-        made: Selection = Filtered.of(table, kept, filter_fingerprint(table.fingerprint, {"kept": kept.digest}))
+        made: Selection = Filtered.of(table, table, kept, filter_fingerprint(table.fingerprint, {"kept": kept.digest}))
         expected = np.flatnonzero(codes == 0).tolist()
     elif "group" in form:
         made, expected = SampleGroups(table, codes, 2).selected(1, "g"), np.flatnonzero(codes == 1).tolist()
@@ -133,7 +133,7 @@ def test_a_selection_is_recognized_after_shards_were_appended(case: Case, added:
     if "filter" in case.form:
         bits = [np.packbits(selection.kept(n, 0, sum(one)), bitorder="little") for n, one in enumerate(case.counts)]
         kept = Kept(grown, [*bits, np.packbits(np.ones(added, np.bool_), bitorder="little")])
-        now = Filtered.of(grown, kept, filter_fingerprint(grown.fingerprint, {"kept": kept.digest}))
+        now = Filtered.of(grown, grown, kept, filter_fingerprint(grown.fingerprint, {"kept": kept.digest}))
     if case.form in ("everything", "a filter"):
         for num_shards in (None, len(case.counts)):
             assert now.rows_when(before_it, num_shards) == selection.table.num_chunks
@@ -145,7 +145,8 @@ def test_identities_are_those_that_states_hold() -> None:
     table = table_of([[3, 4, 2], [5, 1]])
     bits = [np.packbits(np.arange(9) % 2 == 0, bitorder="little"), np.packbits(np.arange(6) > 2, bitorder="little")]
     kept = Kept(table, bits)
-    filtered = Filtered.of(table, kept, filter_fingerprint(table.fingerprint, {"where": "a;b", "kept": kept.digest}))
+    name = filter_fingerprint(table.fingerprint, {"where": "a;b", "kept": kept.digest})
+    filtered = Filtered.of(table, table, kept, name)
     group = SampleGroups(table, np.arange(15).astype(np.uint16) % 3, 2).selected(1, "some digest")
     whole = "fa87064c4f9e469abb6985809c7a8155cc7d0d5b226acda0dbac9652246b8a74"
     assert Everything.of(table).identity == whole

@@ -87,7 +87,6 @@ class PackedSource(OneOrder):
         self._groups = groups
         self._lengths_of = lengths_of
         self._fits = fits
-        self._shard_of_url = {url: number for number, url in enumerate(documents.urls)}
         self._recent = Recent[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
         self._records = Recent[int, Records | None](_KEPT_BYTES // _RECORDS_SHARE, _size_of_records)
 
@@ -212,14 +211,14 @@ class PackedSource(OneOrder):
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
-        self._lengths_of(self._shard_of_url[wanted.url])
+        self._lengths_of(self.documents.shards.numbers[wanted.url])
         return self.documents.fetch_unit(wanted, out, self.apart)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
         """See ``Source``: the sample table says it in less time than headers, unless it is gone or does not fit."""
-        found = None
+        found, numbers = None, self.documents.shards.numbers
         with suppress(StorageError):
-            records = None if self.documents.fields is None else self.records_of(self._shard_of_url[wanted.url])
+            records = None if self.documents.fields is None else self.records_of(numbers[wanted.url])
             found = None if records is None else layout_by_records(records, wanted)
         return apart_later(wanted) if found is None else found
 

@@ -86,14 +86,11 @@ class RandomAccess:
     """Cache recent reads of one dataset, for random access. Thread-safe.
 
     The dataset, which owns this, is given to each call: if both knew each other, its tables would stay until Python's
-    garbage collector runs, which large jobs turn off.
-
-    Args:
-        tables: Random access to another selection of the same shards, whose cache of sample tables is shared.
+    garbage collector runs, which large jobs turn off. Other selections of its shards, and copies with other functions,
+    share it: what is kept depends on neither.
     """
 
-    def __init__(self, tables: RandomAccess | None = None) -> None:
-        self._kept_by = tables
+    def __init__(self) -> None:
         self._chunks: OrderedDict[UnitKey, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables = Recent[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
         self._renew_locks()
@@ -116,8 +113,6 @@ class RandomAccess:
 
     def table(self, dataset: Readable, shard: int) -> SampleTable | None:
         """Return the sample table of a shard, or None if it has none; read once, even if many threads ask."""
-        if self._kept_by is not None:
-            return self._kept_by.table(dataset, shard)
         return self._tables.of(shard, lambda: sample_table(dataset.storage, dataset.shards, shard))
 
     def tell_lost(self, shown_url: str) -> None:

@@ -291,7 +291,6 @@ class StreamingDataset(ChunkSource):
             dataset = StreamingDataset("s3://bucket/train/").map(resize).map(flip)
         """
         made = copy.copy(self)
-        made._recent = RandomAccess(self._recent)
         before = as_chain(self.transform)
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made

@@ -255,7 +255,7 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
     seen = needed["seen"] and digest_of([needed, table.fingerprint, str(asked.where), list(asked.excluded)])
     work = _Work(storage, shards, table, asked, frozenset(needed["names"]), columns, seen)
     kept = work.joined(shared_parts(peers, f"kept/{name}", work.part))
-    selected = Filtered.of(table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
+    selected = Filtered.of(table, table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
     if not kept.total:
         raise ConfigError(
             f"{asked.words} keeps none of the {table.total_samples:,} samples of {redact(shards.urls[0])}"

@@ -247,12 +247,8 @@ class Filtered(Chosen):
     bits: Kept = field(repr=False)
 
     @classmethod
-    def of(cls, chunks: ChunkTable, bits: Kept, name: str) -> Filtered:
-        """Return all that is kept of the shards of a chunk table."""
-        return cls._over(chunks, chunks, bits, name)
-
-    @classmethod
-    def _over(cls, chunks: ChunkTable, whole: ChunkTable, bits: Kept, name: str) -> Filtered:
+    def of(cls, chunks: ChunkTable, whole: ChunkTable, bits: Kept, name: str) -> Filtered:
+        """Return all that is kept of these chunks."""
         places = bits.shard_places[whole.shard] + whole.first_sample
         begins = bits.ranks(places)
         counts = bits.ranks(places + whole.num_samples) - begins
@@ -264,7 +260,7 @@ class Filtered(Chosen):
 
     def over(self, whole: ChunkTable) -> Filtered:
         """See ``Selection``."""
-        return self._over(self.chunks, whole, self.bits, self.name).between(self.first, self.stop)
+        return Filtered.of(self.chunks, whole, self.bits, self.name).between(self.first, self.stop)
 
     def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
         """See ``Selection``."""
