@@ -253,8 +253,8 @@ class ChunkSource(OneOrder):
 
     def chunk(self, chunk_id: int) -> FetchRange:
         """Return the byte range of a whole chunk; in a view, a chunk that crosses its border includes other samples."""
-        given, whole = self.selection, self.selection.whole
-        row = int(given.rows[chunk_id])
+        given = self.selection
+        whole, row = given.whole, int(given.rows[chunk_id])
         shard, first_sample = int(whole.shard[row]), int(whole.first_sample[row])
         return FetchRange(
             url=self.shards.urls[shard],

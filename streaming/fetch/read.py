@@ -233,7 +233,7 @@ def _part_of(wanted: FetchRange, rows: range, known: ShardFacts) -> _Part | None
     The sample table is not even requested if samples are small on average and no long run of them is filtered out.
     """
     kept, mean_bytes = known.kept(rows.start, rows.stop), wanted.num_bytes / max(1, len(rows))
-    hole = 0 if kept.all() else _longest_run(~kept)
+    hole = 0 if np.count_nonzero(kept) == len(kept) else _longest_run(~kept)
     has_large = wanted.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
     if not has_large and (not hole or hole * mean_bytes < known.gap_bytes):
         return None
