@@ -97,6 +97,7 @@ class BadSamples:
         if tally is not None:
             tally.begin()
         with self._lock:
+            # All counts are of this epoch, and the limits are those of its rows: a report sees both or neither.
             self._seen.clear()
             self._found_in.clear()
             self._allowed_of = dict(allowed_of or {})
@@ -121,6 +122,7 @@ class BadSamples:
             self._changed_length(shown, bad.reason)
             return
         with self._lock:
+            # A sample is in _seen once, however many batches lose it; counts, log and file agree with _seen.
             name = (bad.url, bad.key, bad.number)
             if name in self._seen:
                 return
@@ -138,6 +140,7 @@ class BadSamples:
     def _changed_length(self, shown: str, reason: str) -> None:
         self._metrics.add("changed_lengths")
         with self._lock:
+            # Set by exactly one caller, who warns.
             told, self._has_told_length = self._has_told_length, True
         if not told:
             _log.warning(
@@ -160,6 +163,7 @@ class BadSamples:
         total = self._tally.total(len(self._seen))
         if total > self._allowed:
             with self._lock:
+                # The message counts what _seen holds.
                 raise self._too_many(total, f"over all ranks, {len(self._seen)} of them on this one")
 
     def finish(self, num_rows: int) -> None:
@@ -205,6 +209,7 @@ class BadSamples:
     def listing(self) -> list[dict[str, Any]]:
         """Return all of them, as plain dicts."""
         with self._lock:
+            # Nobody reports while the list is made.
             return [record.as_dict() for record in self._seen.values()]
 
 

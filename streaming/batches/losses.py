@@ -44,6 +44,7 @@ class LossLog:
     def start(self, epoch: int) -> None:
         """Start again, for an epoch or the rest of one."""
         with self._lock:
+            # Counts are of this epoch only.
             self._epoch = epoch
             self._counts.clear()
 
@@ -57,6 +58,7 @@ class LossLog:
             trace: The user's traceback.
         """
         with self._lock:
+            # number is this sample's own: one caller gets 1, and warns.
             self._counts[stage] += 1
             number, counts, where = self._counts.total(), self._told(), self._where()
         if number == 1:
@@ -77,6 +79,7 @@ class LossLog:
             num_rows: Samples that this rank should have received since ``start``.
         """
         with self._lock:
+            # Each loss is in one summary: whoever comes later counts toward the next one.
             counts, number, dropped, where = self._told(), self._counts.total(), self._counts[DROPPED], self._where()
             self._counts.clear()
         if not number:

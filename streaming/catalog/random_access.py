@@ -139,6 +139,7 @@ class RandomAccess:
         """Return key and raw fields of the sample at this place inside a chunk."""
         whole = dataset.chunk(chunk)
         with self._lock:
+            # The entry may go right afterwards; what was returned stays valid, since nobody changes it.
             known = self._chunks.get(whole.key)
         if known is None and self.table(dataset, int(dataset.table.shard[chunk])) is not None:
             wanted = dataset.slice(chunk, offset, offset + 1)
@@ -148,6 +149,7 @@ class RandomAccess:
             offset += whole.lead
             known = known or _read(dataset, whole)
             with self._lock:
+                # At most _RECENT_CHUNKS; two threads that read the same chunk leave one entry.
                 self._chunks[whole.key] = known
                 while len(self._chunks) > _RECENT_CHUNKS:
                     self._chunks.popitem(last=False)

@@ -222,6 +222,7 @@ class Delivery(ABC):
             self._consumer = None
             if self._closed:
                 with self._changed:
+                    # _closed is set, so whoever waits looks again and goes.
                     self._changed.notify_all()
         if self._closed:
             raise StopIteration
@@ -258,6 +259,7 @@ class Delivery(ABC):
     def _take(self, number: int) -> Any:
         """Return the batch, from a builder or, if none has begun it, built right here."""
         with self._changed:
+            # Each batch is built once: by whoever counts it in _started under this lock.
             while not self._closed:
                 self._go_on()
                 if number in self._results:

@@ -128,6 +128,7 @@ class Substitutes:
         if chunk not in self._held:
             wanted = self._source.chunk(chunk)
             with self._store.changed:
+                # The units are held, by count, until this object releases them.
                 self._held[chunk] = self._store.hold(wanted)
         return self._held[chunk]
 

@@ -217,6 +217,7 @@ class EpochLoop(BaseLoop):
         """Keep the chunks that the current run releases, until the next run has chosen those that it needs."""
         if self._store is not None:
             with self._store.changed:
+                # From here on, released units stay in memory until keep_first() chooses.
                 self._store.retain = True
         self._keeps_chunks = self._store is not None
 
@@ -486,6 +487,7 @@ class EpochLoop(BaseLoop):
     def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
         """Keep those chunks released by the run before, of an earlier world or plan, that are wanted now."""
         with store.changed:
+            # What is kept and wanted is held again; everything else that was retained is free.
             num_kept = store.keep_first(wanted)
         self._keeps_chunks = False
         _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)

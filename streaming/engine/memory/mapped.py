@@ -238,6 +238,7 @@ class _Descriptors:
         """Count one more, if there is room; the rest of the limit is left to the user and everything else."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
+            # _num_taken descriptors are open or about to be, never more than their share of the limit.
             if soft != resource.RLIM_INFINITY and self._num_taken >= soft // _DESCRIPTORS_SHARE:
                 return False
             self._num_taken += 1
@@ -246,6 +247,7 @@ class _Descriptors:
     def give(self) -> None:
         """Count one less."""
         with self._lock:
+            # Only for a descriptor that take() counted.
             self._num_taken -= 1
 
 

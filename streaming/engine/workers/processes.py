@@ -75,6 +75,7 @@ class Processes:
     def all(self) -> list[Worker]:
         """Return all workers, oldest first."""
         with self._changed:
+            # A copy: workers may start and end while the caller goes through it.
             return list(self._workers.values())
 
     def start(self) -> None:
