@@ -103,6 +103,10 @@ class GroupedMixture(Mixture):
         """See ``Mixture``: empty unless ``name_sources`` is set."""
         return {name: name if self.name_sources else "" for name in self.names}
 
+    def _limits_of(self, drawn: Mapping[str, int]) -> dict[str, int]:  # noqa: ARG002
+        """See ``Mixture``: groups are parts of one dataset, whose limit is that of all of them."""
+        return {}
+
     def check_ledger(self, ledger: Ledger) -> None:
         """See ``Mixture``.
 

@@ -117,9 +117,11 @@ class Mixture(JoinedSource):
             (``"text/en"`` for a source of a nested mixture), and sources that it does not name are read in whole
             chunks. At least 64 KiB per source. The sample tables are read when the mixture is made. The sizes are part
             of a run: a resumed one keeps those that it began with.
-        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; each
-            source's own limit applies as well. None: only the sources' own limits and, over all ranks, their sum.
-        bad_samples_file: As for ``StreamingDataset``, for all sources.
+        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; the own
+            limit of each source, and of each mixture within this one, applies to its samples as well. None: only the
+            sources' own limits and, over all ranks, their sum.
+        bad_samples_file: As for ``StreamingDataset``, for all sources. A source with a file of its own, or a mixture
+            within this one, also records its samples there.
 
     Raises:
         ConfigError: An argument is invalid; the message lists source names that are unknown or missing.
@@ -597,16 +599,34 @@ class Mixture(JoinedSource):
         return Forecast(ledger, found)
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows."""
-        drawn, found = self.forecast(ledger).drawn(row, num_samples), dict[str, list[str]]()
-        for name, shown in self.shown_names.items():
-            found.setdefault(shown, []).append(name)
+        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
+
+        A mixture within this one has a number, too: its own limit, but no more than its sources have together.
+        """
+        return self._limits_of(self.forecast(ledger).drawn(row, num_samples))
+
+    def _limits_of(self, drawn: Mapping[str, int]) -> dict[str, int]:
+        """Return what ``bad_limits`` does, for so many samples of each leaf."""
         limits: dict[str, int] = {}
-        for shown, names in found.items():
-            if shown:
-                limit = self.leaves[names[0]].max_bad_samples
-                limits[shown] = most_bad(limit, sum(drawn[name] for name in names))
+        for name, one in self.sources.items():
+            if not isinstance(one, Mixture):
+                limits[name] = most_bad(one.max_bad_samples, drawn[name])
+                continue
+            within = {leaf: drawn[f"{name}/{leaf}"] for leaf in one.names}
+            inside = one._limits_of(within)
+            together = [limit for leaf, limit in inside.items() if "/" not in leaf]
+            own = most_bad(one.max_bad_samples, sum(within.values()))
+            limits[name] = min(own, sum(together)) if together else own
+            limits |= {f"{name}/{leaf}": limit for leaf, limit in inside.items()}
         return limits
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """See ``ShardSet``: this mixture's own file, and those of its sources."""
+        found = super().bad_files
+        for name, one in self.sources.items():
+            found |= {f"{name}/{leaf}" if leaf else name: path for leaf, path in one.bad_files.items()}
+        return found
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
         """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""

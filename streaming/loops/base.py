@@ -126,7 +126,7 @@ class BaseLoop(Loop):
             dataset.max_bad_samples,
             self.metrics,
             sample_in_shard=sample_in_shard,
-            file=dataset.bad_samples_file,
+            files=dataset.bad_files,
             rank=config.mesh.rank,
             on_error=dataset.on_error,
             part=dataset.recipe_parts[0],
