@@ -224,21 +224,6 @@ class Ledger:
         return self.entries[-1]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether releases that support only ``dealt="chunks"`` read it correctly."""
-        return all(entry.dealt == "chunks" for entry in self.entries)
-
-    @property
-    def grows(self) -> bool:
-        """Whether a source has grown."""
-        return any(entry.joins for entry in self.entries)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether chunks of a source are cut into fetch units."""
-        return any(entry.fetch_bytes for entry in self.entries)
-
-    @property
     def fetch_bytes(self) -> dict[str, int | None]:
         """Size of the fetch units of each source that the run has ever had; None: whole chunks."""
         return {name: entry.fetch_bytes.get(name) for entry in self.entries for name in entry.sources}
