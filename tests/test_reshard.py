@@ -304,22 +304,6 @@ def test_large_members_are_proven_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_an_index_without_spans(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
-    """Format 1.0 has checksums of chunks alone: they are what is read, and what is damaged."""
-    source, _ = damaged
-    for path in (source / "_shardstream" / "samples").iterdir():
-        table = SampleTable.from_parquet(path.read_bytes(), str(path))
-        facts = {
-            name: getattr(table, name) for name in ("chunks", "keys", "chunk", "record_starts", "fields", "columns")
-        }
-        path.write_bytes(SampleTable(**facts).to_parquet())
-    with pytest.raises(ChecksumError, match=r"000001\.tar") as caught:
-        run(source, tmp_path / "out")
-    assert "Samples 0 to 19 of the shard were to be read" in caught.value.__notes__[0]
-    run(source, tmp_path / "rest", where="json.number < 20 or json.number >= 40", shuffle_seed=1)
-    assert sorted(numbers(tmp_path / "rest")) == [*range(20), *range(40, COUNT)]
-
-
 def test_from_verify_to_a_clean_set(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
     source, lost = damaged
     (source / "000004.tar").unlink()

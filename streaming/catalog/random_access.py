@@ -190,8 +190,7 @@ def span_borders(
     Args:
         table: The chunk table, perhaps of a view; a chunk that crosses its border is counted whole.
         room_bytes: int64 [C], room that each chunk takes there.
-        samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span; without
-            spans (format 1.0), each sample does.
+        samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span.
 
     Returns:
         int64 [n] each, ascending.
@@ -204,7 +203,7 @@ def span_borders(
         if samples is None:
             return sample_base[low:high], byte_base[low:high]
         firsts = table.first_sample[low:high].astype(np.int64)
-        cuts = samples.span_starts if samples.num_spans else np.arange(samples.num_samples)
+        cuts = samples.span_starts
         cuts = np.union1d(firsts, cuts[(cuts > firsts[0]) & (cuts < firsts[-1] + table.num_samples[high - 1])])
         chunks = np.searchsorted(firsts, cuts, side="right") - 1
         inside = samples.record_starts[cuts] - table.byte_start[low + chunks]

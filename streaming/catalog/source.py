@@ -383,8 +383,7 @@ class ChunkSource(OneOrder):
         For less than the chunk this needs a sample table.
 
         The range consists of whole spans, so that it can be checked: it begins with ``lead`` other samples, and may end
-        with some. A sample table of format 1.0 has no spans: then the range is exactly these samples, unchecked. If the
-        table is missing, it is the whole chunk.
+        with some. If the table is missing, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
         there = whole.num_samples if self._selected is not None else self.table.num_samples[chunk_id]

@@ -87,8 +87,8 @@ class StreamingDataset(ChunkSource):
         urls: The shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or
             directory, a list, or several of these joined by ``::``.
         index: Directory that holds the index; default: beside the shards.
-        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. With an index of format 1.2,
-            other fields are not even fetched if they are large (128 KiB, or 1 MiB in an object store).
+        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others
+            are not even fetched if they are large (128 KiB, or 1 MiB in an object store).
         decode: ``"auto"``: by extension, with fields written by ``convert --tokenizer`` as arrays. None: raw bytes. A
             mapping such as ``{"jpg": "rgb8", "cls": int}``: these fields as given, the others as with ``"auto"``.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample

@@ -163,6 +163,6 @@ class _Apart:
 
 def _has(unit: Unit, sample: int) -> bool:
     """Tell whether a unit holds a sample of the shard, in bytes verified by a checksum."""
-    if unit.first_row < 0 or not unit.wanted.sums:
+    if unit.first_row < 0:
         return False
     return 0 <= sample - unit.wanted.first_sample < unit.wanted.num_samples

@@ -163,7 +163,7 @@ class FileMaps:
 
     def _take(self, wanted: FetchRange, first: int, stop: int, *, is_whole: bool) -> tuple[_File | None, bool]:
         """Return the file to map a range from (None: read it), and whether another file is mapped at its place."""
-        maps = is_whole and wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
+        maps = is_whole and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
         with self._lock:
             was_left = self._forget(first, stop)
             file = (self._files.get(wanted.url) or self._open(wanted.url)) if maps else None
