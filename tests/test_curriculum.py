@@ -272,6 +272,31 @@ def test_another_schedule_at_a_resume_is_an_entry_of_the_ledger(
               world(Curriculum(data, "tokens", STEPS, buckets=[0.5, 0.75]), 1, 1)[1])  # fmt: skip
 
 
+def test_a_state_holds_the_schedules_of_all_levels_and_not_their_products(data: StreamingDataset) -> None:
+    """256 steps of the mixture, and what two curricula open: the products of those would take 300 KB."""
+    faster = Curriculum(data, "tokens", STEPS, buckets=4)
+    slower = Curriculum(data, "rarity", Schedule.linear(0.3, 1.0, over=3000), buckets=8)
+    ramp = Schedule.linear({"soon": 0.9, "late": 0.1}, {"soon": 0.2, "late": 0.8}, over=4000)
+    mixture = Mixture({"soon": faster, "late": slower}, weights=ramp)
+
+    def run(count: int, state: Any = None) -> tuple[list[list[str]], dict[str, Any]]:
+        with DataLoader(mixture, batch_size=8, epoch_size=8 * 60) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            return [batch["__key__"] for _, batch in zip(range(count), loader, strict=False)], loader.state_dict()
+
+    before, state = run(30)
+    assert len(json.dumps(state)) < 8000
+    schedule = state["ledger"][0]["schedule"]
+    assert (schedule["shape"], sorted(schedule["within"])) == ("nested", ["late", "soon"])
+    after, last = run(30, json.loads(json.dumps(state)))
+    assert before + after == run(60)[0]
+    assert last["ledger"] == state["ledger"]  # so the schedule that was read is the one at hand
+    schedule["within"]["soon"] = schedule
+    with pytest.raises(StateError, match="a schedule of the ledger"):
+        run(1, state | {"ledger_text": None})
+
+
 def test_a_state_over_other_values_of_the_metric_is_refused(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in ("a", "same", "other")]
     for url, metric in zip(urls, ("first", "first", "second"), strict=True):

@@ -47,7 +47,7 @@ from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
 from streaming.plan.ledger import START, Dealt, Entry, Even, Ledger
 from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule
+from streaming.plan.schedule import Schedule, WeightSchedule
 from streaming.plan.settings import ShuffleConfig
 from streaming.types import Int64Array, Sample, Transform
 
@@ -410,9 +410,9 @@ class Mixture(JoinedSource):
 
     @property
     def _blends(self) -> dict[str, Blend]:
-        """What is drawn within each source, by the names of its leaves in this mixture."""
+        """What is drawn within each source."""
         return {
-            name: one._blend.within(name) if isinstance(one, Mixture) else Blend({name: int(one.chunk_samples.sum())})
+            name: one._blend if isinstance(one, Mixture) else Blend.of_dataset(int(one.chunk_samples.sum()))
             for name, one in self.sources.items()
         }
 
@@ -425,7 +425,7 @@ class Mixture(JoinedSource):
     def _unit_means(self) -> Units | None:
         return None if self.unit == "samples" else lambda: self.units_per_sample
 
-    def weighed(self, weights: Any) -> Schedule:
+    def weighed(self, weights: Any) -> WeightSchedule:
         """Return the weights per sample of each leaf for other ``weights`` of this mixture.
 
         Nested mixtures keep their own schedules, which count the rows of the run.

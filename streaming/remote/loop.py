@@ -319,11 +319,10 @@ class RemoteLoop(Loop):
         order = (
             state["order"] if self._known is None else self._known["order"]
         )  # in force since the latest begin or load
-        made = {
+        return {
             **state, "order": order, "epoch": place.epoch, "samples_seen": place.samples_seen, "next_seed": next_seed,
+            "has_begun": place.has_begun,
         }  # fmt: skip
-        made.pop("has_begun", None)
-        return made | ({"has_begun": True} if place.has_begun else {})
 
     def _latest(self) -> State:
         """Return the latest state of a reader; asks for one if none is known."""
