@@ -14,6 +14,7 @@ from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_
 from shard_tools.options import COUNT, SIZE, names, on_named, on_shards
 from shard_tools.running.progress import progress_bar
 from shard_tools.verbs import emit
+from streaming.arguments import counted
 from streaming.storage import Storage
 
 
@@ -113,7 +114,8 @@ def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
       shard_tools column drop s3://bucket/train/ score
     """
     report = drop_column(urls, **arguments)
-    emit(report, as_json=as_json, for_people=lambda one: click.echo(f"{one.name}: {one.num_files:,} files deleted"))
+    deleted = f"{report.name}: {counted(report.num_files, 'file')} deleted"
+    emit(report, as_json=as_json, for_people=lambda _: click.echo(deleted))
 
 
 @click.group("view")
@@ -174,25 +176,26 @@ def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
 def show_added(report: AddReport) -> None:
     """Print what was added, and which keys did not match."""
     for count, what, keys in (
-        (report.num_missing, "samples have no value", report.first_missing),
-        (report.num_unmatched, "rows match no sample", report.first_unmatched),
+        (counted(report.num_missing, "sample"), "without a value", report.first_missing),
+        (counted(report.num_unmatched, "row"), "without a sample", report.first_unmatched),
     ):
-        if count:
-            click.echo(f"{count:,} {what}{f', first {chr(44).join(keys)}' if keys else ''}", err=True)
+        if not count.startswith("0 "):
+            click.echo(f"{what}: {count}{f', first {chr(44).join(keys)}' if keys else ''}", err=True)
     if report.num_shared:
-        click.echo(f"{report.num_shared:,} samples share their key with the one before; all get its value", err=True)
+        click.echo(f"with the key of another sample, and its value: {counted(report.num_shared, 'sample')}", err=True)
     click.echo(
         f"column {report.name} ({report.type}, version {report.column_version}): "
-        f"{report.num_samples - report.num_missing:,} values for {report.num_samples:,} samples in "
-        f"{report.num_shards:,} shards, in {report.seconds:.1f} s"
+        f"{counted(report.num_samples - report.num_missing, 'value')} for {counted(report.num_samples, 'sample')} in "
+        f"{counted(report.num_shards, 'shard')}, in {report.seconds:.1f} s"
     )
 
 
 def _show_columns(report: ListReport) -> None:
     for column in report.columns:
         click.echo(
-            f"{column['name']}  {column['type']}  version {column['column_version']}  {column['num_samples']:,} samples"
-            f", {column['num_missing']:,} without a value  from {column['made_from']}"
+            f"{column['name']}  {column['type']}  version {column['column_version']}  "
+            f"{counted(column['num_samples'], 'sample')}, {column['num_missing']:,} without a value  from "
+            f"{column['made_from']}"
         )
     if not report.columns:
         click.echo("no late columns")
@@ -201,10 +204,10 @@ def _show_columns(report: ListReport) -> None:
 def _show_view(report: ViewReport) -> None:
     said = [f"where {report.where}"] if report.where else []
     said += [f"subset {report.subset[0]} to {report.subset[1]}"] if report.subset else []
-    said += [f"without {report.num_excluded:,} keys"] if report.num_excluded else []
+    said += [f"without {counted(report.num_excluded, 'key')}"] if report.num_excluded else []
     said += [f"column {name} version {version}" for name, version in report.columns.items()]
     click.echo(
-        f"{report.name}  {report.num_kept:,} of {report.num_samples:,} samples  hash {report.hash}\n"
+        f"{report.name}  {report.num_kept:,} of {counted(report.num_samples, 'sample')}  hash {report.hash}\n"
         + "\n".join(f"  {line}" for line in said)
     )
 

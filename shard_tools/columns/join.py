@@ -26,6 +26,7 @@ from shard_tools.convert.files import SourceFile
 from shard_tools.convert.parquet import open_parquet
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
+from streaming.arguments import counted
 from streaming.arrays import sums
 from streaming.errors import ConfigError, DataError
 from streaming.index.columns import KEY, stable_hash
@@ -80,7 +81,7 @@ def join_column(
             values = _joined(target, group, rows, found, is_last=number == len(groups) - 1)
             if options.missing == "error" and found.missing:
                 raise DataError(
-                    f"{sum(found.missing.values()):,} samples have no row in {redact(source)}, first "
+                    f"without a row in {redact(source)}: {counted(sum(found.missing.values()), 'sample')}, first "
                     f"{', '.join(map(repr, found.first_missing))}. Add them, or give --missing null"
                 )
             if number == 0:

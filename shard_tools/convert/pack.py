@@ -24,6 +24,7 @@ from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load
 from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
 from shard_tools.running.progress import Progress
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
+from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError
@@ -120,7 +121,7 @@ class PackingRun:
         found = load_journal(place.directory, self._storage)
         if found is None:
             raise TargetNotEmptyError(
-                f"{shown} holds {len(there)} files of another data set, such as {redact(there[0])}; {cure}"
+                f"{shown} holds {counted(len(there), 'file')} of another data set, such as {redact(there[0])}; {cure}"
             )
         if not found.same_work(self._journal):
             # It may still be running, so its place is not taken even if it has written nothing else.
@@ -132,8 +133,8 @@ class PackingRun:
         strange = [url for url in there if url.endswith(SHARD_SUFFIXES) and not place.has(url)]
         if strange:
             raise TargetNotEmptyError(
-                f"{shown} holds {len(strange)} shards that this command does not write, such as {redact(strange[0])}: "
-                f"they would be read with its own; {cure}"
+                f"{shown} holds {counted(len(strange), 'shard')} that this command does not write, such as "
+                f"{redact(strange[0])}: they would be read with its own; {cure}"
             )
         return found
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from shard_tools.running.report import Report
+from streaming.arguments import counted
 from streaming.errors import DataError, DuplicateKeyError
 from streaming.plan.permutation import hash_range
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -69,10 +70,10 @@ class Remarks:
 
     def log(self, target: str, num_earlier: int) -> None:
         """Log one warning for each kind, about other samples than so many that an earlier run wrote."""
-        others = f" (not counting the first {num_earlier:,} samples, of an earlier run)" if num_earlier else ""
+        others = f" (not counting the first {counted(num_earlier, 'sample')}, of an earlier run)" if num_earlier else ""
         for remark, count in self.counts.items():
             _log.warning(
-                "%s: %s: %s samples, the first from %s%s", target, remark, f"{count:,}", self.first[remark], others
+                "%s: %s: %s, the first from %s%s", target, remark, counted(count, "sample"), self.first[remark], others
             )
 
 

@@ -22,6 +22,7 @@ from shard_tools.sets.open_set import (
     tables_of,
     unfinished,
 )
+from streaming.arguments import counted
 from streaming.catalog.build import home_of, read_chunks
 from streaming.errors import NotFoundError
 from streaming.index.sample_table import SampleLocation
@@ -272,6 +273,6 @@ def _find(
         place = table.lookup(int(sample) - int(ends[position]) + table.num_samples)
         return _entry(int(sample), shards.urls[position], place), place
     raise NotFoundError(
-        f"{redact(url)}: no sample has the key {sample!r}; there are {total:,} samples, see "
+        f"{redact(url)}: no sample has the key {sample!r}; there are {counted(total, 'sample')}, see "
         f"`shard_tools ls {redact(url)}`"
     )

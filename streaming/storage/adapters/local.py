@@ -182,8 +182,7 @@ class _FileWriter(StoreWriter):
         self._held = bytearray()
         self._descriptor: int | None = None
         self._is_done = True  # nothing to remove
-        directory, name = os.path.split(self._path)
-        self._directory = directory or "."
+        self._directory = os.path.dirname(self._path) or "."
         with _os_errors(url, "creating"):
             os.makedirs(self._directory, exist_ok=True)
             if os.path.isdir(self._path):
@@ -300,9 +299,10 @@ def _remove_left(path: str) -> bool:
             return False
         if _is_at(descriptor, path):
             os.unlink(path)
-        return True
     except OSError:
         return False
+    else:
+        return True
     finally:
         os.close(descriptor)
 
