@@ -86,9 +86,9 @@ def cli() -> None:
     "--shuffle",
     metavar="SEED|none",
     type=SEED,
-    help="Shuffle the records.  [default: none; of folders of several classes 0]",
+    help="Shuffle the records (not of CSV and tars).  [default: none; of folders of several classes 0]",
 )
-@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number': count them.")
+@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this column; 'number': count them.")
 @click.option(
     "--field",
     "fields",
@@ -131,9 +131,9 @@ def convert_command(
 ) -> None:
     """Pack SOURCE into indexed tar shards in TARGET.
 
-    SOURCE is a folder of images, JSONL, Parquet, CSV, text, tars, MDS shards and others (see --from). With --tokenizer,
-    documents become token ids: field tok, column tokens. The same source always gives the same bytes. A conversion that
-    was stopped continues where it left off when it is run again.
+    SOURCE is a folder of images, or JSONL, Parquet, CSV, text (.txt) or tar files: a file, a folder, or a pattern. With
+    --tokenizer, documents become token ids: field tok, column tokens. The same source and options always give the same
+    bytes. A conversion that was stopped continues where it left off when it is run again.
 
     \b
     Example:

@@ -31,7 +31,9 @@ def column_group() -> None:
 
 
 @column_group.command("add")
-@click.option("--from", "source", metavar="FILE", help="Parquet file, in any store, with one row per sample.")
+@click.option(
+    "--from", "source", metavar="FILE", help="Parquet, JSONL or CSV, or a pattern of such: one row per sample."
+)
 @click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
@@ -62,13 +64,13 @@ def add_command(
     """Add the late column NAME to the shards at URL.
 
     Values are joined from a file by key, taken from the samples, or computed. The column is stored beside the index, in
-    one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. A
-    key that occurs twice in the file is an error. A function gets a decoded sample (a dict) and returns a number, text,
-    a bool or None; it is called on several threads.
+    one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. It
+    is an error if none matches, or if a key occurs twice in the table. A function gets a decoded sample (a dict) and
+    returns a number, text, a bool or None; it is called on several threads.
 
     \b
     Example:
-      shard_tools column add s3://bucket/train/ score --from scores.parquet --on key
+      shard_tools column add s3://bucket/train/ score --from 's3://bucket/scores/*.parquet' --on key
       shard_tools column add laion/ similarity --lift json.similarity
       shard_tools column add s3://bucket/train/ words --compute mymodule:count_words --fields txt
       shard_tools column add s3://bucket/tokens/ length --compute tokens
@@ -194,7 +196,7 @@ def _show_columns(report: ListReport) -> None:
     for column in report.columns:
         click.echo(
             f"{column['name']}  {column['type']}  version {column['column_version']}  "
-            f"{counted(column['num_samples'], 'sample')}, {column['num_missing']:,} without a value  from "
+            f"{counted(int(str(column['num_samples'])), 'sample')}, {column['num_missing']:,} without a value  from "
             f"{column['made_from']}"
         )
     if not report.columns:

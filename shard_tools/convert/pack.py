@@ -21,13 +21,14 @@ from typing import Any, Self
 from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
+from shard_tools.convert.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
 from shard_tools.running.progress import Progress
+from shard_tools.write.keys import WRONG_NAMES
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
-from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError
+from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, first_of
 from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, redact, split_url
@@ -349,7 +350,10 @@ def _write(
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
             refuse_known(record.key, known_keys)
-            writer.write(record.sample)
+            try:
+                writer.write(record.sample)
+            except ConfigError as error:
+                raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
             remarks.add(record)
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1
