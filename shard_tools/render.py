@@ -169,6 +169,7 @@ def show_reshard(report: ReshardReport) -> None:
             f"no record: {counted(report.num_unreadable, 'line')}",
             err=True,
         )
+    lacking = f", {report.num_lacking:,} without a field of --drop-missing" if report.num_lacking else ""
     joined = ""
     if report.num_joined or report.num_duplicates:
         joined = (
@@ -177,7 +178,7 @@ def show_reshard(report: ReshardReport) -> None:
         )
     click.echo(
         f"{counted(report.num_source, 'sample')} in the source, {report.num_dropped:,} dropped, "
-        f"{report.num_filtered:,} filtered out{joined}\n"
+        f"{report.num_filtered:,} filtered out{lacking}{joined}\n"
         f"{report.target}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
         f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
     )
@@ -226,8 +227,15 @@ def show_info(report: DataSetInfo) -> None:
     click.echo(f"index     {report.index}")
     if report.fingerprint:
         click.echo(f"print     {report.fingerprint}")
+    for view in report.views:
+        click.echo(f"view      {plain(view.name)}: {view.num_kept:,} of {counted(view.num_samples, 'sample')}")
     if report.columns:
-        click.echo(f"columns   {plain(', '.join(report.columns))}")
+        table = Table("column", "samples", "type", "least", "most", box=None, pad_edge=False)
+        for column in report.columns:
+            name = f"{plain(column.name)}{' (late)' if column.version else ''}"
+            numbers = ("" if one is None else f"{one:,}" for one in (column.least, column.most))
+            table.add_row(escape(name), f"{column.num_values:,}", column.type, *numbers)
+        Console(width=shutil.get_terminal_size().columns).print(table)
     if report.fields:
         table = Table("field", "samples", "bytes", "mean", "least", "most", box=None, pad_edge=False)
         for field in report.fields:
@@ -237,19 +245,34 @@ def show_info(report: DataSetInfo) -> None:
     _show_findings(report.findings)
 
 
-def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
+def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> None:
     """Print one line of ``ls``."""
+    fields = " ".join(sample.fields)
+    parts = [sample.key, fields]
     if long:
-        fields = "  ".join(f"{plain(field)}:{size}" for field, size in sample.fields.items())
-        click.echo(f"{sample.number}\t{redact(sample.shard)}\t{plain(sample.key)}\t{fields}")
-    else:
-        click.echo(f"{plain(sample.key)}\t{plain(' '.join(sample.fields))}")
+        fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
+        parts = [str(sample.number), redact(sample.shard), sample.key, fields]
+    if sample.columns and (long or with_columns):
+        parts.append("  ".join(f"{name}={_value(value)}" for name, value in sample.columns.items()))
+    click.echo("\t".join(map(plain, parts)))
+
+
+def _value(value: object) -> str:
+    """Return a column's value as a condition of ``--where`` writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "NULL", True: "TRUE", False: "FALSE"}[value]
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
 
 
 def show_sample(sample: SampleView) -> None:
     """Print one sample: text as text, everything else by its size."""
     shard = redact(sample.entry.shard)
     click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
+    if sample.entry.columns:
+        click.echo(
+            "".join(f"column {plain(name)} = {plain(_value(value))}\n" for name, value in sample.entry.columns.items()),
+            nl=False,
+        )
     for field, payload in sample.payloads.items():
         click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
         if is_binary(payload):

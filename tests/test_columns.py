@@ -593,3 +593,39 @@ def test_functions_that_cannot_be(
     assert run("column", "add", data, "late", "--compute", "function").exit_code == 2
     assert run("column", "add", data, "late", "--lift", "json.n", "--compute", "a:b").exit_code == 2
     assert run("column", "add", data, "late", "--lift", "json.n", "--fields", "json").exit_code == 2
+
+
+def test_the_inspecting_commands_show_columns_values_and_views(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/data/{{:d}}.tar", max_samples=4, columns={"n": "json.n", "word": "json.w"}) as writer:
+        for n in range(10):
+            writer.write({"__key__": f"{n:05d}", "json": {"n": n, "w": f"it's {n}"} if n != 5 else {}})
+    data = f"{tmp_path}/data/"
+    file = scores(tmp_path / "s", {f"{n:05d}": n / 4 for n in range(8)})
+    added(data, "score", "--from", file, "--on", "key")
+    assert run("view", "save", data, "good", "--where", "score >= 1", "--subset", "0..7").exit_code == 0
+    info = json.loads(run("info", data, "--json").stdout)
+    facts = {name: [one[x] for x in ("type", "num_values", "least", "most")] for name, one in info["columns"].items()}
+    assert facts == {"n": ["int64", 9, 0, 9], "word": ["string", 9, None, None], "score": ["double", 8, 0.0, 1.75]}
+    assert info["columns"]["score"]["version"]
+    assert info["views"] == {"good": {"where": "score >= 1", "num_kept": 3}}
+    shown = run("info", data).stdout
+    assert "score (late)" in shown
+    assert "view      good: 3 of 10 samples" in shown
+    listed = run("ls", data, "--where", "score >= 1 OR n IS NULL", "--columns", "score,word", "--limit", "3").stdout
+    assert listed == (
+        "00004\tjson\tscore=1.0  word='it''s 4'\n00005\tjson\tscore=1.25  word=NULL\n"
+        "00006\tjson\tscore=1.5  word='it''s 6'\n"
+    )
+    assert [line.split("\t")[0] for line in run("ls", data, "--view", "good").stdout.splitlines()] == [
+        "00004", "00005", "00006",
+    ]  # fmt: skip
+    assert "n=9  word='it''s 9'" in run("ls", data, "--long").stdout
+    last = json.loads(run("ls", data, "--columns", "score", "--json").stdout.splitlines()[-1])
+    assert (last["number"], last["columns"]) == (9, {"score": None})
+    assert "column score = 1.75\n" in run("cat", data, "7").stdout
+    assert json.loads(run("cat", data, "00005", "--json").stdout)["columns"] == {"n": None, "word": None, "score": 1.25}
+    refused = run("ls", data, "--columns", "skore")
+    assert (refused.exit_code, "did you mean 'score'" in refused.stderr) == (2, True)
+    (tmp_path / "data" / "_shardstream" / "columns" / "score" / "1.tar.parquet").write_bytes(b"damaged")
+    broken = run("info", data, "--json")
+    assert (broken.exit_code, [one["kind"] for one in json.loads(broken.stdout)["findings"]]) == (1, ["index"])

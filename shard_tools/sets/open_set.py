@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from shard_tools.running.engine import map_ordered
@@ -10,10 +10,16 @@ from shard_tools.running.report import Finding
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index, no_samples, samples_url
+from streaming.catalog.open import OpenShards
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.unfinished import Mark, expand_whole
 from streaming.errors import ConfigError, IndexMissingError, NotFoundError
+from streaming.filters.late_columns import LateColumn, homes_of, read_values
+from streaming.filters.select import late_columns_of, late_names, select
+from streaming.filters.views import asked_filter
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import Values
+from streaming.index.kept import Choice
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_query, split_url
 from streaming.types import SHARD_SUFFIXES, DuplicateKeys
@@ -40,6 +46,43 @@ class OpenSet:
     scanned: tuple[SampleTable, ...] | None
     index_url: str | None
     marks: tuple[Mark, ...]
+
+    @property
+    def as_opened(self) -> OpenShards:
+        """The same as a dataset opens it, for its filters."""
+        return OpenShards(
+            urls=self.urls, table=self.chunks, missing_index="", index=self.index_url, scanned=self.scanned
+        )
+
+    @property
+    def homes(self) -> list[str]:
+        """Directories of the indexes."""
+        return homes_of(self.urls, self.index_url)
+
+    def kept(self, storage: Storage, *, where: str | None, view: str | None) -> Choice | None:
+        """Return which samples a condition and a saved view keep, as a dataset with these options; None: all.
+
+        Raises:
+            ConfigError: A column or the view does not exist, or no sample is kept.
+            IndexMismatchError: A late column does not belong to these shards.
+        """
+        asked = asked_filter(storage, self.as_opened, where=where, view=view, subset=None, exclude=None, peers=None)
+        return None if asked is None or asked.keeps_all else select(storage, self.as_opened, asked).kept
+
+    def late_columns(self, storage: Storage, names: Iterable[str] | None = None) -> dict[str, LateColumn]:
+        """Return those of ``names`` that are late columns; None: all of the first directory."""
+        if names is None:
+            names = late_names(storage, self.as_opened)
+        return late_columns_of(storage, self.as_opened, names, None)
+
+    def late_values(self, storage: Storage, position: int, columns: Iterable[LateColumn]) -> dict[str, Values]:
+        """Return the values of late columns for the shard at this position.
+
+        Raises:
+            IndexMismatchError: There are none, or they are of another version of the shard or column.
+        """
+        url, rows = self.urls[position], self.chunks.of_shard(position)
+        return {column.name: read_values(storage, url, self.index_url, rows, column) for column in columns}
 
 
 def open_set(
