@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.console import Console
@@ -112,11 +112,33 @@ def show_index(report: IndexReport) -> None:
         f"{format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "
         f"({_rate(report.num_scanned_bytes, report.seconds)})"
     )
+    for line in _oddities(report):
+        click.echo(line, err=True)
     if report.num_pruned:
         click.echo(f"removed from the index: {counted(report.num_pruned, 'shard')} no longer there")
     click.echo(f"index: {', '.join(report.index_urls)}")
     for directory in report.declared_whole:
         click.echo(f"{directory} counts as a whole set from now on")
+
+
+def _oddities(report: IndexReport) -> Iterator[str]:
+    """Yield what is not wrong, but may not be meant."""
+    if report.num_keys_again is None:
+        yield "keys of different shards are not compared in a set of this size; `shard_tools verify` compares them"
+    elif report.num_keys_again:
+        yield (
+            f"in two shards: {counted(report.num_keys_again, 'key')}, first "
+            f"{plain(', '.join(report.first_keys_again))}. Training reads each of these samples, but exclude=, late "
+            "columns joined by key, `cat` and --when take them for one another. `shard_tools reshard SOURCE TARGET "
+            "--key-prefix '{shard}/'` tells them apart; if it is intended, give --duplicate-keys keep"
+        )
+    if report.lacking:
+        url, names = next(iter(report.lacking.items()))
+        yield (
+            f"without columns that other shards have, and so NULL there: {counted(len(report.lacking), 'shard')}, "
+            f"first {url}: {plain(', '.join(names))}. `index` cannot know their values: repeat the command that wrote "
+            "the set, or add them under other names with `shard_tools column add`"
+        )
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
@@ -137,6 +159,9 @@ def show_verify(report: VerifyReport) -> None:
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
     found = counted(len(report.findings), "finding") if report.findings else "all as the index says"
+    num_unindexed = sum(finding.kind == "unindexed" for finding in report.findings)
+    if num_unindexed:
+        found += f", {counted(num_unindexed, 'shard')} not in the index and not read"
     click.echo(
         f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
         f"{format_bytes(report.num_bytes)} in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)}): "

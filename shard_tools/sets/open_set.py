@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
@@ -22,7 +24,7 @@ from streaming.index.columns import Values
 from streaming.index.kept import Choice
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_query, split_url
-from streaming.types import SHARD_SUFFIXES, DuplicateKeys
+from streaming.types import SHARD_SUFFIXES, DuplicateKeys, Int64Array
 
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
 _REQUESTS = 32  # for sizes; they wait for the store, not for the CPU
@@ -242,3 +244,22 @@ def needed_samples(storage: Storage, url: str, index_url: str | None) -> SampleT
     if table is None:
         raise no_samples(url)
     return table
+
+
+def keys_again(
+    hashes: Sequence[Int64Array], keys_of: Callable[[int, Sequence[int]], Sequence[str]]
+) -> Iterator[tuple[int, str, int]]:
+    """Find every key that occurs again: yield its shard's number, the key, and the number of the shard that had it.
+
+    Args:
+        hashes: Hashes of the keys of each shard, int64.
+        keys_of: Returns the keys of some rows of a shard; it is asked only for those whose hash occurs again.
+    """
+    values, counts = np.unique(np.concatenate([np.empty(0, np.int64), *hashes]), return_counts=True)
+    repeated = values[counts > 1]
+    first: dict[str, int] = {}
+    for number, some in enumerate(hashes) if repeated.size else ():
+        for key in keys_of(number, np.flatnonzero(np.isin(some, repeated)).tolist()):
+            if key in first:
+                yield number, key, first[key]
+            first.setdefault(key, number)

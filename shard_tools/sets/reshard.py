@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from shard_tools.convert.journal import carry_notes
+from shard_tools.convert.journal import carry_notes, whole_journal
 from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
 from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import load_bad_list
-from shard_tools.sets.open_set import open_set
+from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.sets.selection import Deduplicated, Selection, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
 from streaming.arguments import counted
 from streaming.catalog.build import home_of
-from streaming.errors import ConfigError, DataError, DuplicateKeyError
+from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
 from streaming.filters.select import late_names
 from streaming.index.columns import KEY
 from streaming.index.where import unknown_column
@@ -190,7 +191,8 @@ def reshard(
         progress=NoProgress(),
     )
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
-    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
+    known = _known_fields(shards, options, storage)
+    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known)
     versions = {name: column.version for name, column in sorted(late.items())}
     try:
         packed = pack(
@@ -221,8 +223,24 @@ def reshard(
     )
 
 
+def _known_fields(shards: OpenSet, options: ReshardOptions, storage: Storage) -> dict[str, bool] | None:
+    """Return the fields of the new samples, if the source is a conversion's."""
+    journal = None
+    with suppress(IndexFormatError):  # which `verify` of the source reports
+        for home in shards.homes[:1] if len(shards.homes) == 1 else ():
+            journal = whole_journal(home, storage, shards.chunks.total_samples)
+    if journal is None or journal.fields is None:
+        return None
+    kept = {name: always for name, always in journal.fields.items() if options.fields is None or name in options.fields}
+    return {name: always or name in options.drop_missing for name, always in kept.items()}
+
+
 def _reader(
-    selection: Selection, options: ReshardOptions, storage: Storage, fingerprint: str
+    selection: Selection,
+    options: ReshardOptions,
+    storage: Storage,
+    fingerprint: str,
+    known_fields: Mapping[str, bool] | None,
 ) -> tuple[ShardSource, Deduplicated | None]:
     """Read the samples in the order wanted; those that stay in their order need no large window."""
     order = _order(selection, options)
@@ -235,6 +253,7 @@ def _reader(
         firsts=None if dedupe is None else dedupe.firsts,
         key_prefix=options.key_prefix,
         fingerprint=fingerprint,
+        known_fields=known_fields,
         fields=options.fields,
         window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
         num_threads=options.workers,
