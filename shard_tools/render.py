@@ -89,6 +89,12 @@ def show_tokens(report: TokenizeReport) -> None:
             f"{redact(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
             f"longest {one.longest:,}; {counted(one.num_shards, 'shard')}, {format_bytes(one.num_bytes)}"
         )
+        if one.num_differing:
+            click.echo(
+                f"not encoded as their whole text is: {counted(one.num_differing, 'document')}, since no "
+                "special token stands where an answer begins or ends (docs/text.md, Token boundaries)",
+                err=True,
+            )
         for reason, count in one.rejected.items():
             click.echo(f"left out {counted(count, 'document')}: {plain(reason)}", err=True)
     click.echo(
