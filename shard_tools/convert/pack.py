@@ -22,6 +22,7 @@ from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.rows import plain_value
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
@@ -371,4 +372,4 @@ class _Lift:
         whole = isinstance(value, Mapping) and self.name in value
         for part in (self.name,) if whole else self.name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return plain_value(value)
