@@ -424,7 +424,7 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 @click.option("--where", metavar="CONDITION", help="List only samples that match; see docs/filters.md.")
 @click.option("--view", metavar="NAME", help="List only the samples of a saved view.")
 @click.option("--columns", type=names, metavar="A,B", help="Show the values of these columns, also of late ones.")
-@click.option("--long", is_flag=True, help="Also show number, shard, the size of every field, and columns.")
+@click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
 @on_shards
 def ls_command(
     urls: tuple[str, ...], *, columns: tuple[str, ...] | None, long: bool, as_json: bool, **arguments: Any

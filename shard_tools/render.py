@@ -283,7 +283,7 @@ def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> 
     if long:
         fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
         parts = [str(sample.number), redact(sample.shard), sample.key, fields]
-    if sample.columns and (long or with_columns):
+    if with_columns:
         parts.append("  ".join(f"{name}={_value(value)}" for name, value in sample.columns.items()))
     click.echo("\t".join(map(plain, parts)))
 

@@ -619,7 +619,6 @@ def test_the_inspecting_commands_show_columns_values_and_views(tmp_path: Path) -
     assert [line.split("\t")[0] for line in run("ls", data, "--view", "good").stdout.splitlines()] == [
         "00004", "00005", "00006",
     ]  # fmt: skip
-    assert "n=9  word='it''s 9'" in run("ls", data, "--long").stdout
     last = json.loads(run("ls", data, "--columns", "score", "--json").stdout.splitlines()[-1])
     assert (last["number"], last["columns"]) == (9, {"score": None})
     assert "column score = 1.75\n" in run("cat", data, "7").stdout

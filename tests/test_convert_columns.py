@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import decimal
 import hashlib
 import io
@@ -245,7 +245,7 @@ def test_verify_leaves_sets_alone_that_others_have_written_since(tmp_path: Path)
 
 def test_dates_and_numbers_that_json_lacks_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Null in place of NaN came without a word, and a column of dates was an error."""
-    when = [datetime.datetime(2024, 1, day, 12) for day in (1, 2, 3)]
+    when = [dt.datetime(2024, 1, day, 12, tzinfo=dt.UTC) for day in (1, 2, 3)]
     table = pa.table({"x": [1.5, math.nan, math.inf], "when": when, "cost": [decimal.Decimal("1.10")] * 3})
     pq.write_table(table, tmp_path / "a.parquet")
     report = convert(
@@ -254,4 +254,4 @@ def test_dates_and_numbers_that_json_lacks_are_told(tmp_path: Path, caplog: pyte
     assert report.remarks == {"NaN or infinity, which JSON does not have, is stored as null": 2}
     assert "is stored as null: 2 samples, the first from" in caplog.text
     kept = StreamingDataset(str(tmp_path / "out"), where="when >= '2024-01-02' AND x > 1 AND cost = '1.10'")
-    assert [kept[0]["json"], len(kept)] == [{"x": None, "when": "2024-01-03T12:00:00", "cost": "1.10"}, 1]
+    assert [kept[0]["json"], len(kept)] == [{"x": None, "when": "2024-01-03T12:00:00+00:00", "cost": "1.10"}, 1]

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shard_tools.columns.table import Rows, open_rows
+from shard_tools.columns.table import TableRows, open_rows
 from shard_tools.columns.target import THREADS, AddReport, ColumnTarget, Filled
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
@@ -121,7 +121,7 @@ def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
     return groups
 
 
-def _joined(target: ColumnTarget, group: Sequence[int], rows: Rows, found: _Found, *, is_last: bool) -> pa.Array:
+def _joined(target: ColumnTarget, group: Sequence[int], rows: TableRows, found: _Found, *, is_last: bool) -> pa.Array:
     """Return the concatenated values of the samples of some shards."""
     keys = _keys_of(target, group)
     hashes = stable_hash(keys).to_numpy(zero_copy_only=False)
@@ -195,7 +195,7 @@ def _refuse_twice(row_of: Int64Array, samples: Int64Array, matches: Int64Array, 
         )
 
 
-def _no_match(source: str, rows: Rows, on: str, num_samples: int, found: _Found) -> str:
+def _no_match(source: str, rows: TableRows, on: str, num_samples: int, found: _Found) -> str:
     here, there = (f", such as {some[0]!r}" if some else "" for some in (found.first_unmatched, found.first_missing))
     return (
         f"{redact(source)}: no row is of a sample: {counted(rows.num_rows, 'row')}, column {on!r}{here}; "

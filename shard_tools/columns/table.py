@@ -27,13 +27,13 @@ _HASH_BYTES = 8 << 20
 _TYPES_OF_TEXT = (pa.int64(), pa.float64(), pa.bool_())  # the first that fits all values of a CSV file
 
 
-class Rows(Protocol):
+class TableRows(Protocol):
     """Keys and values of a table.
 
     Attributes:
         value: Column that holds the values.
         kind: Their type.
-        num_rows: Rows of all files.
+        num_rows: TableRows of all files.
     """
 
     value: str
@@ -44,7 +44,7 @@ class Rows(Protocol):
         """Yield keys, as bytes, and values."""
 
 
-def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str | None) -> tuple[Rows, str]:
+def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str | None) -> tuple[TableRows, str]:
     """Open the table at ``source``: a file, a folder or a pattern; return its rows, and a digest of its bytes.
 
     Args:
@@ -73,7 +73,7 @@ def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str |
 
 
 class _ParquetRows:
-    """Rows of Parquet files."""
+    """TableRows of Parquet files."""
 
     def __init__(self, files: Sequence[SourceFile], storage: Storage, name: str, on: str, value: str | None) -> None:
         self._files, self._storage, self._on = files, storage, on
@@ -99,7 +99,7 @@ class _ParquetRows:
 
 
 class _TextRows:
-    """Rows of JSONL or CSV files, whose types are known only when all of them were looked at."""
+    """TableRows of JSONL or CSV files, whose types are known only when all of them were looked at."""
 
     def __init__(self, kind: str, source: str, storage: Storage, name: str, on: str, value: str | None) -> None:
         self._reader = open_source(source, storage, kind=kind, options=SourceOptions(named_only=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_
 from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.bad_list import load_bad_list
+from shard_tools.sets.bad_list import BadList, load_bad_list
 from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.sets.selection import Deduplicated, Selection, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
@@ -179,17 +179,7 @@ def reshard(
         allow_unfinished=options.allow_unfinished,
     )  # fmt: skip
     late = shards.late_columns(storage, {*options.columns, *([options.sort] if options.sort is not None else [])})
-    selection = select(
-        shards,
-        storage,
-        kept=shards.kept(storage, where=options.where, view=options.view),
-        late=list(late.values()),
-        drop=drop,
-        needed=options.drop_missing,
-        fields=None if options.dedupe else options.fields,  # what a part of a sample lacks, another part may have
-        with_keys=options.dedupe or options.sort == KEY,
-        progress=NoProgress(),
-    )
+    selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
     known = _known_fields(shards, options, storage)
     reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known)
@@ -220,6 +210,22 @@ def reshard(
         num_shards=packed.num_shards,
         num_bytes=packed.num_bytes,
         seconds=time.monotonic() - started,
+    )
+
+
+def _selected(
+    shards: OpenSet, options: ReshardOptions, drop: BadList, late: Sequence[LateColumn], storage: Storage
+) -> Selection:
+    return select(
+        shards,
+        storage,
+        kept=shards.kept(storage, where=options.where, view=options.view),
+        late=late,
+        drop=drop,
+        needed=options.drop_missing,
+        fields=None if options.dedupe else options.fields,  # what a part of a sample lacks, another part may have
+        with_keys=options.dedupe or options.sort == KEY,
+        progress=NoProgress(),
     )
 
 
