@@ -20,6 +20,7 @@ from shard_tools.sets.shard_source import ShardSource
 from streaming.arguments import counted
 from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
+from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import late_names
 from streaming.index.columns import KEY
 from streaming.index.where import unknown_column
