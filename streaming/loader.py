@@ -202,7 +202,7 @@ class DataLoader(DeviceMeshFetcher):
     ) -> None:
         check_one_size(self._shape)
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
-        self.dataset = read = resolve_dataset(own.dataset)
+        self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
         self._loop = open_ordinary(read, config)
         self._loop.announce = Announcer(read, self._loop, self._finder)

@@ -128,6 +128,9 @@ class Mixture(JoinedSource):
         IndexMissingError: A source has no index.
     """
 
+    _is_reweighed = False
+    """Whether the weights are those that ``set_weights`` gave, unlike the arguments."""
+
     def __init__(
         self,
         sources: Mapping[str, StreamingDataset | Packed | Mixture],
@@ -444,6 +447,16 @@ class Mixture(JoinedSource):
         check_names("set_weights", weights, self.sources)
         return by_weight(self._blends, weights, self._unit_means)
 
+    def weighed_as(self, ledger: Ledger) -> Self:
+        """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
+        last = ledger.last
+        if last.quotas is not None or last.means == self.begun(last.batch_size).last.means:
+            return self
+        made = copy.copy(self)
+        made._is_reweighed = True
+        made._blend = Blend(weights=Schedule.steps({0: last.weights}) if last.schedule is None else last.schedule)
+        return made
+
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
         """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
 
@@ -605,7 +618,7 @@ class Mixture(JoinedSource):
         """
         return self._limits_of(self.forecast(ledger).drawn(row, num_samples))
 
-    def _limits_of(self, drawn: Mapping[str, int]) -> dict[str, int]:
+    def _limits_of(self, drawn: Mapping[str, float]) -> dict[str, int]:
         """Return what ``bad_limits`` does, for so many samples of each leaf."""
         limits: dict[str, int] = {}
         for name, one in self.sources.items():

@@ -265,6 +265,7 @@ def streaming_config(
         depth=prefetch_factor * max(1, num_workers or threads),
         recipe=recipe,
         replicas=replicas,
+        is_packed=dataset.is_packed,
     )
 
 

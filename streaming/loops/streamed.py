@@ -138,7 +138,7 @@ class StreamedLoop(BaseLoop):
             settings,
             self._open_crew(),
             num_builders=config.num_workers or config.num_threads,
-            batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes),
+            batch_bytes=config.batches_limit_bytes,
             metrics=self.metrics,
             report=self._bad.report,
         )
