@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -65,6 +66,9 @@ _ELSEWHERE = {
     "streams": "give the sources as a dict by name, the first argument",
     "epoch_size": "it belongs to the loader; write DataLoader(mixture, epoch_size=…)",
 }  # fmt: skip
+_DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
+"""Options that say how samples are dealt out, and their defaults."""
+_log = logging.getLogger("streaming")
 _SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/en"'
 
 
@@ -172,6 +176,27 @@ class Mixture(JoinedSource):
         )
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self._blend), job_peers(agent_store()))
+        self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        """Warn of settings of sources that have no effect, because all of them follow the order of this mixture."""
+        unused: dict[str, list[str]] = {}
+        for name, one in self.sources.items():
+            for option, value in one.dealing.items():
+                if value not in (_DEALING[option], self.dealing[option]):
+                    unused.setdefault(f"{option}={value!r}", []).append(repr(name))
+        if unused:
+            said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
+            _log.warning(
+                "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option "
+                "to the outermost Mixture", said
+            )  # fmt: skip
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """See ``OneOrder``."""
+        fetch_bytes = dict(self.fetch_bytes) or None
+        return super().dealing | {"quotas": self.quotas, "batches": self.batches, "fetch_bytes": fetch_bytes}
 
     @classmethod
     def from_file(

@@ -235,7 +235,7 @@ def narrowed(
     if not asked.is_range:
         return None, select(storage, shards, asked, peers)
     if shards.table is None:
-        raise IndexMissingError(shards.missing_index)
+        raise IndexMissingError(f"{asked.words} needs an index; {shards.missing_index}")
     return Window.of(shards, *asked.bounds(shards.table.total_samples)), None
 
 

@@ -185,7 +185,7 @@ def _bits(mask: pa.Array) -> Bits:
 
 
 def places_in(keys: Values, others: Values) -> Int64Array:
-    """Return the place of each key in ``others``, int64 [n], -1 if there is none; both as :func:`key_array` makes them."""
+    """Return the place of each key in ``others``, or -1, int64 [n]; both are made by :func:`key_array`."""
     if keys.type != others.type:
         keys, others = keys.cast(pa.binary()), others.cast(pa.binary())
     places: Int64Array = pc.index_in(keys, value_set=others).cast(pa.int64()).fill_null(-1).to_numpy()

@@ -18,6 +18,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
+from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import MOST_BUILDERS, LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
@@ -26,6 +27,7 @@ from streaming.replicas.options import Replicas
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
+DEFAULT_MEMORY_LIMIT, DEFAULT_PREFETCH = "4GiB", 2
 Streamed: TypeAlias = StreamingDataset | Mixture | Packed
 STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
@@ -67,6 +69,18 @@ _STREAMING = {
 }
 _ALSO_HARMLESS: dict[str, tuple[object, ...]] = {"persistent_workers": (True,), "timeout": (0,)}
 
+_STREAMED_ONLY = {
+    "num_threads": "batches of a torch data set are built by the thread that asks for them, or by worker processes: "
+    "write num_workers=…",
+    "memory_limit": "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds "
+    "prefetch_factor= batches. Leave it out",
+    "agreement_timeout": "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
+}
+_HARMLESS_THERE: dict[str, tuple[object, ...]] = {
+    "num_threads": (None, 0), "memory_limit": (DEFAULT_MEMORY_LIMIT,), "agreement_timeout": (DEFAULT_TIMEOUT_S, None),
+}  # fmt: skip
+"""Values of options that a torch dataset does not have which ask for nothing but what is done."""
+
 ELSEWHERE = {
     name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
 } | {
@@ -96,7 +110,7 @@ def given(**options: Any) -> dict[str, Any]:
 def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options, with torch's defaults replaced by ours where a program passes them on without effect."""
     if options["prefetch_factor"] is None:
-        options["prefetch_factor"] = 2
+        options["prefetch_factor"] = DEFAULT_PREFETCH
     if not options["num_workers"] and options["persistent_workers"] is False:  # as `persistent_workers=workers > 0`
         options["persistent_workers"] = None
     return options
@@ -111,6 +125,22 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
     for name, why in _NEVER.items():
         if options[name] not in _HARMLESS.get(name, (None,)):
             raise ConfigError(f"{name}: {why}")
+
+
+def check_ordinary(options: Mapping[str, Any]) -> None:
+    """Refuse options that would have no effect with a torch dataset.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    for name, why in _STREAMED_ONLY.items():
+        if options[name] not in _HARMLESS_THERE[name]:
+            raise ConfigError(f"{name}: {why}")
+    if options["prefetch_factor"] != DEFAULT_PREFETCH and not options["num_workers"]:
+        raise ConfigError(
+            "prefetch_factor: batches of a torch data set are only built ahead in worker processes, and num_workers is "
+            "0; leave it out, or write num_workers=…"
+        )
 
 
 def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
