@@ -39,7 +39,7 @@ from streaming.storage import Storage
 
 COUNT, PER_SHARD = 24, 8
 MOST = 12  # batches of a run
-BAD = 13
+BAD = 3
 """Number of the sample of the set "bad" that cannot be decoded, nor packed."""
 Options = Mapping[str, Any]
 OWNERS: dict[str, Any] = {
@@ -49,7 +49,7 @@ OWNERS: dict[str, Any] = {
 
 def sample_of(number: int, *, bad: bool = False) -> dict[str, Any]:
     """One sample; all its values follow from the number."""
-    length = 6 + number % 5
+    length = 6 + number % 5 + 6 * (number >= 100)
     made = {
         "__key__": f"{number:05d}",
         "cls": number % 3,
@@ -92,18 +92,14 @@ class Places:
     root: Path
 
     def url(self, name: str) -> str:
-        """The set of this name; that of which a shard is lost, by the names of all of them."""
-        if not name.startswith("lost"):
-            return f"{self.root}/{name}/"
-        suffix = ".tar.gz" if name.endswith("gz") else ".tar"
-        return f"{self.root}/{name}/{{000000..{COUNT // PER_SHARD - 1:06d}}}{suffix}"
+        return f"{self.root}/{name}/"
 
     @classmethod
     def write(cls, root: Path) -> Places:
         """Write all sets.
 
         ``whole``, and ``other``: other samples; ``bad``: with a sample that cannot be read; ``gz``, ``badgz``: without
-        an index; ``lost``, ``lostgz``: without the first shard; ``twice``: a key comes twice, without an index;
+        an index; ``twice``: a key comes twice, without an index;
         ``unfinished``: still being written.
         """
         for name, first in (("whole", 0), ("other", 100), ("bad", 0), ("twice", 0), ("unfinished", 0)):
@@ -117,12 +113,8 @@ class Places:
         for name in ("whole", "bad"):
             target = root / {"whole": "gz", "bad": "badgz"}[name]
             target.mkdir()
-            for path in (root / name).glob("*.tar"):
+            for path in sorted((root / name).glob("*.tar"))[: 1 if name == "bad" else None]:
                 (target / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-        shutil.copytree(root / "whole", root / "lost")
-        shutil.copytree(root / "gz", root / "lostgz")
-        for first in (root / "lost" / "000000.tar", root / "lostgz" / "000000.tar.gz"):
-            first.unlink()
         with tarfile.open(root / "twice" / "000000.tar", "a") as shard:
             again = tarfile.TarInfo("00000.cls")
             again.size = 1

@@ -14,12 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from data_sets import mesh_of
-from option_kinds import BAD, COUNT, KINDS, Options, Places, Run, run
+from option_kinds import BAD, COUNT, ENDLESS, KINDS, OWNERS, Options, Places, Run, run
 
 from infra import DeviceMesh
 from streaming import DataLoader, RemoteGroup, Schedule, SequenceSlice, StageFields, StreamingDataset
+from streaming.arguments import option_names
 from streaming.errors import (
     ConfigError,
     IndexMissingError,
@@ -28,6 +30,9 @@ from streaming.errors import (
     TooManyBadSamplesError,
 )
 
+SHOWN = ("plain", "mixture", "nested", "packed", "by size", "balanced", "unindexed", "map-style", "iterable", "remote")
+"""Kinds that `make test` walks. `make matrix` walks all: the others are read in the same way as one of these."""
+CURE = "write the page anew: .venv/bin/python tests/test_option_table.py"
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 Look = Callable[[DataLoader, Any], Any]
 
@@ -42,8 +47,8 @@ class Case:
         look: What to look at, beyond the batches.
         epochs: Epochs to read.
         acts_by: Errors by which it acts.
+        acts_if: What these errors say.
         cannot: Kinds that it cannot meet, although they have its class, and why.
-        costly: Kinds that only ``make matrix`` walks, because others show the mechanism.
     """
 
     value: Any
@@ -51,8 +56,8 @@ class Case:
     look: Look | None = None
     epochs: int = 1
     acts_by: tuple[type[Exception], ...] = ()
+    acts_if: str = ""
     cannot: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    costly: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,27 @@ def settings_of(*names: str) -> Look:
     return look
 
 
+def set_or_function(kind: str) -> Any:
+    """What makes the dataset of a kind anew: another set, or for actors a function that makes one."""
+
+    def other(places: Places, _of: Any) -> Any:
+        def made() -> StreamingDataset:
+            return StreamingDataset(places.url("other"))
+
+        return made if kind == "remote" else made()
+
+    return other
+
+
+def ledger(loader: DataLoader, _data: Any) -> Any:
+    return loader.state_dict()["ledger"]
+
+
+def group_of(loader: DataLoader, _data: Any) -> Any:
+    group = getattr(loader._loop.config, "group", None)  # type: ignore[attr-defined]
+    return group and group.name
+
+
 def cached(loader: DataLoader, _data: Any) -> Any:
     counted = loader.metrics()
     counted = counted["readers"][0] if "readers" in counted else counted
@@ -116,7 +142,7 @@ def mesh(**sizes: int) -> DeviceMesh:
 def uneven(kind: str, _places: Places) -> dict[str, Options]:
     """Batches that do not divide the epoch; of packs, over two ranks."""
     if KINDS[kind].loader.get("batch_size") == 1:
-        return {"DataLoader": {"device_mesh": mesh_of(2, 0)}}
+        return {"DataLoader": {"device_mesh": mesh_of(4, 0)}}
     return {"DataLoader": {"batch_size": 7}}
 
 
@@ -124,7 +150,8 @@ def on_bad(**more: Any) -> By:
     """Options of a set with a bad sample."""
 
     def made(kind: str, _places: Places) -> dict[str, Options]:
-        return {"StreamingDataset": {"urls": "badgz" if kind == "unindexed" else "bad", **more}}
+        bad = "badgz" if kind == "unindexed" else "bad"
+        return {"StreamingDataset": {"urls": bad, **more}, "DataLoader": {"last_batch": "partial"}}
 
     return By(made)
 
@@ -158,14 +185,12 @@ CASES: dict[str, dict[str, Case]] = {
         "shuffle": Case(False),
         "seed": Case(5),
         "storage_options": Case({"deadline_s": -1}, acts_by=(ConfigError,)),
-        "mirrors": Case(
-            By(lambda kind, places: [places.url("gz" if kind == "unindexed" else "whole")]),
-            base=By(lambda kind, _: {"StreamingDataset": {"urls": "lostgz" if kind == "unindexed" else "lost"}}),
-        ),
+        "mirrors": Case([{"url": "mirror/", "deadline_s": -1}], acts_by=(ConfigError,)),
         "cache_dir": Case(By(lambda kind, _: f"{TEMPORARY.name}/cache {kind}"),
                           look=cached),
-        "cache_limit": Case("1KB", base=By(lambda kind, _: {"StreamingDataset": {
-            "cache_dir": f"{TEMPORARY.name}/cache limit {kind}"}}), look=cached),
+        "cache_limit": Case("1KB", By(lambda kind, _: {"StreamingDataset": {
+            "cache_dir": f"{TEMPORARY.name}/cache limit {kind}"}}), cached,
+            cannot={("unindexed",): "cache_dir= is refused there"}),
         "duplicate_keys": Case("keep", base={"StreamingDataset": {"urls": "twice"}}, cannot={
             (*OF_TEXT, "where", "by size", "balanced", "curriculum"): "their columns need an index, made with "
             "`shard_tools index --duplicate-keys`"}),
@@ -180,8 +205,8 @@ CASES: dict[str, dict[str, Case]] = {
         "sources": Case(lambda found: {**found, "a": found["b"]}),
         "weights": Case({"a": 1, "b": 5}, base=SPLIT),
         "repeats": Case({"a": 2, "b": 0.5}),
-        "quotas": Case("exact", SPLIT),
-        "unit": Case("bytes", base=SPLIT),
+        "quotas": Case("exact", SPLIT, ledger),
+        "unit": Case("tokens", SPLIT, ledger),
         "ends": Case("first", base=By(lambda kind, _: {"Mixture": SPLIT["Mixture"]})),
         "shuffle": Case(False),
         "seed": Case(5),
@@ -217,7 +242,7 @@ CASES: dict[str, dict[str, Case]] = {
         "weights": Case({0: 1, 1: 2, 2: 3}),
         "power": Case(1.0, base={"Balanced": {"by": "tokens"}}),
         "nulls": Case("drop", base={"Balanced": {"by": "maybe"}}),
-        "quotas": Case("exact"),
+        "quotas": Case("exact", look=ledger),
         "name_sources": Case(True),
     },
     "Curriculum": {
@@ -227,18 +252,18 @@ CASES: dict[str, dict[str, Case]] = {
         "by": Case("value"),
         "buckets": Case(2),
         "nulls": Case("drop", base={"Curriculum": {"metric": "maybe"}}),
-        "quotas": Case("exact"),
+        "quotas": Case("exact", look=ledger),
         "name_sources": Case(True),
     },
     "DataLoader": {
-        "dataset": Case(lambda places, of: StreamingDataset(places.url("other"))),
+        "dataset": Case(By(lambda kind, _: set_or_function(kind))),
         "batch_size": Case(By(lambda kind, _: 1 if KINDS[kind].loader.get("batch_size") != 1 else 2)),
         "global_batch_size": Case(By(lambda kind, _: 4 if KINDS[kind].loader.get("batch_size") != 1 else 2)),
         "num_workers": Case(1, look=lambda loader, _: loader.num_workers, epochs=0),
         "num_threads": Case(1, base={"DataLoader": {"collate_fn": rows}}, look=settings_of("num_threads"), epochs=0),
-        "device_mesh": Case(By(lambda _kind, _places: mesh_of(2, 1))),
+        "device_mesh": Case(mesh_of(2, 1), By(lambda kind, _: {"DataLoader": ENDLESS} if kind == "iterable" else {})),
         "last_batch": Case("pad", base=By(uneven)),
-        "epoch_size": Case(16),
+        "epoch_size": Case(8),
         "collate_fn": Case(rows),
         "jagged": Case(("bin",)),
         "prefetch_factor": Case(5, base=By(lambda kind, _: {} if KINDS[kind].is_streamed else WORKERS),
@@ -246,9 +271,9 @@ CASES: dict[str, dict[str, Case]] = {
         "pin_memory": Case(True, look=lambda loader, _: loader.pin_memory),
         "memory_limit": Case("100KB", acts_by=(MemoryLimitError,), look=settings_of("memory_limit_bytes")),
         "stall_report_s": Case(3.5, look=lambda loader, _: loader.stall_report_s),
-        "remote_group": Case(RemoteGroup(name="others", num_actors=1), look=lambda loader, _: type(loader._loop)),
+        "remote_group": Case(RemoteGroup(name="others", num_actors=1), look=group_of),
         "replicate": Case("broadcast", base={"DataLoader": {"device_mesh": mesh(tp_size=2)}},
-                          acts_by=(ConfigError,)),
+                          acts_by=(ConfigError,), acts_if="torch.distributed"),
         "stage_fields": Case(By(lambda kind, _: StageFields(
             first=("input_ids" if kind in OF_TEXT else "cls",), last=("labels",))),
                              base={"DataLoader": {"device_mesh": mesh(pp_size=2)}}),
@@ -303,7 +328,7 @@ def walked(owner: str, option: str, kind: str) -> tuple[str, str]:
     given = {**base, owner: {**base.get(owner, {}), option: of(case.value, kind, places())}}
     after = run(kind, places(), given, case.look, case.epochs)
     words = shown(str(after.error))
-    if isinstance(after.error, REFUSALS) and not isinstance(after.error, case.acts_by):
+    if isinstance(after.error, REFUSALS) and not (isinstance(after.error, case.acts_by) and case.acts_if in words):
         assert option in words, f"the refusal of {option}= over {kind} does not name it: {after.error!r}"
         assert words != shown(str(before.error)), f"{kind} is refused without {option}=, too: {words}"
         return REFUSED, words
@@ -319,3 +344,105 @@ def shown(words: str) -> str:
     """A message in one line, without what differs between runs."""
     words = re.sub(r"0x[0-9a-f]{6,}", "0x…", words.replace(TEMPORARY.name, "…"))
     return " ".join(words.split())
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+HEAD = """# Options and kinds of sets
+
+What each named option does with each kind of set. `tests/test_option_table.py` reads every kind with the option and
+without it, and writes this page (`.venv/bin/python tests/test_option_table.py`). **acts**: batches, errors, files,
+metrics or the settings of the loop differ. **refused**: an error with the words below the table. **told**: it has no
+effect there, and a warning says so in the words below. **-**: they cannot meet, because the kind is not made of that
+class, or for the reason below.
+
+Kinds: `plain`, `where`, `subset`, `exclude`: a `StreamingDataset`, and one narrowed by that option. `mixture`: a
+`Mixture`, whose source gets the options of `StreamingDataset`; `nested`: a `Mixture` in a `Mixture`, of which the inner
+one gets the options. `packed`, `padded`, `by size`: a `Packed`, of tokens in rows, of tokens in padded batches, of
+whole samples by a budget. `balanced`, `curriculum`: a `Balanced`, a `Curriculum`. `unindexed`: shards that can only be
+streamed. `map-style`, `iterable`: torch datasets. `remote`: a `StreamingDataset` read in the actors of a
+`remote_group`.
+"""
+TITLES = f"| option | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}"
+Cells = Mapping[str, tuple[str, str]]
+
+
+def row(option: str, cells: Cells) -> str:
+    return f"| `{option}` | {' | '.join(cells[kind][0] for kind in KINDS)} |"
+
+
+def words(option: str, cells: Cells) -> str:
+    """The words of one option, each with the kinds that they are for; "" if it always acts."""
+    said: dict[str, list[str]] = {}
+    for kind, (_, text) in cells.items():
+        said.setdefault(text, []).append(kind)
+    return "\n".join(f"- `{option}`, {', '.join(kinds)}: {quoted(text)}" for text, kinds in said.items() if text)
+
+
+def quoted(text: str) -> str:
+    return f"``{text}``" if "`" in text else f"`{text}`"
+
+
+def page(found: Mapping[str, Mapping[str, Cells]]) -> str:
+    parts = [HEAD]
+    for owner, options in found.items():
+        lines = [TITLES, *(row(*one) for one in options.items())]
+        said = list(filter(None, (words(*one) for one in options.items())))
+        parts += [f"## {owner}\n", "\n".join(lines) + "\n", *(["\n".join(said) + "\n"] if said else [])]
+    return "\n".join(parts)
+
+
+def found_on_the_page(owner: str) -> tuple[dict[str, dict[str, str]], str]:
+    """What the page says of a class: the verdict by option and kind, and the whole section."""
+    section = PAGE.read_text().partition(f"## {owner}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    return {
+        name.strip(" `"): dict(zip(KINDS, map(str.strip, cells), strict=True)) for name, *cells in rows
+    }, section  # fmt: skip
+
+
+ALL = [(owner, option) for owner, cases in CASES.items() for option in cases]
+
+
+@pytest.mark.parametrize(("owner", "option"), ALL, ids=[".".join(one) for one in ALL])
+def test_an_option_does_what_the_page_says(owner: str, option: str, request: pytest.FixtureRequest) -> None:
+    verdicts, section = found_on_the_page(owner)
+    for kind in KINDS if request.config.getoption("--matrix") else SHOWN:
+        verdict, said = walked(owner, option, kind)
+        assert verdicts[option][kind] == verdict, f"{option}=, {kind}: {said}; {CURE}"
+        assert quoted(said) in section or not said, f"{option}=, {kind}: other words: {said}; {CURE}"
+
+
+def test_the_page_has_every_option_of_every_class_and_nothing_else() -> None:
+    named = {owner: option_names(made) for owner, made in OWNERS.items()}
+    assert {owner: tuple(cases) for owner, cases in CASES.items()} == named, "an option without a case: add one"
+    assert PAGE.read_text().startswith(HEAD)
+    for owner, options in named.items():
+        verdicts, section = found_on_the_page(owner)
+        assert tuple(verdicts) == options
+        assert {cell for cells in verdicts.values() for cell in cells.values()} <= {ACTS, REFUSED, TOLD, NOT}
+        lines = [line for line in section.splitlines() if line and not line.startswith("| `")]
+        assert lines[:2] == TITLES.splitlines()
+        said = [re.match(r"- `(\w+)`, ([a-z, -]+): `", line) for line in lines[2:]]
+        kinds_of: dict[str, list[str]] = {}
+        for one in said:
+            assert one is not None
+            kinds_of.setdefault(one[1], []).extend(one[2].split(", "))
+        for option, cells in verdicts.items():
+            worded = {kind for kind, verdict in cells.items() if verdict in {REFUSED, TOLD}}
+            assert worded <= set(kinds_of.get(option, ()))
+            assert len(kinds_of.get(option, ())) == len(set(kinds_of.get(option, ()))), "two words for one cell"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(
+        page({
+            owner: {option: {kind: walked(owner, option, kind) for kind in KINDS} for option in cases}
+            for owner, cases in CASES.items()
+        })
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
