@@ -263,7 +263,7 @@ CASES: dict[str, dict[str, Case]] = {
         "num_threads": Case(1, base={"DataLoader": {"collate_fn": rows}}, look=settings_of("num_threads"), epochs=0),
         "device_mesh": Case(mesh_of(2, 1), By(lambda kind, _: {"DataLoader": ENDLESS} if kind == "iterable" else {})),
         "last_batch": Case("pad", base=By(uneven)),
-        "epoch_size": Case(8),
+        "epoch_size": Case(By(lambda kind, _: 4 if KINDS[kind].is_packed else 8)),
         "collate_fn": Case(rows),
         "jagged": Case(("bin",)),
         "prefetch_factor": Case(5, base=By(lambda kind, _: {} if KINDS[kind].is_streamed else WORKERS),
