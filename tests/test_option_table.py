@@ -6,6 +6,7 @@ docs/options.md says; ``python tests/test_option_table.py`` writes that page.
 
 from __future__ import annotations
 
+import atexit
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -164,6 +165,7 @@ def lines_of(_loader: DataLoader, _data: Any) -> Any:
 
 
 TEMPORARY = tempfile.TemporaryDirectory(prefix="option-table-")
+atexit.register(TEMPORARY.cleanup)
 FILE = By(lambda _kind, _places: f"{TEMPORARY.name}/bad.jsonl")
 WORKERS = {"DataLoader": {"num_workers": 1}}
 SPLIT = {"Mixture": {"weights": {"a": 2, "b": 1}}, "outer": {"weights": {"in": 3, "c": 1}},
