@@ -27,7 +27,7 @@ from streaming.replicas.options import Replicas
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
-DEFAULT_MEMORY_LIMIT, DEFAULT_PREFETCH = "4GiB", 2
+DEFAULT_MEMORY_LIMIT = "4GiB"
 Streamed: TypeAlias = StreamingDataset | Mixture | Packed
 STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
@@ -73,7 +73,7 @@ _STREAMED_ONLY = {
     "num_threads": "batches of a torch data set are built by the thread that asks for them, or by worker processes: "
     "write num_workers=…",
     "memory_limit": "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds "
-    "prefetch_factor= batches. Leave it out",
+    "a few batches. Leave it out",
     "agreement_timeout": "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
 }
 _HARMLESS_THERE: dict[str, tuple[object, ...]] = {
@@ -110,7 +110,7 @@ def given(**options: Any) -> dict[str, Any]:
 def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options, with torch's defaults replaced by ours where a program passes them on without effect."""
     if options["prefetch_factor"] is None:
-        options["prefetch_factor"] = DEFAULT_PREFETCH
+        options["prefetch_factor"] = 2
     if not options["num_workers"] and options["persistent_workers"] is False:  # as `persistent_workers=workers > 0`
         options["persistent_workers"] = None
     return options
@@ -136,11 +136,6 @@ def check_ordinary(options: Mapping[str, Any]) -> None:
     for name, why in _STREAMED_ONLY.items():
         if options[name] not in _HARMLESS_THERE[name]:
             raise ConfigError(f"{name}: {why}")
-    if options["prefetch_factor"] != DEFAULT_PREFETCH and not options["num_workers"]:
-        raise ConfigError(
-            "prefetch_factor: batches of a torch data set are only built ahead in worker processes, and num_workers is "
-            "0; leave it out, or write num_workers=…"
-        )
 
 
 def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
