@@ -43,7 +43,7 @@ class BadSamples:
         limit: Number (int) or fraction of the epoch (float) beyond which the run stops.
         metrics: Where to count them.
         sample_in_shard: Returns the number within its shard of a sample of the dataset; None: unknown.
-        file: File to record them in, or None.
+        files: Files to record them in, by the source they are in, or the mixture around it; "": all of them.
         rank: Global rank of this process.
         on_error: What happens to them.
         part: How samples are made; None: one by one, from any set.
@@ -55,7 +55,7 @@ class BadSamples:
         metrics: Metrics,
         *,
         sample_in_shard: Callable[[int], int] | None = None,
-        file: str | None = None,
+        files: Mapping[str, str] | None = None,
         rank: int = 0,
         on_error: OnError = "substitute",
         part: Part | None = None,
@@ -64,7 +64,9 @@ class BadSamples:
         self._metrics = metrics
         self._sample_in_shard = sample_in_shard
         self._rank = rank
-        self._file = None if file is None else BadFile(file, rank)
+        paths = files or {}
+        opened = {path: BadFile(path, rank) for path in paths.values()}
+        self._files = {name: opened[path] for name, path in paths.items()}
         self._lock = threading.Lock()
         in_children(self, renew_lock)
         self._allowed, self._allows = 0, ""
@@ -89,8 +91,8 @@ class BadSamples:
             num_samples: Samples of the epoch over all ranks.
             epoch: The epoch.
             tally: Sum over all ranks; None: other ranks are unknown, and the limit applies to this rank alone.
-            allowed_of: Number allowed in each source of a mixture, on this rank; all ranks together may find no more
-                than all.
+            allowed_of: Number allowed in each source of a mixture, and in each mixture within it, on this rank; all
+                ranks together may find no more than the outermost ones allow together.
         """
         self._log.start(epoch)
         self._tally = tally
@@ -103,7 +105,7 @@ class BadSamples:
             self._allowed_of = dict(allowed_of or {})
             self._epoch = epoch
             self._allowed, self._allows = most_bad(self._limit, num_samples), f"max_bad_samples={self._limit} allows"
-            together = sum(self._allowed_of.values())
+            together = sum(allowed for name, allowed in self._allowed_of.items() if "/" not in name)
             if self._allowed_of and together < self._allowed:
                 self._allowed, self._allows = together, "max_bad_samples of its sources allow together"
 
@@ -129,11 +131,13 @@ class BadSamples:
             record = self._seen[name] = self._record(bad)
             self._metrics.add("bad_samples")
             self._log.lost(shown, bad.stage, record.reason, bad.trace)
-            if self._file is not None:
-                self._file.add(record)
-            self._found_in[bad.source] += 1
-            if bad.source in self._allowed_of and self._found_in[bad.source] > self._allowed_of[bad.source]:
-                raise self._too_many_in(bad.source)
+            around = _around(bad.source)
+            for file in dict.fromkeys(self._files[one] for one in around if one in self._files):
+                file.add(record)
+            self._found_in.update(around)
+            for one in around:
+                if one in self._allowed_of and self._found_in[one] > self._allowed_of[one]:
+                    raise self._too_many_in(one)
             if len(self._seen) > self._allowed:
                 raise self._too_many(len(self._seen), "on this rank")
 
@@ -187,7 +191,7 @@ class BadSamples:
             f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, but its "
             f"max_bad_samples allows {self._allowed_of[source]}. The last one:\n"
             f"  {last.url} {last.key or last.number!r} ({last.stage}): {last.reason}\n"
-            f"Check its shards with `shard_tools verify`, or raise max_bad_samples of its StreamingDataset"
+            f"Check its shards with `shard_tools verify`, or raise max_bad_samples of that source"
         )
 
     def _record(self, bad: BadSample) -> BadRecord:
@@ -211,6 +215,12 @@ class BadSamples:
         with self._lock:
             # Nobody reports while the list is made.
             return [record.as_dict() for record in self._seen.values()]
+
+
+def _around(source: str) -> list[str]:
+    """Return a source's name in batches, those of the mixtures around it, and "" for the whole; innermost first."""
+    parts = source.split("/") if source else []
+    return ["/".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _fate_of(part: Part | None, on_error: OnError) -> str:

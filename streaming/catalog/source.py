@@ -88,17 +88,31 @@ class OneOrder(ABC):
         shuffle_config: How they are shuffled.
         seed: Seed of the order.
         names: See ``Source``: a single set has none.
+        bad_samples_file: Where bad samples are recorded; None: nowhere.
     """
 
     shuffle: bool
     shuffle_config: ShuffleConfig
     seed: int
     names: tuple[str, ...] = ()
+    bad_samples_file: str | None
 
     @property
     @abstractmethod
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """The options that say how samples are dealt out, as given."""
+        chosen = replace(self.shuffle_config, seed=None)
+        shuffle = self.shuffle if chosen == ShuffleConfig() else chosen
+        return {"shuffle": shuffle, "seed": self.seed}
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """See ``ShardSet``."""
+        return {} if self.bad_samples_file is None else {"": self.bad_samples_file}
 
     def _order_by(self, shuffle: object, seed: object) -> None:
         """Apply the user's choice of order: True, False or a ``ShuffleConfig``, whose seed overrides ``seed``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -65,6 +66,9 @@ _ELSEWHERE = {
     "streams": "give the sources as a dict by name, the first argument",
     "epoch_size": "it belongs to the loader; write DataLoader(mixture, epoch_size=…)",
 }  # fmt: skip
+_DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
+"""Options that say how samples are dealt out, and their defaults."""
+_log = logging.getLogger("streaming")
 _SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/en"'
 
 
@@ -117,14 +121,19 @@ class Mixture(JoinedSource):
             (``"text/en"`` for a source of a nested mixture), and sources that it does not name are read in whole
             chunks. At least 64 KiB per source. The sample tables are read when the mixture is made. The sizes are part
             of a run: a resumed one keeps those that it began with.
-        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; each
-            source's own limit applies as well. None: only the sources' own limits and, over all ranks, their sum.
-        bad_samples_file: As for ``StreamingDataset``, for all sources.
+        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; the own
+            limit of each source, and of each mixture within this one, applies to its samples as well. None: only the
+            sources' own limits and, over all ranks, their sum.
+        bad_samples_file: As for ``StreamingDataset``, for all sources. A source with a file of its own, or a mixture
+            within this one, also records its samples there.
 
     Raises:
         ConfigError: An argument is invalid; the message lists source names that are unknown or missing.
         IndexMissingError: A source has no index.
     """
+
+    _is_reweighed = False
+    """Whether the weights are those that ``set_weights`` gave, unlike the arguments."""
 
     def __init__(
         self,
@@ -167,6 +176,27 @@ class Mixture(JoinedSource):
         )
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self._blend), job_peers(agent_store()))
+        self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        """Warn of settings of sources that have no effect, because all of them follow the order of this mixture."""
+        unused: dict[str, list[str]] = {}
+        for name, one in self.sources.items():
+            for option, value in one.dealing.items():
+                if value not in (_DEALING[option], self.dealing[option]):
+                    unused.setdefault(f"{option}={value!r}", []).append(repr(name))
+        if unused:
+            said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
+            _log.warning(
+                "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option "
+                "to the outermost Mixture", said
+            )  # fmt: skip
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """See ``OneOrder``."""
+        fetch_bytes = dict(self.fetch_bytes) or None
+        return super().dealing | {"quotas": self.quotas, "batches": self.batches, "fetch_bytes": fetch_bytes}
 
     @classmethod
     def from_file(
@@ -442,6 +472,16 @@ class Mixture(JoinedSource):
         check_names("set_weights", weights, self.sources)
         return by_weight(self._blends, weights, self._unit_means)
 
+    def weighed_as(self, ledger: Ledger) -> Self:
+        """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
+        last = ledger.last
+        if last.quotas is not None or last.means == self.begun(last.batch_size).last.means:
+            return self
+        made = copy.copy(self)
+        made._is_reweighed = True
+        made._blend = Blend(weights=Schedule.steps({0: last.weights}) if last.schedule is None else last.schedule)
+        return made
+
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
         """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
 
@@ -597,16 +637,34 @@ class Mixture(JoinedSource):
         return Forecast(ledger, found)
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows."""
-        drawn, found = self.forecast(ledger).drawn(row, num_samples), dict[str, list[str]]()
-        for name, shown in self.shown_names.items():
-            found.setdefault(shown, []).append(name)
+        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
+
+        A mixture within this one has a number, too: its own limit, but no more than its sources have together.
+        """
+        return self._limits_of(self.forecast(ledger).drawn(row, num_samples))
+
+    def _limits_of(self, drawn: Mapping[str, float]) -> dict[str, int]:
+        """Return what ``bad_limits`` does, for so many samples of each leaf."""
         limits: dict[str, int] = {}
-        for shown, names in found.items():
-            if shown:
-                limit = self.leaves[names[0]].max_bad_samples
-                limits[shown] = most_bad(limit, sum(drawn[name] for name in names))
+        for name, one in self.sources.items():
+            if not isinstance(one, Mixture):
+                limits[name] = most_bad(one.max_bad_samples, drawn[name])
+                continue
+            within = {leaf: drawn[f"{name}/{leaf}"] for leaf in one.names}
+            inside = one._limits_of(within)
+            together = [limit for leaf, limit in inside.items() if "/" not in leaf]
+            own = most_bad(one.max_bad_samples, sum(within.values()))
+            limits[name] = min(own, sum(together)) if together else own
+            limits |= {f"{name}/{leaf}": limit for leaf, limit in inside.items()}
         return limits
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """See ``ShardSet``: this mixture's own file, and those of its sources."""
+        found = super().bad_files
+        for name, one in self.sources.items():
+            found |= {f"{name}/{leaf}" if leaf else name: path for leaf, path in one.bad_files.items()}
+        return found
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
         """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""

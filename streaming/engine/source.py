@@ -30,7 +30,10 @@ class ShardSet(Protocol):
     on_error: OnError
     max_bad_samples: float
     """A count (int) or a share of the epoch (float)."""
-    bad_samples_file: str | None
+
+    @property
+    def bad_files(self) -> Mapping[str, str]:
+        """Files in which bad samples are recorded, by the name in batches of the source they are in; "": of all."""
 
     @property
     def is_packed(self) -> bool:

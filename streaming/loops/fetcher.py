@@ -40,6 +40,7 @@ from streaming.plan import memory as budget
 from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
+from streaming.plan.ramp import Ramp
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.exchange import PackExchange
@@ -110,10 +111,11 @@ class EpochLoop(BaseLoop):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         self.config, self._peers = open_exchange(self.config, self.metrics)
-        if dataset.is_packed:
+        if config.is_packed:
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
         self._is_resumed = self._keeps_chunks = False
+        self._sizes = self.shape.sizes_by_row
         self._loaded_at: Place | None = None
         self._seeded_at: Place | None = None
         self._num_runs = 0
@@ -157,6 +159,10 @@ class EpochLoop(BaseLoop):
         if self.shares is None:
             return super().seen()
         return self.shares.seen(self.order, self.row_of(self.position.place))
+
+    def now_read(self, dataset: Any) -> Any:
+        """See ``Loop``."""
+        return dataset if self.shares is None else self.shares.now_read
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
@@ -262,6 +268,7 @@ class EpochLoop(BaseLoop):
             epoch_size=self.shape.epoch_size,
             ledger=None if self.shares is None else self.shares.ledger,
             has_begun=self.position.place.has_begun,
+            batch_sizes=self._sizes,
         )
 
     def load(self, state: LoaderState, what: str = "load_state_dict()") -> None:
@@ -284,7 +291,23 @@ class EpochLoop(BaseLoop):
             self.shares.load(state, self.row_of(place))
             self._read_of(self.shares.mixture)
         self._loaded_at, self.order, self._is_resumed = place, state.order, True
+        self._sizes = self._sizes_behind(state.batch_sizes, self.row_of(place))
         return place
+
+    def _sizes_behind(self, was: Ramp | None, row: int) -> Ramp:
+        """Return the batch sizes of a run that had those of a state before a row; log once if others follow."""
+        own = self.shape.sizes_by_row
+        if was is None:
+            return own
+        found = was.followed_by(own, row)
+        if found != was.followed_by(was, row):
+            _log.info(
+                "the size of batches changes at row %d: the state had %s; this loader has %s. The samples and their "
+                "order stay the same; they come in other batches from that row on, so the number of steps left is "
+                "another one",
+                row, was, own,
+            )  # fmt: skip
+        return found
 
     def _read_of(self, mixture: Mixture) -> None:
         """Read ``mixture`` from the next run on: the same samples, cut into the fetch units of the loaded run."""
@@ -459,9 +482,7 @@ class EpochLoop(BaseLoop):
                 fields=self.dataset.fields,
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
-                batch_bytes=budget.batches_limit_bytes(
-                    self.config.memory_limit_bytes, is_packed=self.dataset.is_packed
-                ),
+                batch_bytes=self.config.batches_limit_bytes,
                 balance=self.config.balance,
             ),
             metrics=self.metrics,

@@ -14,6 +14,7 @@ from streaming.arguments import MAX_COUNT, checked_count, checked_flag, checked_
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
+from streaming.plan.ramp import Ramp
 
 STATE_VERSION = 5
 """Of a mixture whose chunks are cut into fetch units; 4: of one of which a source grew; 3: whose shares are not dealt
@@ -22,6 +23,7 @@ _TEXT = "ledger_text"
 """The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
 _BEGUN = "has_begun"  # in a state only where it is so: older releases read all others
+_SIZES = "batch_sizes"  # likewise of a set with an index, whose batches may change in size
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
 )  # fmt: skip
@@ -42,6 +44,7 @@ class LoaderState:
         ledger: Of a mixture; None: of one dataset.
         has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
             one after it.
+        batch_sizes: Sizes of the global batches of the run by row, those to come included; None: not recorded.
     """
 
     epoch: int
@@ -53,6 +56,7 @@ class LoaderState:
     epoch_size: int | None = None
     ledger: Ledger | None = None
     has_begun: bool = False
+    batch_sizes: Ramp | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -118,6 +122,8 @@ class LoaderState:
             "num_samples": int(self.num_samples),
             "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
         } | ({_BEGUN: True} if self.has_begun else {})
+        if self.batch_sizes is not None:
+            made[_SIZES] = self.batch_sizes.to_text()
         if self.ledger is None:
             return made
         entries = self.ledger.to_list()
@@ -145,12 +151,17 @@ class LoaderState:
                 "load it with the release that saved it"
             )
         names = _NAMES if version == 1 else (*_NAMES, "ledger")
-        if set(data) - {_TEXT, _BEGUN} != set(names):
+        if set(data) - {_TEXT, _BEGUN, _SIZES} != set(names):
             missing, unknown = sorted(set(names) - set(data)), sorted(map(str, set(data) - set(names)))
             raise StateError(f"state: expected the keys {list(names)}; missing {missing}, unknown {unknown}")
         given = {**data, "order": OrderSettings.from_dict(data["order"])}
         del given["version"]
         text = given.pop(_TEXT, None)
+        if _SIZES in given:
+            try:
+                given[_SIZES] = Ramp.from_text(given[_SIZES])
+            except ConfigError as error:
+                raise StateError(f"state: {error}") from error
         if version == 1:
             return cls(**given)
         return cls(**{**given, "ledger": Ledger.from_list(_whole_ledger(data["ledger"], text))})
