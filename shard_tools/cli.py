@@ -57,7 +57,8 @@ from streaming.types import VERSION, DuplicateKeys, LastBatch
 
 _DEFAULT_MAX_BYTES = "256MB"  # takes one connection a few seconds; 100 TB make 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix", "allow_unfinished")
+_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
+_RESHARD_OPTIONS += ("allow_unfinished",)
 
 
 @click.group(
@@ -86,9 +87,9 @@ def cli() -> None:
     "--shuffle",
     metavar="SEED|none",
     type=SEED,
-    help="Shuffle the records.  [default: none; of folders of several classes 0]",
+    help="Shuffle the records (not of CSV and tars).  [default: none; of folders of several classes 0]",
 )
-@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number': count them.")
+@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this column; 'number': count them.")
 @click.option(
     "--field",
     "fields",
@@ -131,9 +132,9 @@ def convert_command(
 ) -> None:
     """Pack SOURCE into indexed tar shards in TARGET.
 
-    SOURCE is a folder of images, JSONL, Parquet, CSV, text, tars, MDS shards and others (see --from). With --tokenizer,
-    documents become token ids: field tok, column tokens. The same source always gives the same bytes. A conversion that
-    was stopped continues where it left off when it is run again.
+    SOURCE is a folder of images, or JSONL, Parquet, CSV, text (.txt) or tar files: a file, a folder, or a pattern. With
+    --tokenizer, documents become token ids: field tok, column tokens. The same source and options always give the same
+    bytes. A conversion that was stopped continues where it left off when it is run again.
 
     \b
     Example:
@@ -265,9 +266,14 @@ def verify_command(
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
-@click.option("--sort", metavar="COLUMN", help="Sort by a column of the sample table, or by __key__.")
+@click.option("--sort", metavar="COLUMN", help="Sort by a column, or by __key__.")
 @click.option("--descending", is_flag=True, help="Sort in descending order.")
 @click.option("--where", metavar="CONDITION", help='Keep only samples that match, such as "tokens >= 512".')
+@click.option("--view", metavar="NAME", help="Keep only the samples of a saved view.")
+@click.option("--columns", type=names, default=(), metavar="A,B", help="Late columns to keep, in the sample tables.")
+@click.option(
+    "--drop-missing", type=names, default=(), metavar="EXT,...", help="Leave out samples that lack one of these fields."
+)
 @click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
 @click.option(
     "--dedupe", is_flag=True, help="Merge samples with the same key; of a field that occurs twice, keep the first."
@@ -297,20 +303,22 @@ def reshard_command(
     shuffle: bool,
     seed: int | None,
     fields: tuple[str, ...] | None,
+    drop_missing: tuple[str, ...],
     as_json: bool,
     **arguments: Any,
 ) -> None:
     """Write the samples of SOURCE into new shards in TARGET.
 
-    Samples can be split, merged, shuffled, sorted or filtered. Fields keep their bytes, and samples keep their columns
-    in the index. Every byte read is checked; a damaged sample is an error unless --drop lists it. A run that was
-    stopped continues where it left off when it is run again.
+    Samples can be split, merged, shuffled, sorted or filtered, by late columns, too. Fields keep their bytes, and
+    samples keep the columns of their sample tables. Every byte read is checked; a damaged sample is an error unless
+    --drop lists it. A run that was stopped continues where it left off when it is run again.
 
     \b
     Example:
       shard_tools reshard s3://bucket/raw/ s3://bucket/train/ --max-bytes 1GB --shuffle --seed 7
       shard_tools reshard shards/ english/ --where "tokens >= 512 and lang = 'en'" --sort tokens
-      shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl'
+      shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl' --drop-missing jpg,txt
+      shard_tools reshard shards/ good/ --where "score >= 0.3" --columns score
       shard_tools reshard scattered/ whole/ --dedupe
     """
     if seed is not None and not shuffle:
@@ -318,6 +326,7 @@ def reshard_command(
     options = ReshardOptions(
         shuffle_seed=(seed or 0) if shuffle else None,
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
+        drop_missing=tuple(name.lstrip(".") for name in drop_missing),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
     with progress_bar("reshard", "samples") as progress:
@@ -397,7 +406,8 @@ def copy_command(
 def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """Summarize a dataset.
 
-    Shows shards, samples, bytes, fields, the index, and shards that are missing or truncated.
+    Shows shards, samples, bytes, views, columns (late ones, too), fields, the index, and shards that are missing or
+    truncated.
 
     \b
     Example:
@@ -411,20 +421,26 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 
 @cli.command("ls")
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N samples.")
+@click.option("--where", metavar="CONDITION", help="List only samples that match; see docs/filters.md.")
+@click.option("--view", metavar="NAME", help="List only the samples of a saved view.")
+@click.option("--columns", type=names, metavar="A,B", help="Show the values of these columns, also of late ones.")
 @click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
 @on_shards
-def ls_command(urls: tuple[str, ...], *, long: bool, as_json: bool, **arguments: Any) -> None:
+def ls_command(
+    urls: tuple[str, ...], *, columns: tuple[str, ...] | None, long: bool, as_json: bool, **arguments: Any
+) -> None:
     """List samples with their keys and fields. --json prints one object per line.
 
     \b
     Example:
       shard_tools ls s3://bucket/train/ --limit 20 --long
+      shard_tools ls s3://bucket/train/ --where "score >= 0.9 and lang = 'en'" --columns score,lang
     """
-    for sample in list_samples(urls, **arguments):
+    for sample in list_samples(urls, columns=columns, **arguments):
         if as_json:
             click.echo(render.as_json(sample.as_dict()))
         else:
-            render.show_sample_line(sample, long=long)
+            render.show_sample_line(sample, long=long, with_columns=columns is not None)
 
 
 @cli.command("cat")
@@ -439,7 +455,7 @@ def cat_command(
     url: str, sample: str, *, index_url: str | None, field: str | None, allow_unfinished: bool, as_json: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Show one SAMPLE, given by its key or its number.
+    """Show one SAMPLE, given by its key or its number: its columns, late ones too, and its fields.
 
     --field writes the raw bytes of one field. Digits are looked up as a key first, and as a number if there is no such
     key.

@@ -365,6 +365,11 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     return num_bytes
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for people: ``"1 sample"``, ``"2,000 samples"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return ``num_bytes`` for people: ``"1.5 GiB"``."""
     value = float(num_bytes)

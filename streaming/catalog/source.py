@@ -103,6 +103,13 @@ class OneOrder(ABC):
         """int64[C], samples of each chunk."""
 
     @property
+    def dealing(self) -> dict[str, object]:
+        """The options that say how samples are dealt out, as given."""
+        chosen = replace(self.shuffle_config, seed=None)
+        shuffle = self.shuffle if chosen == ShuffleConfig() else chosen
+        return {"shuffle": shuffle, "seed": self.seed}
+
+    @property
     def bad_files(self) -> dict[str, str]:
         """See ``ShardSet``."""
         return {} if self.bad_samples_file is None else {"": self.bad_samples_file}

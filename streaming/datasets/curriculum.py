@@ -158,7 +158,10 @@ class Curriculum(GroupedMixture):
     @shows
     def __repr__(self) -> str:
         metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
-        return f"Curriculum({self._source_in_words()}, {metrics}, a pool of {self._pools[0][1]:,} samples at first)"
+        parts = [self._source_in_words(), metrics]
+        if not self._is_reweighed:
+            parts.append(f"a pool of {self._pools[0][1]:,} samples at first")
+        return f"Curriculum({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ class GroupedMixture(Mixture):
         """See ``Mixture``: empty unless ``name_sources`` is set."""
         return {name: name if self.name_sources else "" for name in self.names}
 
-    def _limits_of(self, drawn: Mapping[str, int]) -> dict[str, int]:  # noqa: ARG002
+    def _limits_of(self, drawn: Mapping[str, float]) -> dict[str, int]:  # noqa: ARG002
         """See ``Mixture``: groups are parts of one dataset, whose limit is that of all of them."""
         return {}
 
@@ -152,6 +152,8 @@ class GroupedMixture(Mixture):
         said = [repr(self.dataset), f"{len(self.names)} groups"]
         if self.read_amplification > LARGE_AMPLIFICATION:
             said.append(f"about {self.read_amplification:.1f} bytes read for each one used")
+        if self._is_reweighed:
+            said.append(f"reweighted: {self._shares_in_words()}")
         return ", ".join(said)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -65,6 +66,9 @@ _ELSEWHERE = {
     "streams": "give the sources as a dict by name, the first argument",
     "epoch_size": "it belongs to the loader; write DataLoader(mixture, epoch_size=…)",
 }  # fmt: skip
+_DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
+"""Options that say how samples are dealt out, and their defaults."""
+_log = logging.getLogger("streaming")
 _SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/en"'
 
 
@@ -128,6 +132,9 @@ class Mixture(JoinedSource):
         IndexMissingError: A source has no index.
     """
 
+    _is_reweighed = False
+    """Whether the weights are those that ``set_weights`` gave, unlike the arguments."""
+
     def __init__(
         self,
         sources: Mapping[str, StreamingDataset | Packed | Mixture],
@@ -169,6 +176,27 @@ class Mixture(JoinedSource):
         )
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self._blend), job_peers(agent_store()))
+        self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        """Warn of settings of sources that have no effect, because all of them follow the order of this mixture."""
+        unused: dict[str, list[str]] = {}
+        for name, one in self.sources.items():
+            for option, value in one.dealing.items():
+                if value not in (_DEALING[option], self.dealing[option]):
+                    unused.setdefault(f"{option}={value!r}", []).append(repr(name))
+        if unused:
+            said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
+            _log.warning(
+                "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option "
+                "to the outermost Mixture", said
+            )  # fmt: skip
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """See ``OneOrder``."""
+        fetch_bytes = dict(self.fetch_bytes) or None
+        return super().dealing | {"quotas": self.quotas, "batches": self.batches, "fetch_bytes": fetch_bytes}
 
     @classmethod
     def from_file(
@@ -444,6 +472,16 @@ class Mixture(JoinedSource):
         check_names("set_weights", weights, self.sources)
         return by_weight(self._blends, weights, self._unit_means)
 
+    def weighed_as(self, ledger: Ledger) -> Self:
+        """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
+        last = ledger.last
+        if last.quotas is not None or last.means == self.begun(last.batch_size).last.means:
+            return self
+        made = copy.copy(self)
+        made._is_reweighed = True
+        made._blend = Blend(weights=Schedule.steps({0: last.weights}) if last.schedule is None else last.schedule)
+        return made
+
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
         """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
 
@@ -605,7 +643,7 @@ class Mixture(JoinedSource):
         """
         return self._limits_of(self.forecast(ledger).drawn(row, num_samples))
 
-    def _limits_of(self, drawn: Mapping[str, int]) -> dict[str, int]:
+    def _limits_of(self, drawn: Mapping[str, float]) -> dict[str, int]:
         """Return what ``bad_limits`` does, for so many samples of each leaf."""
         limits: dict[str, int] = {}
         for name, one in self.sources.items():

@@ -50,6 +50,8 @@ class LoopConfig:
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
         balance: How packs of a global batch are balanced; None: not at all.
+        is_packed: Whether packs are dealt out, of tokens or of whole samples: the data that they are made from takes a
+            part of the memory.
     """
 
     shape: Shape
@@ -61,6 +63,12 @@ class LoopConfig:
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
     balance: BalanceRules | None = None
+    is_packed: bool = False
+
+    @property
+    def batches_limit_bytes(self) -> int:
+        """The part of the memory for batches that are built but not handed out."""
+        return budget.batches_limit_bytes(self.memory_limit_bytes, is_packed=self.is_packed)
 
     @property
     def exchanges(self) -> bool:
@@ -75,7 +83,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         config.recipe,
         arena_bytes=arena_bytes,
         depth=config.depth,
-        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes, is_packed=config.recipe.packs is not None),
+        batch_bytes=config.batches_limit_bytes,
         metrics=metrics,
     )
 

@@ -111,7 +111,7 @@ class EpochLoop(BaseLoop):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         self.config, self._peers = open_exchange(self.config, self.metrics)
-        if dataset.is_packed:
+        if config.is_packed:
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
         self._is_resumed = self._keeps_chunks = False
@@ -159,6 +159,10 @@ class EpochLoop(BaseLoop):
         if self.shares is None:
             return super().seen()
         return self.shares.seen(self.order, self.row_of(self.position.place))
+
+    def now_read(self, dataset: Any) -> Any:
+        """See ``Loop``."""
+        return dataset if self.shares is None else self.shares.now_read
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
@@ -478,9 +482,7 @@ class EpochLoop(BaseLoop):
                 fields=self.dataset.fields,
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
-                batch_bytes=budget.batches_limit_bytes(
-                    self.config.memory_limit_bytes, is_packed=self.dataset.is_packed
-                ),
+                batch_bytes=self.config.batches_limit_bytes,
                 balance=self.config.balance,
             ),
             metrics=self.metrics,

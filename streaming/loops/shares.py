@@ -43,6 +43,7 @@ class RunShares:
 
     Attributes:
         mixture: The mixture; after a state was loaded, with the fetch units of its run.
+        now_read: The mixture with the weights that apply now, if ``set_weights`` has changed them.
         ledger: Ledger of the run.
         samples_per_pass: Samples of an epoch without ``epoch_size``; ``ENDLESS`` if it has no end.
 
@@ -51,7 +52,7 @@ class RunShares:
     """
 
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
-        self.mixture = mixture
+        self.mixture = self.now_read = mixture
         self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
         if mixture.batches == "one_source" and shape.ramp is not None:
             raise ConfigError(
@@ -107,6 +108,7 @@ class RunShares:
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         if ledger != self.ledger or mixture is not self.mixture:
             self.mixture, self.ledger, self._orders = mixture, ledger, None
+            self.now_read = mixture.weighed_as(ledger)
 
     def said(self, weights: Any, at: Any, row: int) -> Facts:
         """Return what ranks compare before they change their weights, in plain numbers.
@@ -169,6 +171,7 @@ class RunShares:
     def adopt(self, change: Change, row: int) -> int:
         """Make a change, on behalf of a program that has come to ``row``; return the row from which it applies."""
         self.ledger, self._orders = change.ledger, change.orders
+        self.now_read = self.mixture.weighed_as(change.ledger)
         start = self.ledger.last.start
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", change.weights, start, step, start - row)

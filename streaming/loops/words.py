@@ -40,7 +40,13 @@ class Announcer:
         at = f"epoch {place.epoch} begins"
         if place.samples_seen:  # due to a checkpoint, or because an epoch without an end continues
             at = f"epoch {place.epoch} continues after {place.samples_seen} samples"
-        parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
+        parts = [
+            what_is_read(loop.now_read(self._dataset)),
+            *self._amount(loop),
+            *self._order(loop),
+            *self._builders(),
+            self._where(),
+        ]
         shares = getattr(loop, "shares", None)
         if shares is not None and loop.shape.ramp is None:  # rows cannot be converted to steps there
             parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
-from streaming.arguments import some_names
+from streaming.arguments import MAX_COUNT, some_names
 from streaming.errors import ConfigError
 from streaming.plan.schedule import Nested, Schedule, WeightSchedule, checked_weights, leaf_name
 
@@ -99,7 +99,7 @@ def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None
         quotas |= {leaf_name(name, leaf): _rounded(exact[name] * count) for leaf, count in within.quotas.items()}
     if not sum(quotas.values()):
         raise ConfigError(f"repeats: got {dict(times)}, which makes an empty epoch; give a source a larger number")
-    return Blend(dict(sorted(quotas.items())))
+    return Blend(_checked_quotas(dict(sorted(quotas.items())), f"repeats: got {dict(times)}"))
 
 
 def by_weight(
@@ -125,7 +125,22 @@ def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, 
         raise ConfigError(f'ends="all": {some_names(unread)} with the weight 0 would never end; leave them out')
     lengths = [sizes[name] / weight for name, weight in exact.items()]
     length = min(lengths) if ends == "first" else max(lengths)
-    return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
+    quotas = {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
+    return _checked_quotas(quotas, f"weights: got {dict(weights)}, ends={ends!r}")
+
+
+def _checked_quotas(quotas: dict[str, int], what: str) -> dict[str, int]:
+    """Return the samples of each source in an epoch.
+
+    Raises:
+        ConfigError: They are more than a state can count.
+    """
+    if sum(quotas.values()) > MAX_COUNT:
+        raise ConfigError(
+            f"{what}, which makes an epoch of more than {MAX_COUNT:,} samples. Give smaller numbers, or weights= with "
+            "ends=None for a mixture without end"
+        )
+    return quotas
 
 
 def _rounded(number: Fraction) -> int:
