@@ -24,7 +24,6 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.plan import memory as budget
-from streaming.storage import Storage
 
 
 def run(*arguments: object) -> Result:
@@ -308,7 +307,7 @@ def test_wrong_usage(shards: Path, arguments: tuple[object, ...]) -> None:
 def test_no_such_data(tmp_path: Path) -> None:
     assert run(tmp_path / "none.tar", "--batch-size", 4).exit_code == 1
     with pytest.raises(NotFoundError):
-        plan(str(tmp_path / "none"), options=PlanOptions(mesh=flat(1), global_batch_size=1), storage=Storage())
+        plan(str(tmp_path / "none"), options=PlanOptions(mesh=flat(1), global_batch_size=1))
 
 
 # --------------------------------------------------------------------------------------------------- the output

@@ -157,6 +157,11 @@ class Shape:
         return self if self.ramp is None else replace(self, global_batch_size=self.ramp.size_at(row))
 
     @property
+    def size_for_lanes(self) -> int:
+        """The batch size that determines the default number of lanes."""
+        return self.global_batch_size if self.ramp is None else self.ramp.size_for_lanes
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Every size that a global batch of the run has."""
         return (self.global_batch_size,) if self.ramp is None else tuple(size for _, size in self.ramp.steps)
