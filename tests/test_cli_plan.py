@@ -150,7 +150,7 @@ def test_loads_agree_with_the_plan_for_any_topology(
         epoch_size=epoch_size, memory_limit_bytes=limit, epoch=1,
     )  # fmt: skip
     total = epoch_size or table.total_samples
-    if total < (ranks * per_rank if last_batch == "drop" else ranks):
+    if total < {"drop": ranks * per_rank, "partial": ranks, "pad": 1}[last_batch]:
         with pytest.raises(ConfigError, match="training would refuse"):
             plan_table(table, options=options)
         return

@@ -98,7 +98,7 @@ def epoch_plans(
     whole = replace(shape, epoch_size=shape.epoch_size or num_samples)
     plans = list(Plan.of_epoch(whole, chunk_samples, order, epoch=options.epoch, orders=orders))
     size = whole.num_samples if whole.epoch_size else (orders.samples_per_pass if orders else int(chunk_samples.sum()))
-    if not plans or size < shape.num_ranks:
+    if not plans or (size < shape.num_ranks and shape.last_batch != "pad"):
         raise ConfigError(
             f"{size} samples do not fill one global batch of {shape.at(options.epoch * size).global_batch_size} "
             f"({shape.num_ranks} data ranks) with last_batch={shape.last_batch!r}: training would refuse this. "
