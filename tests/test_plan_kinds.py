@@ -274,7 +274,9 @@ def check_plan(
     assert report["num_samples"] == int(dataset.chunk_samples.sum())
     assert ("packs" in report) == dataset.is_packed
     for found, load in zip(metrics, report["data_ranks"], strict=True):
-        assert found["arena_limit_bytes"] == pytest.approx(load["limit_bytes"], rel=0.1)
+        assert found["arena_limit_bytes"] <= load["limit_bytes"] * 1.1
+        if report["ramp"] is None:  # else it is that of the last batches
+            assert found["arena_limit_bytes"] == pytest.approx(load["limit_bytes"], rel=0.1)
         if num_batches is not None:
             assert found["arena_peak_bytes"] <= load["held_bytes"] * 1.1
         if num_batches is not None and load["keeps_all"]:

@@ -78,8 +78,19 @@ class Loads:
         self.plans, self.reads, self.rooms = tuple(plans), reads, rooms
         self.plan = self.plans[0]
         self.chunk_bytes = rooms.chunk_bytes
-        self.sliced = all(rooms.reads_slices(plan) for plan in self.plans)
-        self._slices_bytes = max(map(rooms.slices_bytes, self.plans)) if self.sliced else 0
+        self._in_slices = [plan for plan in self.plans if rooms.reads_slices(plan)]
+        self._in_chunks = [plan for plan in self.plans if plan not in self._in_slices]
+        self._slices_bytes = max(map(rooms.slices_bytes, self._in_slices), default=0)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether only slices of chunks are read."""
+        return not self._in_chunks
+
+    @property
+    def unit(self) -> str:
+        """What one request fetches."""
+        return " or ".join((["chunk"] if self._in_chunks else []) + (["slice"] if self._in_slices else []))
 
     @property
     def num_rows(self) -> int:
@@ -112,7 +123,21 @@ class Loads:
 
     def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         """Return the load of one rank; ``ranks`` are the processes that receive its share."""
-        return self._of_slices(dp_rank, ranks) if self.sliced else self._of_chunks(dp_rank, ranks)
+        if not self._in_slices:
+            return self._of_chunks(dp_rank, ranks)
+        slices = self._of_slices(dp_rank, ranks)
+        if not self._in_chunks:
+            return slices
+        chunks = self._of_chunks(dp_rank, ranks)
+        first = slices if self.plan in self._in_slices else chunks
+        return self._load(
+            dp_rank, ranks, num_chunks=max(chunks.num_chunks, slices.num_chunks),
+            num_requests=chunks.num_requests + slices.num_requests, read_bytes=chunks.read_bytes + slices.read_bytes,
+            start_requests=first.start_requests, start_bytes=first.start_bytes,
+            live_bytes=max(chunks.live_bytes, slices.live_bytes),
+            limit_bytes=max(chunks.limit_bytes, slices.limit_bytes),
+            held_bytes=max(chunks.held_bytes, slices.held_bytes), keeps_all=False,
+        )  # fmt: skip
 
     def check_memory(self, load: RankLoad) -> None:
         """Reject what training would reject.
@@ -120,7 +145,11 @@ class Loads:
         Raises:
             MemoryLimitError: What this rank needs at once does not fit; the message says what to do.
         """
-        self.rooms.check(self.neediest(load.dp_rank), load.dp_rank, load.live_bytes)
+        for plan in self._in_slices:
+            self.rooms.check(plan, load.dp_rank, self.rooms.slices_bytes(plan))
+        for plan in self._in_chunks:
+            live_bytes = load.live_bytes if len(self.plans) == 1 else self.rooms.live(plan, load.dp_rank).num_bytes
+            self.rooms.check(plan, load.dp_rank, live_bytes)
 
     def neediest(self, dp_rank: int) -> Plan:
         """Return the plan of which a rank needs most at once."""
@@ -131,9 +160,9 @@ class Loads:
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         room_bytes = self.rooms.room_bytes
         # As training counts it, by the intervals it keeps.
-        live_bytes = max(self.rooms.live(plan, dp_rank).num_bytes for plan in self.plans)
+        live_bytes = max(self.rooms.live(plan, dp_rank).num_bytes for plan in self._in_chunks)
         limit_bytes = self.rooms.limit(live_bytes)
-        live = [plan.chunk_intervals(dp_rank) for plan in self.plans]
+        live = [plan.chunk_intervals(dp_rank) for plan in self._in_chunks]
         chunk_ids = np.concatenate([one.chunk_ids for one in live])
         at_start = np.concatenate([one.first_batches == (0 if not number else -1) for number, one in enumerate(live)])
         different, first_seen = np.unique(chunk_ids, return_index=True)
@@ -159,7 +188,7 @@ class Loads:
 
     def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         """Count requests: batch k covers stream positions [low, high), with one request per chunk in that range."""
-        lows, highs = map(np.concatenate, zip(*(_ranges(plan, dp_rank) for plan in self.plans), strict=True))
+        lows, highs = map(np.concatenate, zip(*(_ranges(plan, dp_rank) for plan in self._in_slices), strict=True))
         low_chunks, low_bytes = self._along_stream(lows)
         high_chunks, _ = self._along_stream(highs - 1)
         _, high_bytes = self._along_stream(highs, up=True)

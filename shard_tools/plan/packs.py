@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
 from streaming.arguments import format_bytes
-
-if TYPE_CHECKING:
-    from shard_tools.plan.report import PlanReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +55,14 @@ class PackTotals(Report):
             packs=sum(map(len, sets)), fill=total["packed"] / places, **total,
         )  # fmt: skip
 
-    def warnings(self, report: PlanReport) -> list[str]:
-        """Return what training would refuse of these batches."""
-        most = max((report.ramp or {0: report.global_batch_size}).values())
-        if not self.padded or most <= report.data_world_size:
+    def warnings(self, sizes: Mapping[int, int], num_ranks: int) -> list[str]:
+        """Return what training would refuse of global batches of these sizes, by row."""
+        most = max(sizes.values())
+        if not self.padded or most <= num_ranks:
             return []
         return [
             (
-                f"a padded pack is already a batch; a rank gets up to {-(-most // report.data_world_size)} of them: "
+                f"a padded pack is already a batch; a rank gets up to {-(-most // num_ranks)} of them: "
                 "training would refuse this without collate_fn=list; use --batch-size 1"
             )
         ]

@@ -137,7 +137,7 @@ class PlanReport:
         lanes: L.
         window: W, in samples.
         unit: What one request fetches: ``"chunk"``, or ``"slice"`` of a chunk (storage order; bytes are then estimated
-            from the mean size of a chunk's samples).
+            from the mean size of a chunk's samples), or, if batch sizes change, ``"chunk or slice"``.
         memory_limit_bytes: Memory limit of one rank.
         needed_limit_bytes: A ``memory_limit`` that suffices for this epoch and, most likely, for every other.
         mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch: how well it mixes.
@@ -282,7 +282,7 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
     mixture: Mixture = planned
     mixture.check_shape(options.shape)
     ledger = mixture.begun(options.global_batch_size, order)
-    most = num_samples if mixture.is_endless else None
+    most = max(num_samples, *options.shape.sizes) if mixture.is_endless else None
     plans = epoch_plans(mixture.chunk_samples, order, options, mixture.orders(order, ledger), most)
     drawn = mixture.forecast(ledger).drawn(options.epoch * plans[0].num_samples, plans[0].num_samples)
     loads = Loads(plans, Reads.of_sets(mixture, drawn), _rooms(mixture, options))
@@ -317,7 +317,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         shuffle=whole.settings.shuffle,
         lanes=whole.settings.lanes,
         window=whole.settings.window,
-        unit="slice" if loads.sliced else "chunk",
+        unit=loads.unit,
         memory_limit_bytes=limit,
         needed_limit_bytes=budget.needed_mib(max(load.live_bytes for load in found)) << 20,
         mixed_chunks=_mixed_chunks(loads.plans[len(loads.plans) // 2]),
@@ -368,7 +368,11 @@ def _mixed_chunks(whole: Plan) -> int:
 
 
 def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool, tables: bool) -> PlanReport:
-    warnings = [] if report.packs is None else report.packs.warnings(report)
+    warnings = (
+        []
+        if report.packs is None
+        else report.packs.warnings(report.ramp or {0: report.global_batch_size}, report.data_world_size)
+    )
     worst = max(report.loads, key=lambda load: load.live_bytes)
     try:
         loads.check_memory(worst)
