@@ -245,7 +245,11 @@ def play(world: World, first: list[Row], most: int) -> tuple[list[Row], int | No
     """Play so many steps of up to two epochs; return all rows, the batches of the first epoch, and metrics after it."""
     rows, step, ends, metrics = list(first), 1, list[int](), list[dict[str, Any]]()
     while step < most and len(ends) < 2:
-        found = world.step(step)
+        try:
+            found = world.step(step)
+        except MemoryLimitError:  # a later epoch needs more at once than the first, which is planned
+            assert ends
+            break
         if found is not None:
             rows, step = rows + found, step + 1
             continue
