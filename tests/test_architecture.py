@@ -66,6 +66,7 @@ COMPUTED_IMPORT_MAY = (
     "streaming.decode.values",
     "streaming.decode.registry",
     "shard_tools.columns.compute",
+    "streaming.datasets.mixture_file",
 )
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.arguments import checked_seed
+from streaming.arrays import sums
 from streaming.cache import NodeCache
 from streaming.catalog.open import OpenShards
 from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
@@ -80,6 +81,21 @@ class Window:
         return cls(first=first, stop=stop, first_chunk=first_chunk, table=table, chunks=chunks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Where the samples of some rows are stored: one of each row, or those of its pack.
+
+    Attributes:
+        splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
+        shards: int64 [n], shard of each sample, among those of its set.
+        numbers: int64 [n], its number in the shard.
+    """
+
+    splits: Int64Array
+    shards: Int64Array
+    numbers: Int64Array
+
+
 class OneOrder(ABC):
     """Order the chunks of a set, pass after pass, with the user's settings.
 
@@ -142,6 +158,28 @@ class OneOrder(ABC):
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the order of each pass."""
         return EpochOrders(self.chunk_samples, settings)
+
+    def ordered(
+        self, *, shuffle: bool | None = None, seed: int | None = None, lanes: int | None = None,
+        window: int | None = None,
+    ) -> Self:  # fmt: skip
+        """Return the same set in another order; None: as it is.
+
+        Raises:
+            ConfigError: A number is out of range.
+        """
+        made = copy.copy(self)
+        changes: dict[str, Any] = {"seed": seed, "lanes": lanes, "window": window}
+        made.shuffle = self.shuffle if shuffle is None else shuffle
+        made.shuffle_config = replace(
+            self.shuffle_config, **{name: value for name, value in changes.items() if value is not None}
+        )
+        made.seed = self.seed if seed is None else checked_seed("seed", seed)
+        return made
+
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:  # noqa: ARG002  as Source has it
+        """See ``Source``: nothing of its own."""
+        return ""
 
 
 class ChunkSource(OneOrder):
@@ -263,6 +301,46 @@ class ChunkSource(OneOrder):
         if self._selected is None:
             return self.chunk_samples
         return self.whole_table.num_samples[self._selected.chunks]
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk that are delivered."""
+        return self.chunk_samples
+
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return the samples stored in the bytes of each run of chunks ``[first, stop)``, int64 [n]."""
+        counts = self.chunk_samples
+        if self._selected is not None:
+            counts = self.whole_table.num_samples
+            firsts, stops = self._selected.chunks[firsts], self._selected.chunks[stops - 1] + 1
+        before = sums(counts)
+        return before[stops] - before[firsts]
+
+    @property
+    def stored_set(self) -> ChunkSource:
+        """The set whose shards hold the samples: this one."""
+        return self
+
+    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:  # noqa: ARG002
+        """Return where the samples at these offsets of chunks are stored, the same in all passes."""
+        numbers = self.table.first_sample[chunk_ids] + self.samples_of(chunk_ids, offsets)
+        splits = np.arange(len(chunk_ids) + 1)
+        return Places(splits=splits, shards=self.table.shard[chunk_ids].astype(np.int64), numbers=numbers)
+
+    def chunk_with(self, shard: int, number: int) -> int | None:
+        """Return the chunk that delivers a sample of a shard if no filter leaves it out; None: none does."""
+        low, high = self.table.rows_of(shard)
+        chunk = low + int(np.searchsorted(self.table.first_sample[low:high], number, side="right")) - 1
+        return chunk if chunk >= low else None
+
+    def numbers_of(self, shards: Int64Array, numbers: Int64Array) -> Int64Array:
+        """Return the number in this set of each sample, which it has, given by shard and number there; int64 [n]."""
+        starts, found = sums(self.chunk_samples), np.empty_like(numbers)
+        for shard in np.unique(shards).tolist():
+            low, _ = self.table.rows_of(shard)
+            rows = shards == shard
+            found[rows] = starts[low] + sums(self.keeps(shard))[numbers[rows]]
+        return found
 
     @property
     def chunk_bytes(self) -> Int64Array:

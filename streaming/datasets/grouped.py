@@ -13,6 +13,7 @@ import numpy as np
 
 from infra import agent_store
 from streaming.arguments import check_choice, checked_flag, option_names, some_names
+from streaming.catalog.source import ChunkSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture, Quotas
 from streaming.errors import ConfigError, StateError
@@ -97,6 +98,11 @@ class GroupedMixture(Mixture):
         made = super().map(function)
         made.dataset = self.dataset.map(function)
         return made
+
+    @property
+    def numbered(self) -> dict[str, ChunkSource | None]:
+        """See ``Mixture``: the dataset of all groups."""
+        return dict.fromkeys(self.names, self.dataset)
 
     @property
     def shown_names(self) -> dict[str, str]:

@@ -30,12 +30,13 @@ from streaming.arrays import sums
 from streaming.batches.build import OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
+from streaming.catalog.source import ChunkSource, Places
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
-from streaming.datasets.mixture_file import arguments_of, read_description
+from streaming.datasets.mixture_file import names_of, open_described, read_description
 from streaming.datasets.packed import Packed
 from streaming.datasets.units import Unit, units_per_sample
-from streaming.errors import ConfigError, ShardstreamError, StateError
+from streaming.errors import ConfigError, StateError
 from streaming.index.chunk_table import ChunkTable
 from streaming.job.once import Peers
 from streaming.job.store import job_peers
@@ -49,7 +50,7 @@ from streaming.packing.layout import PackRows
 from streaming.plan.ledger import START, Dealt, Entry, Even, Ledger
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.schedule import Schedule, WeightSchedule
-from streaming.plan.settings import ShuffleConfig
+from streaming.plan.settings import Shape, ShuffleConfig
 from streaming.types import Int64Array, Sample, Transform
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
@@ -65,6 +66,9 @@ _ELSEWHERE = {
     "proportions": "write weights={…: …}",
     "streams": "give the sources as a dict by name, the first argument",
     "epoch_size": "it belongs to the loader; write DataLoader(mixture, epoch_size=…)",
+    "batch_size": "it belongs to the loader; write DataLoader(mixture, batch_size=…)",
+    "global_batch_size": "it belongs to the loader; write DataLoader(mixture, global_batch_size=…)",
+    "packed": "pack each source: Mixture({…: Packed(…, length=…)})",
 }  # fmt: skip
 _DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
 """Options that say how samples are dealt out, and their defaults."""
@@ -209,10 +213,11 @@ class Mixture(JoinedSource):
         """Make the mixture described by a JSON file; ``shard_tools plan`` reads the same files.
 
         The file holds the arguments of this class and, for each source, those of ``StreamingDataset``, with ``url`` for
-        the first one. A source may also be just a URL, or have ``sources`` of its own, which makes it a nested mixture
-        (docs/mixing.md)::
+        the first one, and of ``Packed``, ``Balanced`` or ``Curriculum`` under that name. A source may also be just a
+        URL, or have ``sources`` of its own, which makes it a nested mixture (docs/mixing.md)::
 
-            {"sources": {"web": {"url": "s3://bucket/web/", "where": "tokens >= 64"}, "code": "s3://bucket/code/"},
+            {"sources": {"web": {"url": "s3://bucket/web/", "packed": {"length": 8192}},
+                         "code": {"url": "s3://bucket/code/", "where": "tokens >= 64", "packed": {"length": 8192}}},
              "weights": {"web": 0.7, "code": 0.3}, "seed": 1}
 
         Args:
@@ -225,39 +230,13 @@ class Mixture(JoinedSource):
             ConfigError: The file is not a valid description; the message names the source and what is wrong.
             NotFoundError: There is no such file.
         """
-        options = dict(storage_options or {})
-        made = cls._described(read_description(path, options), "", options)
-        unknown = sorted(set(transforms or {}) - set(made.leaves))
+        content = read_description(path, storage_options)
+        names = names_of(content)
+        unknown = sorted(set(transforms or {}) - set(names))
         if unknown:
-            raise ConfigError(f"transforms: {unknown[0]!r} is not a source; they are {some_names(sorted(made.leaves))}")
-        return made._with_transforms(transforms or {}, "")
-
-    @classmethod
-    def _described(cls, content: Mapping[str, Any], place: str, storage_options: dict[str, object]) -> Mixture:
-        """Return the mixture that ``content`` describes; ``place`` is its location in the file, for messages."""
-        sources: dict[str, StreamingDataset | Mixture] = {}
-        for name, given in content["sources"].items():
-            here = f"{place}/{name}" if place else name
-            try:
-                if "sources" in given:
-                    sources[name] = cls._described(given, here, storage_options)
-                else:
-                    options = {"storage_options": storage_options, **given}
-                    sources[name] = StreamingDataset(options.pop("url"), **options)
-            except ShardstreamError as error:
-                error.add_note(f"of the source {here!r}")
-                raise
-        return cls(sources, **arguments_of(content))
-
-    def _with_transforms(self, transforms: Mapping[str, Transform], place: str) -> Mixture:
-        """Return the same mixture with these functions on its leaves, by their names below ``place``."""
-        made = copy.copy(self)
-        made.sources = {
-            name: one._with_transforms(transforms, f"{place}{name}/") if isinstance(one, Mixture)
-            else one.map(transforms[place + name]) if place + name in transforms else one
-            for name, one in self.sources.items()
-        }  # fmt: skip
-        return made._of_sources()
+            raise ConfigError(f"transforms: {unknown[0]!r} is not a source; they are {some_names(names)}")
+        made: Mixture = open_described(content, transforms=transforms, storage_options=storage_options or {})
+        return made
 
     # --- what users see ---
 
@@ -396,6 +375,10 @@ class Mixture(JoinedSource):
         """See ``Source``."""
         return super().has_packs(chunk_ids, self._companies(passes), seed)
 
+    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
+        """See ``JoinedSource``."""
+        return super().places(chunk_ids, offsets, self._companies(passes), seed)
+
     def _companies(self, passes: Int64Array) -> Int64Array:
         """Return the pass numbers that determine which documents share a pack.
 
@@ -426,6 +409,17 @@ class Mixture(JoinedSource):
                 found[name] = name
         return found
 
+    @property
+    def numbered(self) -> dict[str, ChunkSource | None]:
+        """The set in which the samples of each leaf have their numbers; None: packs, numbered in their own set."""
+        found: dict[str, ChunkSource | None] = {}
+        for name, one in self.sources.items():
+            if isinstance(one, Mixture):
+                found.update({f"{name}/{leaf}": numbered for leaf, numbered in one.numbered.items()})
+            else:
+                found[name] = None if isinstance(one, Packed) else one
+        return found
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
@@ -433,6 +427,25 @@ class Mixture(JoinedSource):
             # Each lane gives equally many samples to every batch.
             found = replace(found, lanes=next(n for n in range(found.lanes, 0, -1) if global_batch_size % n == 0))
         return found
+
+    def check_shape(self, shape: Shape) -> None:
+        """Check that batches of this shape can be dealt out.
+
+        Raises:
+            ConfigError: ``batches="one_source"`` needs batches, and epochs, of another size.
+        """
+        if self.batches == "mixed":
+            return
+        if shape.ramp is not None:
+            raise ConfigError(
+                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
+                'global_batch_size an integer, or use batches="mixed"'
+            )
+        if (shape.epoch_size or 0) % shape.global_batch_size:
+            raise ConfigError(
+                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
+                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
+            )
 
     # --- shares, and what the ledger of a run says of them ---
 

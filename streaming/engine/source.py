@@ -154,5 +154,14 @@ class Source(ShardSet, Protocol):
             room_bytes: int64 [C], room that each chunk takes there.
         """
 
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
+        """Return what makes this set need less memory, for messages; "" if nothing of its own does.
+
+        Args:
+            lanes: Lanes of a rank.
+            room_bytes: Memory for chunks.
+            resumed: A state was loaded, which says how chunks are cut.
+        """
+
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location in its shard of a sample inside a chunk; None if no sample table has it."""

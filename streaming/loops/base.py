@@ -145,6 +145,11 @@ class BaseLoop(Loop):
         self._left: ProcessGroup | None = None  # the group of an earlier world, whose ranks may all be gone
         in_children(self, BaseLoop._leave_behind)
 
+    @property
+    def _arena_limit_bytes(self) -> int:
+        """The most that chunks may take of the arena, as the current run was planned; 0: there are no chunks."""
+        return 0
+
     @abstractmethod
     def _start(self, place: Place) -> Run:
         """Start producing the epoch's batches from ``place`` on, in ``order``."""
@@ -221,6 +226,7 @@ class BaseLoop(Loop):
         crew = self._crew
         ring = None if crew is None else crew.ring
         return {
+            "arena_limit_bytes": 0 if crew is None else self._arena_limit_bytes,
             "arena_bytes": 0 if crew is None else crew.arena.used_bytes,
             "ring_bytes": 0 if ring is None else ring.held_bytes,
             "ring_slots_in_use": 0 if ring is None else ring.num_taken,

@@ -54,17 +54,8 @@ class RunShares:
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
         self.mixture = self.now_read = mixture
         self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
-        if mixture.batches == "one_source" and shape.ramp is not None:
-            raise ConfigError(
-                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
-                'global_batch_size an integer, or use batches="mixed"'
-            )
-        if mixture.batches == "one_source" and (shape.epoch_size or 0) % shape.global_batch_size:
-            raise ConfigError(
-                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
-                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
-            )
-        order = mixture.order_settings(shape.global_batch_size if shape.ramp is None else shape.ramp.size_for_lanes)
+        mixture.check_shape(shape)
+        order = mixture.order_settings(shape.size_for_lanes)
         self.ledger: Ledger = mixture.begun(shape.global_batch_size, order)
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())

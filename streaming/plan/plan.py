@@ -159,6 +159,34 @@ class Plan:
             last_batch=shape.last_batch, epoch_size=shape.epoch_size, **where,
         )  # fmt: skip
 
+    @classmethod
+    def behind(
+        cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, *, epoch: int, start: int,
+        orders: Orders,
+    ) -> Self:  # fmt: skip
+        """Return the batches from sample ``start`` of an epoch on that have the size of the first of them."""
+        num_samples = orders.samples_per_pass if shape.epoch_size is None else shape.epoch_size
+        row, left, ramp = epoch * num_samples + start, num_samples - start, shape.ramp
+        return cls.of(
+            shape.at(row), chunk_samples, settings, epoch=epoch, start=start, orders=orders,
+            most_batches=None if ramp is None else ramp.batches_of_size(row, left, shape.last_batch),
+        )  # fmt: skip
+
+    @classmethod
+    def of_epoch(
+        cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, *, epoch: int, start: int = 0,
+        orders: Orders | None = None,
+    ) -> Iterator[Self]:  # fmt: skip
+        """Yield the plans of an epoch from sample ``start`` on: one for each run of batches of equal size."""
+        orders = EpochOrders(chunk_samples, settings) if orders is None else orders
+        here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
+        while here.num_batches:
+            yield here
+            start += here.num_batches * here.global_batch_size
+            if shape.ramp is None or start >= here.num_samples:
+                return
+            here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
+
     @property
     def passes(self) -> range:
         """The passes of the stream that the remaining batches touch."""

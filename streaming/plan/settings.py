@@ -162,6 +162,11 @@ class Shape:
         return Ramp(((0, self.global_batch_size),)) if self.ramp is None else self.ramp
 
     @property
+    def size_for_lanes(self) -> int:
+        """The batch size that determines the default number of lanes."""
+        return self.global_batch_size if self.ramp is None else self.ramp.size_for_lanes
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Every size that a global batch of the run has."""
         return tuple(size for _, size in self.sizes_by_row.steps)

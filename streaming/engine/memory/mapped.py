@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 
 from streaming.engine.memory.arena import PAGE_BYTES, Arena
 from streaming.fetch.read import FetchRange, matches_sums
+from streaming.plan.memory import LEAST_MAPPED_BYTES
 from streaming.platforms import will_need
 from streaming.storage import local_path
 
-LEAST_BYTES = 256 << 10
-"""Below this size a copy costs no more than the system calls for mapping."""
+LEAST_BYTES = LEAST_MAPPED_BYTES
 _DESCRIPTORS_SHARE = 4
 """All loaders together map at most this fraction of the open file limit (``ulimit -n``). Chunks of other files are
 read."""
