@@ -379,6 +379,11 @@ class Mixture(JoinedSource):
             return np.zeros_like(passes)
         return passes
 
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: by the sizes of the sources, whatever their weights."""
+        leaves = self.leaves.values()
+        return num_rows * sum(one.expected_samples(len(one)) for one in leaves) / max(sum(map(len, leaves)), 1)
+
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How the samples of each source are decoded and transformed."""
@@ -423,10 +428,8 @@ class Mixture(JoinedSource):
     def _unit_means(self) -> Units | None:
         return None if self.unit == "samples" else lambda: self.units_per_sample
 
-    def weighed(self, weights: Any) -> Schedule:
-        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
-
-        Nested mixtures keep their own schedules, which count the rows of the run.
+    def named_weights(self, weights: Any) -> dict[str, float]:
+        """Return what a user gave to ``set_weights``, as plain numbers by the names of the sources.
 
         Raises:
             ConfigError: The mixture has an end, or the weights are not valid for its sources.
@@ -440,6 +443,13 @@ class Mixture(JoinedSource):
             hint = "; give a Schedule when resuming: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
+        return {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
+
+    def weighed(self, weights: Mapping[str, float]) -> Schedule:
+        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
+
+        Nested mixtures keep their own schedules, which count the rows of the run.
+        """
         return by_weight(self._blends, weights, self._unit_means)
 
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
@@ -596,8 +606,11 @@ class Mixture(JoinedSource):
             found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
         return Forecast(ledger, found)
 
-    def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows."""
+    def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float) -> dict[str, int]:
+        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
+
+        ``part`` of them are known to the one that counts.
+        """
         drawn, found = self.forecast(ledger).drawn(row, num_samples), dict[str, list[str]]()
         for name, shown in self.shown_names.items():
             found.setdefault(shown, []).append(name)
@@ -605,7 +618,9 @@ class Mixture(JoinedSource):
         for shown, names in found.items():
             if shown:
                 limit = self.leaves[names[0]].max_bad_samples
-                limits[shown] = most_bad(limit, sum(drawn[name] for name in names))
+                limits[shown] = most_bad(
+                    limit, part * sum(self.leaves[name].expected_samples(drawn[name]) for name in names)
+                )
         return limits
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
