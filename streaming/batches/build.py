@@ -455,9 +455,10 @@ class BatchBuilder:
         sample = self._first_delivered(i, self._substitutes(i))
         if sample is not None:
             return sample
+        url, tried = redact(rows.urls[i]), len(self._lost) - 1
+        others = f"so are all {tried} others tried in its place" if tried else "there is no other to take its place"
         raise TooManyBadSamplesError(
-            f"{redact(rows.urls[i])}: sample {rows.keys[i]!r} is unreadable or dropped, and so are all "
-            f"{len(self._lost) - 1} others tried in its place. {cure_of(self._lost, redact(rows.urls[i]))}"
+            f"{url}: sample {rows.keys[i]!r} is unreadable or dropped, and {others}. {cure_of(self._lost, url)}"
         )
 
     def _first_delivered(self, i: int, others: Iterator[Rows]) -> Sample | None:

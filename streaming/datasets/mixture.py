@@ -606,7 +606,7 @@ class Mixture(JoinedSource):
             found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
         return Forecast(ledger, found)
 
-    def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float) -> dict[str, int]:
+    def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float = 1.0) -> dict[str, int]:
         """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
 
         ``part`` of them are known to the one that counts.
