@@ -545,7 +545,7 @@ def plan_command(
     if (batch_size is None) == (global_batch_size is None):
         raise click.UsageError("Give exactly one of --batch-size (per data rank) and --global-batch-size (over all).")
     sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
-    mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
+    mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()), data_axes=("dp", "fsdp"))
     size = global_batch_size or (batch_size or 0) * mesh.data_world_size
     filters = {name: arguments.pop(name) for name in ("where", "view", "subset")}
     filters["allow_unfinished"] = arguments.pop("allow_unfinished") or None
