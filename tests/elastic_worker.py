@@ -1,9 +1,9 @@
 """One rank of an elastic job: trains step by step, commits each step, goes on from the last commit after a restart.
 
-Not a test itself; see test_hosts.py and test_distributed.py. Started by torchrun it is a rank. By itself it is torchrun,
-with its arguments, whose agent forks the ranks: an interpreter of its own takes each three seconds of a core, after every
-change of the world anew. A step is committed by rank 0 when every rank has said what it got: one line of ``commits.jsonl``
-with the step's keys, where the step was taken, and the loader's state.
+Not a test itself; see test_hosts.py and test_distributed.py. Started by torchrun it is a rank. By itself it is
+torchrun, with its arguments, whose agent forks the ranks: an interpreter of its own takes each three seconds of a
+core, after every change of the world anew. A step is committed by rank 0 when every rank has said what it got: one
+line of ``commits.jsonl`` with the step's keys, where the step was taken, and the loader's state.
 """
 
 from __future__ import annotations
