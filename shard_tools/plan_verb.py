@@ -185,7 +185,7 @@ def plan_command(
         raise click.UsageError("Give --state and --step with --who, or --state and --key with --when.")
     _check_effect(context, is_run=bool(is_run), when=when)
     sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
-    mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
+    mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()), data_axes=("dp", "fsdp"))
     planned = open_planned(urls, storage_options=storage_options, **_described(arguments))
     memory_limit = arguments.pop("memory_limit")
     options = PlanOptions(

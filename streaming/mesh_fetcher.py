@@ -332,8 +332,9 @@ class DeviceMeshFetcher(Closable):
         log says at which step the new weights take effect.
 
         Args:
-            weights: Share of each source, as for ``Mixture(weights=…)``. They replace a ``Schedule`` as well, but not
-                the weights of nested mixtures and curricula.
+            weights: Share of each source, as for ``Mixture(weights=…)``, or of each class, as for
+                ``Balanced(weights=…)``: a dict by the values of the column, or ``"balanced"``. They replace a
+                ``Schedule`` as well, but not the weights of nested mixtures and curricula.
             at: Row (sample of the run, counted over all ranks) from which the weights apply, no sooner than without
                 ``at``. It is needed if ranks cannot ask each other, and then all must call this at the same step.
             timeout: Seconds to wait for the other ranks, in each of two rounds.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import LENGTH, BadSample, OnError, Part
-from streaming.batches.losses import DROPPED, LossLog
+from streaming.batches.losses import DROPPED, LossLog, cure_of
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
 from streaming.job.tally import Tally
@@ -71,7 +71,7 @@ class BadSamples:
         in_children(self, renew_lock)
         self._allowed, self._allows = 0, ""
         self._allowed_of: dict[str, int] = {}
-        self._found_in: Counter[str] = Counter()
+        self._found_in: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by source and stage
         self._epoch = 0
         self._tally: Tally | None = None
         self._has_told_length = False
@@ -83,12 +83,12 @@ class BadSamples:
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
 
     def start_epoch(
-        self, num_samples: int, epoch: int, tally: Tally | None = None, allowed_of: Mapping[str, int] | None = None
+        self, num_samples: float, epoch: int, tally: Tally | None = None, allowed_of: Mapping[str, int] | None = None
     ) -> None:
         """Start counting from zero.
 
         Args:
-            num_samples: Samples of the epoch over all ranks.
+            num_samples: Samples of the epoch: over all ranks with a tally, of this rank without.
             epoch: The epoch.
             tally: Sum over all ranks; None: other ranks are unknown, and the limit applies to this rank alone.
             allowed_of: Number allowed in each source of a mixture, and in each mixture within it, on this rank; all
@@ -134,9 +134,10 @@ class BadSamples:
             around = _around(bad.source)
             for file in dict.fromkeys(self._files[one] for one in around if one in self._files):
                 file.add(record)
-            self._found_in.update(around)
             for one in around:
-                if one in self._allowed_of and self._found_in[one] > self._allowed_of[one]:
+                self._found_in[one][bad.stage] += 1
+            for one in around:
+                if one in self._allowed_of and self._found_in[one].total() > self._allowed_of[one]:
                     raise self._too_many_in(one)
             if len(self._seen) > self._allowed:
                 raise self._too_many(len(self._seen), "on this rank")
@@ -181,17 +182,17 @@ class BadSamples:
         return TooManyBadSamplesError(
             f"{count} bad samples in this epoch {where}, but {self._allows} {self._allowed}."
             f"{' The last ones:' if listing else ''}{listing}\n"
-            f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
+            f"{cure_of(one.stage for one in self._seen.values())}, or raise max_bad_samples"
         )
 
     def _too_many_in(self, source: str) -> TooManyBadSamplesError:
         """Make the error that lists the latest ones; under the lock."""
-        last = list(self._seen.values())[-1]
+        last, found = list(self._seen.values())[-1], self._found_in[source]
         return TooManyBadSamplesError(
-            f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, but its "
+            f"{found.total()} bad samples of the source {source!r} in this epoch on this rank, but its "
             f"max_bad_samples allows {self._allowed_of[source]}. The last one:\n"
             f"  {last.url} {last.key or last.number!r} ({last.stage}): {last.reason}\n"
-            f"Check its shards with `shard_tools verify`, or raise max_bad_samples of that source"
+            f"{cure_of(found.elements())}, or raise max_bad_samples of that source"
         )
 
     def _record(self, bad: BadSample) -> BadRecord:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
@@ -12,7 +11,8 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import check_choice, checked_flag, option_names, some_names
+from streaming.arguments import check_choice, checked_flag, checked_number, option_names, some_names
+from streaming.arrays import sums
 from streaming.catalog.source import ChunkSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture, Quotas
@@ -55,6 +55,7 @@ class GroupedMixture(Mixture):
         self.dataset = dataset
         self.name_sources = checked_flag("name_sources", name_sources)
         self._cure = cure
+        self._groups, self._group_names = grouping.groups, dict(names)
         chosen = {name: grouping.selected(number, dataset.fingerprint, name) for number, name in names.items()}
         self._piece_chunks = np.concatenate([chosen[name].chunks for name in sorted(chosen)])
         members = {name: dataset.of_group(selected, name) for name, selected in chosen.items()}
@@ -83,6 +84,8 @@ class GroupedMixture(Mixture):
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
         """Return sample number ``index`` of the underlying dataset, in storage order; see ``StreamingDataset``.
 
+        With ``name_sources`` it has ``__source__``, as in batches, unless it is in no group.
+
         Raises:
             IndexError: There is no such sample.
             ConfigError: ``index`` is a slice.
@@ -91,7 +94,17 @@ class GroupedMixture(Mixture):
             raise ConfigError(
                 f"a {type(self).__name__} cannot be sliced; slice the data set: {type(self).__name__}(dataset[a:b])"
             )
-        return self.dataset[operator.index(index)]
+        number = checked_number(index, self.dataset.table.total_samples, "sample", "the data set has")
+        return self.dataset.sample_at(number, self._shown_name_of(number) if self.name_sources else "")
+
+    def _shown_name_of(self, number: int) -> str:
+        """Return the name of the group of a sample of the dataset; "" if it is in none."""
+        table = self.dataset.table
+        starts = sums(table.num_samples)
+        chunk = np.searchsorted(starts, [number], side="right") - 1
+        inside = table.first_sample[chunk] + self.dataset.samples_of(chunk, number - starts[chunk])
+        (group,) = self._groups.codes[self._groups.shard_places[table.shard[chunk]] + inside].tolist()
+        return self._group_names.get(group, "")
 
     def map(self, function: Transform) -> Self:
         """Return the same with ``function`` called on each sample, after the functions of the dataset."""

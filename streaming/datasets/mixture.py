@@ -392,6 +392,11 @@ class Mixture(JoinedSource):
             return np.zeros_like(passes)
         return passes
 
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: by the sizes of the sources, whatever their weights."""
+        leaves = self.leaves.values()
+        return num_rows * sum(one.expected_samples(len(one)) for one in leaves) / max(sum(map(len, leaves)), 1)
+
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How the samples of each source are decoded and transformed."""
@@ -466,10 +471,8 @@ class Mixture(JoinedSource):
     def _unit_means(self) -> Units | None:
         return None if self.unit == "samples" else lambda: self.units_per_sample
 
-    def weighed(self, weights: Any) -> WeightSchedule:
-        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
-
-        Nested mixtures keep their own schedules, which count the rows of the run.
+    def named_weights(self, weights: Any) -> dict[str, float]:
+        """Return what a user gave to ``set_weights``, as plain numbers by the names of the sources.
 
         Raises:
             ConfigError: The mixture has an end, or the weights are not valid for its sources.
@@ -483,6 +486,13 @@ class Mixture(JoinedSource):
             hint = "; give a Schedule when resuming: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
+        return {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
+
+    def weighed(self, weights: Mapping[str, float]) -> WeightSchedule:
+        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
+
+        Nested mixtures keep their own schedules, which count the rows of the run.
+        """
         return by_weight(self._blends, weights, self._unit_means)
 
     def weighed_as(self, ledger: Ledger) -> Self:
@@ -649,21 +659,23 @@ class Mixture(JoinedSource):
             found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
         return Forecast(ledger, found)
 
-    def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
+    def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float = 1.0) -> dict[str, int]:
         """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
 
-        A mixture within this one has a number, too: its own limit, but no more than its sources have together.
+        A mixture within this one has a number, too: its own limit, but no more than its sources have together. ``part``
+        of the samples are known to the one that counts.
         """
-        return self._limits_of(self.forecast(ledger).drawn(row, num_samples))
+        drawn = self.forecast(ledger).drawn(row, num_samples)
+        return self._limits_of({name: part * self.leaves[name].expected_samples(drawn[name]) for name in self.leaves})
 
-    def _limits_of(self, drawn: Mapping[str, float]) -> dict[str, int]:
+    def _limits_of(self, expected: Mapping[str, float]) -> dict[str, int]:
         """Return what ``bad_limits`` does, for so many samples of each leaf."""
         limits: dict[str, int] = {}
         for name, one in self.sources.items():
             if not isinstance(one, Mixture):
-                limits[name] = most_bad(one.max_bad_samples, drawn[name])
+                limits[name] = most_bad(one.max_bad_samples, expected[name])
                 continue
-            within = {leaf: drawn[f"{name}/{leaf}"] for leaf in one.names}
+            within = {leaf: expected[f"{name}/{leaf}"] for leaf in one.names}
             inside = one._limits_of(within)
             together = [limit for leaf, limit in inside.items() if "/" not in leaf]
             own = most_bad(one.max_bad_samples, sum(within.values()))

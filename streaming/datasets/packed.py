@@ -22,7 +22,6 @@ from streaming.arguments import (
     checked_number,
     checks_names,
     is_list,
-    most_bad,
     option_names,
     shows,
 )  # fmt: skip
@@ -339,6 +338,10 @@ class Packed(PackedSource):
 
     # --- what the engine needs ---
 
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: the documents of that many packs, on average."""
+        return num_rows * self.counts.documents / max(len(self), 1)
+
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
@@ -391,8 +394,7 @@ class Packed(PackedSource):
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
         self.transform = documents.transform
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
-        # The share is one of documents, whose number is the same in each epoch.
-        self.max_bad_samples = most_bad(documents.max_bad_samples, self.counts.documents)
+        self.max_bad_samples = documents.max_bad_samples
 
     def _tell(self) -> None:
         """Log what became of the documents, and whether groups are too small to be filled well."""

@@ -39,6 +39,9 @@ class ShardSet(Protocol):
     def is_packed(self) -> bool:
         """Whether packs of samples are dealt out; see ``Source.packs``."""
 
+    def expected_samples(self, num_rows: float) -> float:
+        """Return how many samples ``num_rows`` rows of batches are made of: more than one each if rows are packs."""
+
     @property
     def urls(self) -> Sequence[str]:
         """The shards, in the order of the dataset. They may contain secrets, so messages must redact them."""

@@ -211,14 +211,22 @@ class BaseLoop(Loop):
         self._crew = crew  # from here on the machinery is released together with this loop, or by an interrupt
         crew.page_lock(self._locker)
 
-    def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
-        """Begin accounting for the bad samples of an epoch of ``num_samples``, together with other known ranks."""
+    def _begin_account(
+        self, num_rows: int, epoch: int, allowed_of: Callable[[float], Mapping[str, int]] | None = None
+    ) -> None:
+        """Begin accounting for the bad samples of an epoch of ``num_rows``, together with other known ranks.
+
+        A rank that does not know what the others find allows itself its own part of what shares of the epoch allow, and
+        calls ``allowed_of`` with that part.
+        """
         mesh = self.config.mesh
         if self._tally is None and not (self._left is not None and self._left.is_current):
             self._counted_in = ProcessGroup()
             subject = "\n".join(["bad samples", *self._read_set.urls])
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
-        self._bad.start_epoch(num_samples, epoch, self._tally, allowed_of)
+        part = 1 / mesh.data_world_size if self._tally is None else 1.0
+        limits = None if allowed_of is None else allowed_of(part)
+        self._bad.start_epoch(self._read_set.expected_samples(num_rows) * part, epoch, self._tally, limits)
 
     def _gauges(self) -> dict[str, float]:
         """Return the current values of gauges, by name."""

@@ -502,10 +502,10 @@ class EpochLoop(BaseLoop):
     def _account(self, place: Place) -> None:
         """Begin accounting for bad samples; an epoch without an end counts as one pass over the data."""
         num_samples = self._num_samples if self.is_endless else self.samples_per_epoch
-        allowed_of: Mapping[str, int] = {}
+        allowed_of: Callable[[float], Mapping[str, int]] | None = None
         if self.shares is not None and isinstance(self.dataset, Mixture):
             start = place.epoch * self.samples_per_epoch if not self.is_endless else place.samples_seen
-            allowed_of = self.dataset.bad_limits(self.shares.ledger, start, num_samples)
+            allowed_of = partial(self.dataset.bad_limits, self.shares.ledger, start, num_samples)
         self._begin_account(num_samples, place.epoch, allowed_of)
 
     @property

@@ -112,8 +112,8 @@ class RunShares:
         Raises:
             ConfigError: The mixture has an end, the weights are not valid for its sources, or ``at`` is no row.
         """
-        self.mixture.weighed(weights)
-        plain = {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
+        plain = self.mixture.named_weights(weights)
+        self.mixture.weighed(plain)
         at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
         return {"weights": plain, "at": at, "row": row}
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from infra import MeshFinder
+from infra import DeviceMesh, MeshFinder
 from streaming.arguments import format_bytes
 from streaming.datasets.dataset import StreamingDataset
 from streaming.epochs.position import Place
@@ -86,10 +87,18 @@ class Announcer:
 
     def _where(self) -> str:
         mesh = self._finder.mesh
-        said = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "one rank"
-        if mesh.data_world_size != mesh.world_size:
-            said += f", {mesh.data_world_size} data-parallel"
+        if mesh.world_size == 1:
+            return f"one rank (found by: {self._finder.found_by})"
+        said = f"{mesh.world_size} ranks, {mesh.data_world_size} data-parallel: different data along "
+        said += _lengths(mesh, mesh.data_axes)
+        if mesh.replica_world_size > 1:
+            said += f", the same along {_lengths(mesh, mesh.replica_axes)}"
         return f"{said} (found by: {self._finder.found_by})"
+
+
+def _lengths(mesh: DeviceMesh, names: Sequence[str]) -> str:
+    """Format the lengths of axes, those of one rank left out."""
+    return " x ".join(f"{name}={mesh.axis_sizes[name]}" for name in names if mesh.axis_sizes[name] > 1) or "no axis"
 
 
 def what_is_read(dataset: Any) -> str:
