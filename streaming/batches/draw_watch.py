@@ -2,7 +2,7 @@
 
 Such generators are those of the process (``random``, ``numpy.random``, ``torch``), and those that users' objects hold.
 Their functions, too, get the same numbers everywhere: the generators are seeded before each sample, by its position in
-the epoch. That takes 3 to 15 us each, so it is done only for functions that draw, and only for the generators that they
+the epoch. That takes 2 to 20 us each, so it is done only for functions that draw, and only for the generators that they
 use. Drawing is detected batch by batch: the generators are set to a known state, the batch is built, and their state
 shows whether something was drawn. If so, the batch is built again, seeded. No draw escapes, however rare; a batch of
 functions that draw nothing costs 25 us.
@@ -246,7 +246,7 @@ _TENSOR_DRAWS = frozenset(
 _COMPILED_DRAWS = _TORCH_DRAWS | _TENSOR_DRAWS | {"random", "getrandbits", "getstate", "setstate", "set_state"}
 _MOST_OBJECTS = 2_000
 """Maximum number of objects examined for one dataset: some tenths of a second."""
-_MOST_CODE = 300
+_MOST_CODE = 100
 """Maximum number of functions and classes read in search of generators: some hundredths of a second."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
 _ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")

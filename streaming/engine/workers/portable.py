@@ -94,9 +94,10 @@ class Redefinitions:
 
     def __init__(self, functions: Iterable[Any]) -> None:
         things = [one.func if isinstance(one, functools.partial) else one for one in functions]
-        defined: list[Any] = [one if hasattr(one, "__qualname__") else type(one) for one in things]
+        defined = [one if hasattr(one, "__qualname__") else type(one) for one in things]
         main = vars(sys.modules["__main__"])
-        self._used = {one.__name__: one for one in defined if main.get(getattr(one, "__name__", "")) is one}
+        named = {str(getattr(one, "__name__", "")): one for one in defined}
+        self._used = {name: one for name, one in named.items() if main.get(name) is one}
 
     def new(self) -> list[str]:
         """Return the names of those that were defined anew since this was last asked."""
