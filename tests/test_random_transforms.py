@@ -333,7 +333,7 @@ def test_a_draw_for_one_sample_is_stopped_in_a_builder_thread(
 def test_a_draw_for_one_sample_is_stopped_without_an_index(compressed: SampleSet) -> None:
     found = []
     for hands in ({"num_threads": 2}, {"num_workers": 1}):
-        dataset = compressed.open(transform=sometimes)
+        dataset = compressed.open(transform=sometimes, shuffle=False)
         with DataLoader(dataset, batch_size=6, epoch_size=60, device_mesh=mesh_of(1, 0), **hands) as loader:
             found.append(drawn(loader))
     assert found[0] == found[1]
