@@ -19,10 +19,9 @@ import numpy as np
 from bench_where import CHUNK_ROWS, SHARD_ROWS, write_index
 
 from shard_tools.plan.keys import keys_at, places_by_order
-from shard_tools.plan.sources import OpenedSet
+from streaming import StreamingDataset
 from streaming.plan.order import OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan
-from streaming.storage import Storage
 
 
 def main() -> None:
@@ -96,7 +95,7 @@ def keys_of_a_step(num_shards: int = 512) -> list[float]:
         write_index(Path(folder), num_shards, linked=True)
         for shard in range(num_shards):
             (Path(folder) / f"{shard:06d}.tar").touch()  # the listing finds them; nobody looks inside
-        dataset = OpenedSet(folder, storage=Storage())
+        dataset = StreamingDataset(folder)
         rows = np.arange(num_shards) * SHARD_ROWS + draw.integers(0, SHARD_ROWS, num_shards)
         times = [(time.perf_counter(), time.process_time())]
         keys_at(dataset, rows // CHUNK_ROWS, rows % CHUNK_ROWS)

@@ -96,7 +96,7 @@ def measure_where(folder: Path, condition: str) -> None:
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
     print(
         f"{condition:50}  {seconds:6.2f} s ({cpu:.1f} s of CPU)  peak {peak_mib():5.0f} MiB ({before:.0f} before)  "
-        f"keeps {selected.kept.total:,} of {table.total_samples:,}",
+        f"keeps {selected.total:,} of {table.total_samples:,}",
         flush=True,
     )
 

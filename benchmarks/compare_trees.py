@@ -68,15 +68,14 @@ import sys, time
 import numpy as np
 from bench_where import CHUNK_ROWS, CONDITIONS, SHARD_ROWS
 from shard_tools.plan.keys import keys_at
-from shard_tools.plan.sources import OpenedSet
 from streaming.storage import Storage
 
 folder, name = f"{sys.argv[1]}/index", sys.argv[2]
 begun_s = time.perf_counter()
-dataset = OpenedSet(folder, storage=Storage())
+dataset = StreamingDataset(folder)
 opened_s, count = time.perf_counter() - begun_s, dataset.table.total_samples
 if name == "where":
-    OpenedSet(folder, storage=Storage(), where=CONDITIONS[1])
+    StreamingDataset(folder, where=CONDITIONS[1])
 else:
     count = len(dataset.table.shards)
     rows = np.arange(count) * SHARD_ROWS + np.random.default_rng(0).integers(0, SHARD_ROWS, count)

@@ -1,4 +1,4 @@
-"""Count rooms, floors, imports, lines and comments of one or several checkouts (docs/design/0026-the-house.md).
+"""Count rooms, floors, imports, lines and comments of one or several checkouts (docs/design/0001-architecture.md).
 
     python benchmarks/house.py . ../other-checkout
 

@@ -1,9 +1,9 @@
 """Pre-train a tiny GPT on text found on this machine, crash halfway, and resume on fewer ranks.
 
-1. Write three corpora as JSONL: modules and packages of Python's standard library, and its reference (``pydoc_data``).
+1. Write three corpora as JSONL: modules of Python's standard library, its package asyncio, and some of its reference.
 2. Train a byte-level BPE on some of it, then convert each corpus to token ids, as does
    ``shard_tools convert FILE SETS/NAME --tokenizer tokenizer.json``.
-3. Pack each corpus into rows of 128 tokens and mix them by tokens: half packages, a quarter each of the others.
+3. Pack each corpus into rows of 128 tokens and mix them by tokens: half asyncio, a quarter each of the others.
 4. Train on one rank to the end, without interruption, and record the losses.
 5. Train the same on two ranks, kill both (SIGKILL) halfway, and resume on ONE rank from the last checkpoint.
 6. Compare: the losses are the same. Packs, their order and the mixture depend neither on ranks nor on the crash.
@@ -37,7 +37,7 @@ from streaming import DataLoader, Mixture, Packed, StreamingDataset
 
 LENGTH, BATCH, STEPS, SAVE_EVERY, KILL_AT = 128, 8, 24, 4, 10
 VOCAB_SIZE = 512
-WEIGHTS = {"modules": 0.25, "packages": 0.5, "reference": 0.25}
+WEIGHTS = {"modules": 0.25, "asyncio": 0.5, "reference": 0.25}
 
 
 # --- data
@@ -47,8 +47,8 @@ def corpora() -> dict[str, list[str]]:
     """Give some texts of each kind; the same on every machine with this release of Python."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = [path.read_text(encoding="utf-8") for path in sorted(root.glob("*.py"))[:6]]
-    packages = [path.read_text(encoding="utf-8") for path in sorted(root.glob("asyncio/*.py"))[:12]]
-    return {"modules": modules, "packages": packages, "reference": list(pydoc_data.topics.topics.values())[:25]}
+    package = [path.read_text(encoding="utf-8") for path in sorted(root.glob("asyncio/*.py"))[:12]]
+    return {"modules": modules, "asyncio": package, "reference": list(pydoc_data.topics.topics.values())[:25]}
 
 
 def write_sets(folder: Path) -> None:
@@ -166,6 +166,14 @@ def train(folder: Path, checkpoint: Path) -> Iterator[tuple[int, float]]:
                 os.replace(f"{checkpoint}.part", checkpoint)
 
 
+def shares_read(folder: Path, checkpoint: Path) -> str:
+    """Describe the share of each corpus in the tokens up to a checkpoint."""
+    with open_loader(folder) as loader:
+        loader.load_state_dict(torch.load(checkpoint)["loader"])
+        tokens = {name: found["tokens"] for name, found in loader.seen().items()}
+    return ", ".join(f"{name} {count / sum(tokens.values()):.1%}" for name, count in tokens.items())
+
+
 def run_rank(folder: Path, checkpoint: Path) -> None:
     """Train as one of the ranks that ``start_ranks`` started; rank 0 tells the losses."""
     dist.init_process_group("gloo")
@@ -219,6 +227,7 @@ def main(folder: Path) -> None:
     write_sets(folder)
     calm = dict(train(folder, folder / "calm.pt"))
     print(f"one rank, undisturbed: loss {calm[0]:.3f} to {calm[STEPS - 1]:.3f} in {STEPS} steps")
+    print(f"shares of the tokens: {shares_read(folder, folder / 'calm.pt')}")
     crashed = losses_until(start_ranks(folder, 2), KILL_AT)
     if KILL_AT not in crashed:
         raise SystemExit("the ranks failed before they could be killed")

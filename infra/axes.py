@@ -14,10 +14,12 @@ DATA_NAMES = frozenset(
     | {"dp_replicate", "dp_shard", "dp_replica", "data_replicate", "data_shard"}
     | {"dp_shard_in_ep", "dp_shard_mod_ep"}
 )
+EXPERT_NAMES = frozenset({"ep", "expert", "experts", "expert_parallel"})
+"""Ranks along such an axis may read the same data or different data: only the user knows."""
 REPLICA_NAMES = PIPELINE_NAMES | frozenset(
-    {"tp", "mp", "cp", "sp", "ep", "etp", "ring", "ulysses"}
-    | {"tensor", "model", "context", "seq", "sequence", "expert"}
-    | {"tensor_parallel", "model_parallel", "context_parallel", "sequence_parallel", "expert_parallel"}
+    {"tp", "mp", "cp", "sp", "etp", "ring", "ulysses"}
+    | {"tensor", "model", "context", "seq", "sequence"}
+    | {"tensor_parallel", "model_parallel", "context_parallel", "sequence_parallel"}
 )
 
 
@@ -99,9 +101,9 @@ def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str
     """Return the axes that are data axes according to their names, in the mesh's order.
 
     Raises:
-        MeshError: The name of an axis longer than 1 is not known.
+        MeshError: The name of an axis longer than 1 is not known, or does not tell (see `check_experts`).
     """
-    known = DATA_NAMES | REPLICA_NAMES
+    known = DATA_NAMES | REPLICA_NAMES | EXPERT_NAMES
     used = [name for name, size in zip(names, shape, strict=False) if size > 1]
     unknown = ", ".join(repr(name) for name in used if name.lower() not in known)
     if unknown:
@@ -109,7 +111,26 @@ def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str
             f"the names do not tell whether ranks along {unknown} read different data: "
             f"pass data_axes=, a choice of {names}"
         )
-    return tuple(name for name in names if name.lower() in DATA_NAMES)
+    found = tuple(name for name in names if name.lower() in DATA_NAMES)
+    check_experts(used, found)
+    return found
+
+
+def check_experts(used: Sequence[str], data_axes: tuple[str, ...]) -> None:
+    """Refuse to guess whether ranks along an expert axis read different data.
+
+    Raises:
+        MeshError: One of the axes in use is an expert axis.
+    """
+    experts = tuple(name for name in used if name.lower() in EXPERT_NAMES)
+    if experts:
+        shown = ", ".join(map(repr, experts))
+        raise MeshError(
+            f"do ranks along {shown} read different data? Where experts are spread over data ranks (Megatron, "
+            f"DeepSpeed, torchtitan) they do: pass data_axes={(*data_axes, *experts)} to DeviceMesh.from_torch, "
+            f"from_sizes or from_ranks. If {shown} is an axis of its own, whose ranks get the same batches: "
+            f"data_axes={data_axes}"
+        )
 
 
 def nested_list(ranks: object) -> object:

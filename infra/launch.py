@@ -13,7 +13,7 @@ process that has ``ray.train`` loaded, as its workers have.
  3    lightning          ``WORLD_SIZE``, ``LOCAL_RANK``, ``NODE_RANK=0``, no RANK    may run in a task or a pod
  4    openmpi            ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``       starts its daemons by srun
  5    mpich              ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)               starts its proxies by srun
- 6    slurm              ``SLURM_PROCID`` inside a step that srun started
+ 6    slurm              ``SLURM_PROCID`` of a task, not of a batch script
  7    kubernetes         ``JOB_COMPLETION_INDEX`` and ``WORLD_SIZE``, no ``RANK``    runs the others in its pods
  8    single             nothing of the above
 ====  =================  ==========================================================  =================================
@@ -23,8 +23,12 @@ nothing (``torch.multiprocessing.spawn``), or counts nodes instead of processes.
 reconciled with them raises an error that names both, since otherwise ranks might read each other's samples.
 
 An indexed Job of Kubernetes gives each pod its index but not the number of pods: its manifest must set ``WORLD_SIZE``
-to its ``completions`` (one process per pod). A pod that starts torchrun does not need this. A SLURM batch script or
-interactive shell also has ``SLURM_NTASKS``, but it is not one of those tasks: it counts as a single process.
+to its ``completions`` (one process per pod). A pod that starts torchrun does not need this.
+
+A SLURM batch script or interactive shell also has ``SLURM_PROCID=0`` and ``SLURM_NTASKS``, but it is not one of those
+tasks: it counts as a single process. It is told by a reserved step number; older versions of SLURM set none for a batch
+script, but ``SLURM_TASK_PID``, as for everything that SLURM itself starts. A process without either, such as one in a
+container that is given only some of the variables, is the task that its ``SLURM_PROCID`` says.
 """
 
 from __future__ import annotations
@@ -243,13 +247,21 @@ def _slurm(env: Environ) -> Launch | None:
     if not _has(env, "SLURM_PROCID"):
         return None
     step = next((env[name] for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in env), None)
-    if step is None or not step.isdecimal() or int(step) >= _FIRST_RESERVED_SLURM_STEP:
-        return None
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     size = next((name for name in sizes if name in env), None)
+    is_first, where = _integer(env, "SLURM_PROCID") == 0, "" if step is None else f" in step {step}"
+    if step is None and is_first and ("SLURM_TASK_PID" in env or size is None):
+        return None  # a batch script, or nothing to tell it from one
+    if step is not None and (not step.isdecimal() or int(step) >= _FIRST_RESERVED_SLURM_STEP):
+        if is_first:
+            return None
+        raise MeshError(
+            f"SLURM_PROCID={env['SLURM_PROCID']}{where}, which is that of a batch script or shell, a single process: "
+            "start the tasks with srun, or set RANK and WORLD_SIZE"
+        )
     if size is None:
         raise MeshError(
-            f"SLURM_PROCID={env['SLURM_PROCID']} in step {step}, but none of {', '.join(sizes)} is set: "
+            f"SLURM_PROCID={env['SLURM_PROCID']}{where}, but none of {', '.join(sizes)} is set: "
             "start the tasks with srun, or set RANK and WORLD_SIZE"
         )
     return _launch(

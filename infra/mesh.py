@@ -12,9 +12,10 @@ rank  (dp, tp)    data_rank  replica_rank
 3     (1, 1)      1          1
 ====  ==========  =========  ============
 
-Expert parallelism: a separate ``ep`` axis means replicas, like tp. Megatron, DeepSpeed and torchtitan have no such
-axis: they use data ranks as expert ranks too, and these read data of their own. For them leave ``ep_size`` out; or, if
-the mesh names the part that was carved out of the data ranks, declare it: ``data_axes=("dp", "ep")``.
+Expert parallelism: Megatron, DeepSpeed and torchtitan use data ranks as expert ranks too, and these read data of their
+own. For them leave ``ep_size`` out; or, if the mesh names the part that was carved out of the data ranks, declare it:
+``data_axes=("dp", "ep")``. Where ``ep`` is an axis of its own, whose ranks get the same batches, like tp, say
+``data_axes=("dp",)``. A mesh with such an axis and without ``data_axes`` is refused.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class DeviceMesh:
         rank: int | None = None,
         world_size: int | None = None,
         order: Sequence[str] = DEFAULT_AXIS_ORDER,
-        data_axes: Sequence[str] = _DATA_AXES,
+        data_axes: Sequence[str] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Return the mesh with these sizes, with ranks numbered row-major over ``order``.
@@ -110,17 +111,18 @@ class DeviceMesh:
             pp_size: Pipeline stages.
             cp_size: Context parallelism.
             ulysses_size: Sequence parallelism (Ulysses).
-            ep_size: Expert parallelism as an axis of its own (replicas); see the module docstring.
+            ep_size: Expert parallelism; it needs ``data_axes``, see the module docstring.
             rank: Rank to use instead of this process's own, so that one process can play all ranks; None: the
                 launcher's.
             world_size: World size to use instead of the launcher's. None, with ``rank`` given and no launcher that says
                 otherwise: the product of the sizes.
             order: Axis names, outermost first; axes left out must have size 1.
-            data_axes: Axes whose ranks read different data.
+            data_axes: Axes whose ranks read different data. None: dp and fsdp, if there is no ep.
             environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: The product of the sizes is not the world size, or the rank is outside it.
+            MeshError: The product of the sizes is not the world size, the rank is outside it, or it is not known
+                whether ranks along ep read different data.
         """
         given: dict[str, int | None] = {"dp": dp_size, "fsdp": fsdp_size, "tp": tp_size, "pp": pp_size}
         given |= {"cp": cp_size, "ulysses": ulysses_size, "ep": ep_size}
@@ -138,6 +140,9 @@ class DeviceMesh:
         if world_size is not None:
             axes.check_product(sizes, world_size)
         shape = tuple(sizes[name] for name in order)
+        if data_axes is None:
+            axes.check_experts([name for name in order if sizes[name] > 1], _DATA_AXES)
+            data_axes = _DATA_AXES
         used = tuple(name for name in data_axes if name in order or name not in given)
         ranks = tuple(range(math.prod(shape)))
         return cls(axis_names=tuple(order), shape=shape, ranks=ranks, rank=rank, data_axes=used)
@@ -165,7 +170,7 @@ class DeviceMesh:
 
         Raises:
             MeshError: This is no mesh of torch's, a data axis does not exist, axis names are missing or not recognized,
-                or ranks are missing.
+                or do not tell (ep), or ranks are missing.
         """
         if not hasattr(torch_device_mesh, "mesh_dim_names"):
             given = type(torch_device_mesh).__name__

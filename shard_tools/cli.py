@@ -6,13 +6,11 @@ progress and errors to standard error; an error is a single message, without a t
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from infra import DeviceMesh
 from shard_tools import render
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
@@ -37,10 +35,7 @@ from shard_tools.options import (
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.plan.report import PlanOptions, plan_opened
-from shard_tools.plan.sources import chosen_of, open_planned
-from shard_tools.plan.steps import open_run, parse_steps, show_steps
-from shard_tools.plan.view import save_plot, show_plan
+from shard_tools.plan_verb import plan_command
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.sets.bad_list import load_bad_list, records_of
@@ -53,16 +48,17 @@ from shard_tools.token_verbs import convert_tokens, take_token_options, tokenize
 from shard_tools.verbs import ToolGroup, emit, finish
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
-from streaming.types import VERSION, DuplicateKeys, LastBatch
+from streaming.types import VERSION, DuplicateKeys
 
 _DEFAULT_MAX_BYTES = "256MB"  # takes one connection a few seconds; 100 TB make 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix", "allow_unfinished")
+_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
+_RESHARD_OPTIONS += ("allow_unfinished",)
 
 
 @click.group(
     cls=ToolGroup,
-    commands={"column": column_group, "view": view_group},
+    commands={"column": column_group, "view": view_group, "plan": plan_command},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(VERSION, prog_name="shard_tools")
@@ -86,9 +82,9 @@ def cli() -> None:
     "--shuffle",
     metavar="SEED|none",
     type=SEED,
-    help="Shuffle the records.  [default: none; of folders of several classes 0]",
+    help="Shuffle the records (not of CSV and tars).  [default: none; of folders of several classes 0]",
 )
-@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number': count them.")
+@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this column; 'number': count them.")
 @click.option(
     "--field",
     "fields",
@@ -131,9 +127,9 @@ def convert_command(
 ) -> None:
     """Pack SOURCE into indexed tar shards in TARGET.
 
-    SOURCE is a folder of images, JSONL, Parquet, CSV, text, tars, MDS shards and others (see --from). With --tokenizer,
-    documents become token ids: field tok, column tokens. The same source always gives the same bytes. A conversion that
-    was stopped continues where it left off when it is run again.
+    SOURCE is a folder of images, or JSONL, Parquet, CSV, text (.txt) or tar files: a file, a folder, or a pattern. With
+    --tokenizer, documents become token ids: field tok, column tokens. The same source and options always give the same
+    bytes. A conversion that was stopped continues where it left off when it is run again.
 
     \b
     Example:
@@ -265,9 +261,14 @@ def verify_command(
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
-@click.option("--sort", metavar="COLUMN", help="Sort by a column of the sample table, or by __key__.")
+@click.option("--sort", metavar="COLUMN", help="Sort by a column, or by __key__.")
 @click.option("--descending", is_flag=True, help="Sort in descending order.")
 @click.option("--where", metavar="CONDITION", help='Keep only samples that match, such as "tokens >= 512".')
+@click.option("--view", metavar="NAME", help="Keep only the samples of a saved view.")
+@click.option("--columns", type=names, default=(), metavar="A,B", help="Late columns to keep, in the sample tables.")
+@click.option(
+    "--drop-missing", type=names, default=(), metavar="EXT,...", help="Leave out samples that lack one of these fields."
+)
 @click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
 @click.option(
     "--dedupe", is_flag=True, help="Merge samples with the same key; of a field that occurs twice, keep the first."
@@ -297,20 +298,22 @@ def reshard_command(
     shuffle: bool,
     seed: int | None,
     fields: tuple[str, ...] | None,
+    drop_missing: tuple[str, ...],
     as_json: bool,
     **arguments: Any,
 ) -> None:
     """Write the samples of SOURCE into new shards in TARGET.
 
-    Samples can be split, merged, shuffled, sorted or filtered. Fields keep their bytes, and samples keep their columns
-    in the index. Every byte read is checked; a damaged sample is an error unless --drop lists it. A run that was
-    stopped continues where it left off when it is run again.
+    Samples can be split, merged, shuffled, sorted or filtered, by late columns, too. Fields keep their bytes, and
+    samples keep the columns of their sample tables. Every byte read is checked; a damaged sample is an error unless
+    --drop lists it. A run that was stopped continues where it left off when it is run again.
 
     \b
     Example:
       shard_tools reshard s3://bucket/raw/ s3://bucket/train/ --max-bytes 1GB --shuffle --seed 7
       shard_tools reshard shards/ english/ --where "tokens >= 512 and lang = 'en'" --sort tokens
-      shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl'
+      shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl' --drop-missing jpg,txt
+      shard_tools reshard shards/ good/ --where "score >= 0.3" --columns score
       shard_tools reshard scattered/ whole/ --dedupe
     """
     if seed is not None and not shuffle:
@@ -318,6 +321,7 @@ def reshard_command(
     options = ReshardOptions(
         shuffle_seed=(seed or 0) if shuffle else None,
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
+        drop_missing=tuple(name.lstrip(".") for name in drop_missing),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
     with progress_bar("reshard", "samples") as progress:
@@ -397,7 +401,8 @@ def copy_command(
 def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """Summarize a dataset.
 
-    Shows shards, samples, bytes, fields, the index, and shards that are missing or truncated.
+    Shows shards, samples, bytes, views, columns (late ones, too), fields, the index, and shards that are missing or
+    truncated.
 
     \b
     Example:
@@ -411,20 +416,26 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 
 @cli.command("ls")
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N samples.")
+@click.option("--where", metavar="CONDITION", help="List only samples that match; see docs/filters.md.")
+@click.option("--view", metavar="NAME", help="List only the samples of a saved view.")
+@click.option("--columns", type=names, metavar="A,B", help="Show the values of these columns, also of late ones.")
 @click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
 @on_shards
-def ls_command(urls: tuple[str, ...], *, long: bool, as_json: bool, **arguments: Any) -> None:
+def ls_command(
+    urls: tuple[str, ...], *, columns: tuple[str, ...] | None, long: bool, as_json: bool, **arguments: Any
+) -> None:
     """List samples with their keys and fields. --json prints one object per line.
 
     \b
     Example:
       shard_tools ls s3://bucket/train/ --limit 20 --long
+      shard_tools ls s3://bucket/train/ --where "score >= 0.9 and lang = 'en'" --columns score,lang
     """
-    for sample in list_samples(urls, **arguments):
+    for sample in list_samples(urls, columns=columns, **arguments):
         if as_json:
             click.echo(render.as_json(sample.as_dict()))
         else:
-            render.show_sample_line(sample, long=long)
+            render.show_sample_line(sample, long=long, with_columns=columns is not None)
 
 
 @cli.command("cat")
@@ -439,7 +450,7 @@ def cat_command(
     url: str, sample: str, *, index_url: str | None, field: str | None, allow_unfinished: bool, as_json: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Show one SAMPLE, given by its key or its number.
+    """Show one SAMPLE, given by its key or its number: its columns, late ones too, and its fields.
 
     --field writes the raw bytes of one field. Digits are looked up as a key first, and as a number if there is no such
     key.
@@ -461,115 +472,3 @@ def cat_command(
     if sys.stdout.isatty() and render.is_binary(payload):
         raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
     click.echo(payload, nl=False)
-
-
-@cli.command("plan")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@click.option("--dp", type=COUNT, default=1, show_default=True, help="Data-parallel size.")
-@click.option("--fsdp", type=COUNT, default=1, help="Sharded data-parallel size: different data, like --dp.")
-@click.option("--tp", type=COUNT, default=1, help="Tensor-parallel size: the same data.")
-@click.option("--pp", type=COUNT, default=1, help="Pipeline stages: the same data.")
-@click.option("--cp", type=COUNT, default=1, help="Context-parallel size: the same data.")
-@click.option("--ulysses", type=COUNT, default=1, help="Sequence-parallel (Ulysses) size: the same data.")
-@click.option("--ep", type=COUNT, default=1, help="Expert-parallel size, as a separate axis: the same data.")
-@click.option("--batch-size", type=COUNT, metavar="N", help="Samples per batch and data rank.")
-@click.option("--global-batch-size", type=COUNT, metavar="N", help="Samples per batch over all ranks.")
-@click.option("--shuffle/--no-shuffle", default=None, help="Shuffled (default), or in storage order.")
-@click.option("--lanes", type=COUNT, help="Parts of an epoch that are read in parallel. Default: as the loader.")
-@click.option(
-    "--window", type=click.IntRange(min=0), help="How far a sample may move within its lane. Default: as the loader."
-)
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of the order. Default: 0, or the mixture's seed.")
-@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Epoch to plan.")
-@click.option("--epoch-size", type=COUNT, metavar="N", help="Samples of a virtual epoch. Default: one pass.")
-@click.option(
-    "--last-batch",
-    type=click.Choice(get_args(LastBatch)),
-    default="drop",
-    show_default=True,
-    help="What to do with samples that do not fill the last batch.",
-)
-@click.option(
-    "--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's memory limit, per rank."
-)
-@click.option("--state", "state_url", metavar="FILE", help="Saved state_dict (JSON) whose order --who and --when use.")
-@click.option("--step", "steps", metavar="K|A..B", help="With --who: global batch K, or those from A up to but not B.")
-@click.option("--who", is_flag=True, help="List the samples of --step, to find the cause of a loss spike.")
-@click.option("--key", metavar="KEY", help="With --when: the key of a sample.")
-@click.option(
-    "--when", is_flag=True, help="Show the steps of --key: within --step, or in the state's epoch and the next one."
-)
-@click.option("--thorough", is_flag=True, help="With --when: read all keys, for sets with duplicate keys.")
-@click.option("--where", metavar="CONDITION", help="Plan only for the samples that match; see docs/filters.md.")
-@click.option("--view", metavar="NAME", help="Plan for a saved view.")
-@click.option("--subset", metavar="A..B", help="Plan for a range of the stored samples: 0%..80%, or 1000..2000.")
-@click.option(
-    "--plot", metavar="FILE.png", help="Also plot the bytes and memory of every data rank (needs matplotlib)."
-)
-@index_option
-@unfinished_option
-@json_option
-@with_storage_options
-def plan_command(
-    urls: tuple[str, ...],
-    *,
-    batch_size: int | None,
-    global_batch_size: int | None,
-    plot: str | None,
-    state_url: str | None,
-    steps: str | None,
-    who: bool,
-    key: str | None,
-    when: bool,
-    thorough: bool,
-    index_url: str | None,
-    as_json: bool,
-    **arguments: Any,
-) -> None:
-    """Show which data rank reads what under a topology.
-
-    The report shows lanes, bytes, requests, memory and read amplification of every data rank. It comes from the planner
-    that training uses, and needs only the index. A plan that does not fit into memory, or that reads much more than
-    once, causes a warning that says what to do. URL may be the JSON file of a mixture (Mixture.from_file).
-
-    \b
-    Example:
-      shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256
-      shard_tools plan s3://bucket/train/ --dp 16 --fsdp 8 --tp 4 --global-batch-size 4096 --json
-      shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256 --state state.json --step 41200..41203 --who
-      shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256 --state state.json --key cats/0001 --when
-      shard_tools plan mixture.json --dp 8 --global-batch-size 512 --plot shares.png
-    """
-    storage_options = as_storage_options(arguments)
-    storage = Storage(storage_options)
-    if (batch_size is None) == (global_batch_size is None):
-        raise click.UsageError("Give exactly one of --batch-size (per data rank) and --global-batch-size (over all).")
-    sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
-    mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
-    size = global_batch_size or (batch_size or 0) * mesh.data_world_size
-    filters = {name: arguments.pop(name) for name in ("where", "view", "subset")}
-    filters["allow_unfinished"] = arguments.pop("allow_unfinished") or None
-    is_run = who or when or state_url or steps or key
-    if is_run and (who == when or not state_url or (who and not steps) or (when and not key) or (who and key)):
-        raise click.UsageError("Give --state and --step with --who, or --state and --key with --when.")
-    planned = open_planned(urls, storage=storage, storage_options=storage_options, index_url=index_url, **filters)
-    if state_url:
-        run = open_run(
-            planned, state_url, storage=storage, global_batch_size=size, num_ranks=mesh.data_world_size,
-            last_batch=arguments["last_batch"],
-        )  # fmt: skip
-        asked = None if steps is None else parse_steps(steps)
-        if key is None:
-            found = run.who(range(0) if asked is None else asked)
-        else:
-            found = run.when(key, asked, thorough=thorough)
-        emit(found, as_json=as_json, for_people=show_steps)
-        return
-    memory_limit = arguments.pop("memory_limit")
-    given = {name: value for name, value in arguments.items() if value is not None}
-    chosen = {**chosen_of(planned), **given}
-    options = PlanOptions(mesh=mesh, global_batch_size=size, memory_limit_bytes=memory_limit, **chosen)
-    report = plan_opened(planned, options=options)
-    if plot is not None:
-        save_plot(report, plot)
-    emit(report, as_json=as_json, for_people=show_plan)

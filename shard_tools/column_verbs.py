@@ -14,6 +14,7 @@ from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_
 from shard_tools.options import COUNT, SIZE, names, on_named, on_shards
 from shard_tools.running.progress import progress_bar
 from shard_tools.verbs import emit
+from streaming.arguments import counted
 from streaming.storage import Storage
 
 
@@ -30,7 +31,9 @@ def column_group() -> None:
 
 
 @column_group.command("add")
-@click.option("--from", "source", metavar="FILE", help="Parquet file, in any store, with one row per sample.")
+@click.option(
+    "--from", "source", metavar="FILE", help="Parquet, JSONL or CSV, or a pattern of such: one row per sample."
+)
 @click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
@@ -61,13 +64,13 @@ def add_command(
     """Add the late column NAME to the shards at URL.
 
     Values are joined from a file by key, taken from the samples, or computed. The column is stored beside the index, in
-    one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. A
-    key that occurs twice in the file is an error. A function gets a decoded sample (a dict) and returns a number, text,
-    a bool or None; it is called on several threads.
+    one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. It
+    is an error if none matches, or if a key occurs twice in the table. A function gets a decoded sample (a dict) and
+    returns a number, text, a bool or None; it is called on several threads.
 
     \b
     Example:
-      shard_tools column add s3://bucket/train/ score --from scores.parquet --on key
+      shard_tools column add s3://bucket/train/ score --from 's3://bucket/scores/*.parquet' --on key
       shard_tools column add laion/ similarity --lift json.similarity
       shard_tools column add s3://bucket/train/ words --compute mymodule:count_words --fields txt
       shard_tools column add s3://bucket/tokens/ length --compute tokens
@@ -113,7 +116,8 @@ def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
       shard_tools column drop s3://bucket/train/ score
     """
     report = drop_column(urls, **arguments)
-    emit(report, as_json=as_json, for_people=lambda one: click.echo(f"{one.name}: {one.num_files:,} files deleted"))
+    deleted = f"{report.name}: {counted(report.num_files, 'file')} deleted"
+    emit(report, as_json=as_json, for_people=lambda _: click.echo(deleted))
 
 
 @click.group("view")
@@ -174,25 +178,26 @@ def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
 def show_added(report: AddReport) -> None:
     """Print what was added, and which keys did not match."""
     for count, what, keys in (
-        (report.num_missing, "samples have no value", report.first_missing),
-        (report.num_unmatched, "rows match no sample", report.first_unmatched),
+        (counted(report.num_missing, "sample"), "without a value", report.first_missing),
+        (counted(report.num_unmatched, "row"), "without a sample", report.first_unmatched),
     ):
-        if count:
-            click.echo(f"{count:,} {what}{f', first {chr(44).join(keys)}' if keys else ''}", err=True)
+        if not count.startswith("0 "):
+            click.echo(f"{what}: {count}{f', first {chr(44).join(keys)}' if keys else ''}", err=True)
     if report.num_shared:
-        click.echo(f"{report.num_shared:,} samples share their key with the one before; all get its value", err=True)
+        click.echo(f"with the key of another sample, and its value: {counted(report.num_shared, 'sample')}", err=True)
     click.echo(
         f"column {report.name} ({report.type}, version {report.column_version}): "
-        f"{report.num_samples - report.num_missing:,} values for {report.num_samples:,} samples in "
-        f"{report.num_shards:,} shards, in {report.seconds:.1f} s"
+        f"{counted(report.num_samples - report.num_missing, 'value')} for {counted(report.num_samples, 'sample')} in "
+        f"{counted(report.num_shards, 'shard')}, in {report.seconds:.1f} s"
     )
 
 
 def _show_columns(report: ListReport) -> None:
     for column in report.columns:
         click.echo(
-            f"{column['name']}  {column['type']}  version {column['column_version']}  {column['num_samples']:,} samples"
-            f", {column['num_missing']:,} without a value  from {column['made_from']}"
+            f"{column['name']}  {column['type']}  version {column['column_version']}  "
+            f"{counted(int(str(column['num_samples'])), 'sample')}, {column['num_missing']:,} without a value  from "
+            f"{column['made_from']}"
         )
     if not report.columns:
         click.echo("no late columns")
@@ -201,10 +206,10 @@ def _show_columns(report: ListReport) -> None:
 def _show_view(report: ViewReport) -> None:
     said = [f"where {report.where}"] if report.where else []
     said += [f"subset {report.subset[0]} to {report.subset[1]}"] if report.subset else []
-    said += [f"without {report.num_excluded:,} keys"] if report.num_excluded else []
+    said += [f"without {counted(report.num_excluded, 'key')}"] if report.num_excluded else []
     said += [f"column {name} version {version}" for name, version in report.columns.items()]
     click.echo(
-        f"{report.name}  {report.num_kept:,} of {report.num_samples:,} samples  hash {report.hash}\n"
+        f"{report.name}  {report.num_kept:,} of {counted(report.num_samples, 'sample')}  hash {report.hash}\n"
         + "\n".join(f"  {line}" for line in said)
     )
 

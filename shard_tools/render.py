@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.console import Console
@@ -23,7 +23,7 @@ from shard_tools.sets.reindex import IndexReport
 from shard_tools.sets.repair import RepairReport
 from shard_tools.sets.reshard import ReshardReport
 from shard_tools.tokens.run import TokenizeReport
-from streaming.arguments import format_bytes
+from streaming.arguments import counted, format_bytes
 from streaming.storage import redact, redact_text
 
 _SHOWN_SKIPPED = 10
@@ -59,9 +59,9 @@ def _rate(num_bytes: int, seconds: float) -> str:
 def show_convert(report: ConvertReport) -> None:
     """Print the outcome of a conversion."""
     if report.num_resumed_samples:
-        click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
+        click.echo(f"went on after {counted(report.num_resumed_samples, 'sample')} of an earlier run")
     click.echo(
-        f"{redact(report.target)}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
+        f"{redact(report.target)}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
         f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
     )
     if report.classes:
@@ -73,7 +73,7 @@ def show_convert(report: ConvertReport) -> None:
     if report.shuffle_seed is not None:
         click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
     if report.skipped:
-        click.echo(f"left out {len(report.skipped):,} files of the source:", err=True)
+        click.echo(f"left out {counted(len(report.skipped), 'file')} of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:
             click.echo(f"  {plain(entry.path)}: {entry.reason}", err=True)
         if len(report.skipped) > _SHOWN_SKIPPED:
@@ -84,13 +84,19 @@ def show_tokens(report: TokenizeReport) -> None:
     """Print the outcome of a tokenization."""
     for one in report.sets:
         if one.num_resumed_documents:
-            click.echo(f"went on after {one.num_resumed_documents:,} documents that were there already")
+            click.echo(f"went on after {counted(one.num_resumed_documents, 'document')} of an earlier run")
         click.echo(
-            f"{redact(one.target)}: {one.num_documents:,} documents, {one.num_tokens:,} tokens, longest "
-            f"{one.longest:,}; {one.num_shards:,} shards, {format_bytes(one.num_bytes)}"
+            f"{redact(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
+            f"longest {one.longest:,}; {counted(one.num_shards, 'shard')}, {format_bytes(one.num_bytes)}"
         )
+        if one.num_differing:
+            click.echo(
+                f"not encoded as their whole text is: {counted(one.num_differing, 'document')}, since no "
+                "special token stands where an answer begins or ends (docs/text.md, Token boundaries)",
+                err=True,
+            )
         for reason, count in one.rejected.items():
-            click.echo(f"left out {count:,} documents: {plain(reason)}", err=True)
+            click.echo(f"left out {counted(count, 'document')}: {plain(reason)}", err=True)
     click.echo(
         f"field tok: {report.dtype}, {report.tokenizer} {'of' if report.sha256 else 'below'} {report.vocab_size:,}"
         f"{' ids' if report.sha256 else ''}, "
@@ -107,15 +113,38 @@ def show_index(report: IndexReport) -> None:
     """Print the outcome of indexing, and damaged files that it could not rebuild."""
     _show_findings(report.findings)
     click.echo(
-        f"{report.num_shards:,} shards, {report.num_samples:,} samples, {report.num_chunks:,} chunks, "
-        f"{format_bytes(report.num_bytes)}; read {format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "
+        f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
+        f"{counted(report.num_chunks, 'chunk')}, {format_bytes(report.num_bytes)}; read "
+        f"{format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "
         f"({_rate(report.num_scanned_bytes, report.seconds)})"
     )
+    for line in _oddities(report):
+        click.echo(line, err=True)
     if report.num_pruned:
-        click.echo(f"removed from the index: {report.num_pruned:,} shards that are gone")
+        click.echo(f"removed from the index: {counted(report.num_pruned, 'shard')} no longer there")
     click.echo(f"index: {', '.join(report.index_urls)}")
     for directory in report.declared_whole:
         click.echo(f"{directory} counts as a whole set from now on")
+
+
+def _oddities(report: IndexReport) -> Iterator[str]:
+    """Yield what is not wrong, but may not be meant."""
+    if report.num_keys_again is None:
+        yield "keys of different shards are not compared in a set of this size; `shard_tools verify` compares them"
+    elif report.num_keys_again:
+        yield (
+            f"in two shards: {counted(report.num_keys_again, 'key')}, first "
+            f"{plain(', '.join(report.first_keys_again))}. Training reads each of these samples, but exclude=, late "
+            "columns joined by key, `cat` and --when take them for one another. `shard_tools reshard SOURCE TARGET "
+            "--key-prefix '{shard}/'` tells them apart; if it is intended, give --duplicate-keys keep"
+        )
+    if report.lacking:
+        url, names = next(iter(report.lacking.items()))
+        yield (
+            f"without columns that other shards have, and so NULL there: {counted(len(report.lacking), 'shard')}, "
+            f"first {url}: {plain(', '.join(names))}. `index` cannot know their values: repeat the command that wrote "
+            "the set, or add them under other names with `shard_tools column add`"
+        )
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
@@ -135,10 +164,14 @@ def show_verify(report: VerifyReport) -> None:
     _show_findings(report.findings)
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
-    found = f"{len(report.findings):,} findings" if report.findings else "all as the index says"
+    found = counted(len(report.findings), "finding") if report.findings else "all as the index says"
+    num_unindexed = sum(finding.kind == "unindexed" for finding in report.findings)
+    if num_unindexed:
+        found += f", {counted(num_unindexed, 'shard')} not in the index and not read"
     click.echo(
-        f"{report.num_shards:,} shards, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} "
-        f"in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)}): {found}"
+        f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
+        f"{format_bytes(report.num_bytes)} in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)}): "
+        f"{found}"
     )
 
 
@@ -147,25 +180,27 @@ def show_recheck(report: RecheckReport) -> None:
     for finding in report.findings:
         click.echo(str(finding))
     if report.num_unreadable:
-        click.echo(f"{report.num_unreadable:,} lines of the list are cut off or not records", err=True)
+        click.echo(f"cut off or no record: {counted(report.num_unreadable, 'line')} of the list", err=True)
     if report.num_elsewhere:
-        click.echo(f"{report.num_elsewhere:,} records are of other shards than those named", err=True)
+        click.echo(f"of other shards than those named: {counted(report.num_elsewhere, 'record')}", err=True)
     click.echo(
-        f"{report.num_listed:,} records, {report.num_samples:,} samples read ({format_bytes(report.num_bytes)}) "
-        f"in {report.seconds:.1f} s: {report.num_good:,} are good now, {len(report.findings):,} findings"
+        f"{counted(report.num_listed, 'record')}, {counted(report.num_samples, 'sample')} read "
+        f"({format_bytes(report.num_bytes)}) in {report.seconds:.1f} s: {report.num_good:,} good now, "
+        f"{counted(len(report.findings), 'finding')}"
     )
 
 
 def show_reshard(report: ReshardReport) -> None:
     """Print the outcome of resharding."""
     if report.num_resumed_samples:
-        click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
+        click.echo(f"went on after {counted(report.num_resumed_samples, 'sample')} of an earlier run")
     if report.num_not_found or report.num_unreadable:
         click.echo(
-            f"list of --drop: {report.num_not_found:,} records match no sample of the source, "
-            f"{report.num_unreadable:,} lines are cut off or not records",
+            f"list of --drop: without a sample in the source: {counted(report.num_not_found, 'record')}, cut off or "
+            f"no record: {counted(report.num_unreadable, 'line')}",
             err=True,
         )
+    lacking = f", {report.num_lacking:,} without a field of --drop-missing" if report.num_lacking else ""
     joined = ""
     if report.num_joined or report.num_duplicates:
         joined = (
@@ -173,9 +208,9 @@ def show_reshard(report: ReshardReport) -> None:
             f"{report.num_duplicates:,} left out: all their fields came before (contents were not compared)"
         )
     click.echo(
-        f"{report.num_source:,} samples in the source, {report.num_dropped:,} dropped, "
-        f"{report.num_filtered:,} filtered out{joined}\n"
-        f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
+        f"{counted(report.num_source, 'sample')} in the source, {report.num_dropped:,} dropped, "
+        f"{report.num_filtered:,} filtered out{lacking}{joined}\n"
+        f"{report.target}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
         f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
     )
 
@@ -183,7 +218,7 @@ def show_reshard(report: ReshardReport) -> None:
 def show_repair(report: RepairReport) -> None:
     """Print what became of every damaged shard, and the total."""
     for shard in report.shards:
-        links = [f"{shard.num_links:,} hard links written as files"] if shard.num_links else []
+        links = [f"{counted(shard.num_links, 'hard link')} written out"] if shard.num_links else []
         for text in (*shard.mended, *links):
             click.echo(f"{redact(shard.url)}: mended: {plain(text)}")
         for text in shard.lost[:_SHOWN_FINDINGS]:
@@ -191,20 +226,22 @@ def show_repair(report: RepairReport) -> None:
         if shard.lost:
             more = f"… and {len(shard.lost) - _SHOWN_FINDINGS:,} more; " if len(shard.lost) > _SHOWN_FINDINGS else ""
             known = "by its index" if shard.exact else "by name, and perhaps more: there is no index to tell"
-            click.echo(f"{redact(shard.url)}: {more}{len(shard.lost_keys):,} samples lost or incomplete {known}")
+            click.echo(
+                f"{redact(shard.url)}: {more}{counted(len(shard.lost_keys), 'sample')} lost or incomplete {known}"
+            )
         if shard.target is None:
             click.echo(f"{redact(shard.url)}: not written; --drop-damaged writes the {shard.num_samples:,} others")
     written = [shard for shard in report.shards if shard.target is not None]
     click.echo(
-        f"{redact(report.target)}: {len(written):,} of {len(report.shards):,} shards, "
-        f"{sum(shard.num_samples for shard in written):,} samples, indexed"
+        f"{redact(report.target)}: {len(written):,} of {counted(len(report.shards), 'shard')}, "
+        f"{counted(sum(shard.num_samples for shard in written), 'sample')}, indexed"
     )
 
 
 def show_copy(report: CopyReport) -> None:
     """Print the outcome of copying."""
     click.echo(
-        f"{report.target}: {report.num_shards:,} shards, {report.num_samples:,} samples, "
+        f"{report.target}: {counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
         f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
         f"{report.num_shards - report.num_copied:,} were there already, in {report.seconds:.1f} s "
         f"({_rate(report.num_bytes, report.seconds)})"
@@ -221,8 +258,15 @@ def show_info(report: DataSetInfo) -> None:
     click.echo(f"index     {report.index}")
     if report.fingerprint:
         click.echo(f"print     {report.fingerprint}")
+    for view in report.views:
+        click.echo(f"view      {plain(view.name)}: {view.num_kept:,} of {counted(view.num_samples, 'sample')}")
     if report.columns:
-        click.echo(f"columns   {plain(', '.join(report.columns))}")
+        table = Table("column", "samples", "type", "least", "most", box=None, pad_edge=False)
+        for column in report.columns:
+            name = f"{plain(column.name)}{' (late)' if column.version else ''}"
+            numbers = ("" if one is None else f"{one:,}" for one in (column.least, column.most))
+            table.add_row(escape(name), f"{column.num_values:,}", column.type, *numbers)
+        Console(width=shutil.get_terminal_size().columns).print(table)
     if report.fields:
         table = Table("field", "samples", "bytes", "mean", "least", "most", box=None, pad_edge=False)
         for field in report.fields:
@@ -232,19 +276,34 @@ def show_info(report: DataSetInfo) -> None:
     _show_findings(report.findings)
 
 
-def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
+def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> None:
     """Print one line of ``ls``."""
+    fields = " ".join(sample.fields)
+    parts = [sample.key, fields]
     if long:
-        fields = "  ".join(f"{plain(field)}:{size}" for field, size in sample.fields.items())
-        click.echo(f"{sample.number}\t{redact(sample.shard)}\t{plain(sample.key)}\t{fields}")
-    else:
-        click.echo(f"{plain(sample.key)}\t{plain(' '.join(sample.fields))}")
+        fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
+        parts = [str(sample.number), redact(sample.shard), sample.key, fields]
+    if with_columns:
+        parts.append("  ".join(f"{name}={_value(value)}" for name, value in sample.columns.items()))
+    click.echo("\t".join(map(plain, parts)))
+
+
+def _value(value: object) -> str:
+    """Return a column's value as a condition of ``--where`` writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "NULL", True: "TRUE", False: "FALSE"}[value]
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
 
 
 def show_sample(sample: SampleView) -> None:
     """Print one sample: text as text, everything else by its size."""
     shard = redact(sample.entry.shard)
     click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
+    if sample.entry.columns:
+        click.echo(
+            "".join(f"column {plain(name)} = {plain(_value(value))}\n" for name, value in sample.entry.columns.items()),
+            nl=False,
+        )
     for field, payload in sample.payloads.items():
         click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
         if is_binary(payload):

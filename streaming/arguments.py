@@ -26,6 +26,7 @@ _FACTORS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 MAX_COUNT = 2**62
+_LEAST_BY_SHARE = 2  # bad samples
 """Limit on samples, rows and epochs: sums of two stay within 64 bits."""
 MAX_SEED = 2**64 - 1
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
@@ -331,13 +332,14 @@ def checked_limit(limit: object) -> float:
 
 
 def most_bad(limit: float, num_samples: float) -> int:
-    """Return how many of ``num_samples`` may be bad: a count as given, a share rounded up.
+    """Return how many of ``num_samples`` may be bad: a count as given, a share rounded up, two at least.
 
-    A share of 1 is no limit, since bad substitutes, which count too, may come from beyond the epoch.
+    A share of 1 is no limit, since bad substitutes, which count too, may come from beyond the epoch. A share of 0
+    allows none; any other is about a rate, of which one bad sample of a small set says nothing.
     """
-    if isinstance(limit, int):
-        return limit
-    return sys.maxsize if limit >= 1 else math.ceil(limit * num_samples)
+    if isinstance(limit, int) or not limit:
+        return int(limit)
+    return sys.maxsize if limit >= 1 else max(_LEAST_BY_SHARE, math.ceil(limit * num_samples))
 
 
 def parse_bytes(size: int | str, *, name: str = "size") -> int:
@@ -363,6 +365,11 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     if num_bytes <= 0:
         raise ConfigError(f"{name}: must be positive, got {size!r}")
     return num_bytes
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for people: ``"1 sample"``, ``"2,000 samples"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(num_bytes: float) -> str:

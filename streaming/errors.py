@@ -40,6 +40,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
+from typing import TypeVar
 
 if not hasattr(sys.modules["streaming"], "_HOMES"):
     raise ImportError(
@@ -52,6 +54,8 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]+://[^\s'\"`]+")
 _AFTER_URL = ".,:;)]"
+_SHOWN = 10
+_Error = TypeVar("_Error", bound=Exception)
 
 
 def redact(url: str) -> str:
@@ -182,3 +186,16 @@ class WorkerError(ShardstreamError, RuntimeError):
 
 class WorkerDiedError(WorkerError):
     """Several decode workers died in turn on the same batch; the message names the batch and the signal."""
+
+
+def first_of(errors: Sequence[_Error], what: str) -> _Error:
+    """Return the first of several errors, with the messages of the next ones as notes, and the number of all others.
+
+    ``what`` says what they say, such as ``"shards are damaged"``.
+    """
+    first = errors[0]
+    for other in errors[1:_SHOWN]:
+        first.add_note(f"also: {other}")
+    if len(errors) > _SHOWN:
+        first.add_note(f"… and {len(errors) - _SHOWN:,} more {what}")
+    return first

@@ -20,9 +20,11 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
+    DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     STREAMED,
     check_one_size,
+    check_ordinary,
     check_streaming,
     checked_balance,
     given,
@@ -150,7 +152,7 @@ class DataLoader(DeviceMeshFetcher):
         jagged: Sequence[str] | Mapping[str, Form] | None = None,
         prefetch_factor: int | None = 2,
         pin_memory: bool = False,
-        memory_limit: int | str = "4GiB",
+        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
         stall_report_s: float | None = STALL_REPORT_S,
         remote_group: RemoteGroup | str | None = None,
         replicate: Literal["read", "broadcast"] | Broadcast = "read",
@@ -187,6 +189,7 @@ class DataLoader(DeviceMeshFetcher):
         made = self._resolve(dataset)
         rules = checked_balance(balance, cost, made, collate_fn=collate_fn)
         if not isinstance(made, STREAMED):
+            check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)
@@ -202,7 +205,7 @@ class DataLoader(DeviceMeshFetcher):
     ) -> None:
         check_one_size(self._shape)
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
-        self.dataset = read = resolve_dataset(own.dataset)
+        self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
         self._loop = open_ordinary(read, config)
         self._loop.announce = Announcer(read, self._loop, self._finder)

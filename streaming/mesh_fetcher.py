@@ -117,7 +117,7 @@ class DeviceMeshFetcher(Closable):
         if isinstance(dataset, str):
             raise no_dataset(dataset)
         self._options = options
-        self._given = self.dataset = dataset
+        self._given = self._dataset = dataset
         self._loaded: Mapping[str, Any] | None = None
         self._generation = 0
         self._locker: PageLocker | None = None
@@ -144,7 +144,7 @@ class DeviceMeshFetcher(Closable):
         """Return the dataset itself, calling the function that makes it if one was given."""
         made = dataset if isinstance(dataset, STREAMED) else resolve_dataset(dataset)
         refuse_what_deals(made)
-        self._given = self.dataset = made
+        self._given = self._dataset = made
         return made
 
     def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
@@ -165,6 +165,14 @@ class DeviceMeshFetcher(Closable):
             same["balance"] = config.balance.how
         self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that is read: the one given, or the one that the function made.
+
+        After ``set_weights``, and after a state with such weights was loaded, a ``Mixture`` that has them.
+        """
+        return self._loop.now_read(self._dataset)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -324,8 +332,9 @@ class DeviceMeshFetcher(Closable):
         log says at which step the new weights take effect.
 
         Args:
-            weights: Share of each source, as for ``Mixture(weights=…)``. They replace a ``Schedule`` as well, but not
-                the weights of nested mixtures and curricula.
+            weights: Share of each source, as for ``Mixture(weights=…)``, or of each class, as for
+                ``Balanced(weights=…)``: a dict by the values of the column, or ``"balanced"``. They replace a
+                ``Schedule`` as well, but not the weights of nested mixtures and curricula.
             at: Row (sample of the run, counted over all ranks) from which the weights apply, no sooner than without
                 ``at``. It is needed if ranks cannot ask each other, and then all must call this at the same step.
             timeout: Seconds to wait for the other ranks, in each of two rounds.
@@ -412,7 +421,7 @@ class DeviceMeshFetcher(Closable):
         ramp = loop.shape.ramp
         sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
         self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
-        loop.announce = Announcer(self.dataset, loop, self._finder)
+        loop.announce = Announcer(self._dataset, loop, self._finder)
         if self._check is not None:
             self._check.become(mesh)
         tell_of_going_on(mesh.world_size)
@@ -493,7 +502,7 @@ class DeviceMeshFetcher(Closable):
         old.close()
         self._make(self._given, **{**self._options, "device_mesh": finder.mesh})
         self._finder, self._stages = finder, stages
-        self._loop.announce = Announcer(self.dataset, self._loop, finder)
+        self._loop.announce = Announcer(self._dataset, self._loop, finder)
         if loaded is not None:
             self.load_state_dict(loaded)
         loop = self._loop

@@ -22,11 +22,13 @@ class Metrics:
     def add(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` to the number called ``name``."""
         with self._lock:
+            # No addition is lost.
             self._values[name] = self._values.get(name, 0) + amount
 
     def peak(self, name: str, value: float) -> None:
         """Raise the number called ``name`` to ``value`` if that is larger."""
         with self._lock:
+            # The largest value so far, whoever came first.
             self._values[name] = max(self._values.get(name, 0), value)
 
     def timed(self, name: str) -> _Timed:
@@ -36,11 +38,13 @@ class Metrics:
     def get(self, name: str) -> float:
         """Return the number called ``name``; 0 if nothing has been added yet."""
         with self._lock:
+            # A value that was really there, not half of an addition.
             return self._values.get(name, 0)
 
     def snapshot(self) -> dict[str, float]:
         """Return the current values of all numbers."""
         with self._lock:
+            # All numbers are of one moment.
             return dict(self._values)
 
 

@@ -44,6 +44,7 @@ class Recent(Generic[_KEY, _VALUE]):
     def keep_at_most(self, num_bytes: int) -> None:
         """Change the limit of bytes, from now on."""
         with self._lock:
+            # The values that are kept take at most the limit.
             self._limit_bytes = num_bytes
             self._shrink()
 
@@ -54,6 +55,7 @@ class Recent(Generic[_KEY, _VALUE]):
     def __contains__(self, key: _KEY) -> bool:
         """Tell whether the value is currently cached."""
         with self._lock:
+            # True of this moment only: another thread may evict it.
             return key in self._kept
 
     def of(self, key: _KEY, make: Callable[[], _VALUE]) -> _VALUE:
@@ -63,12 +65,14 @@ class Recent(Generic[_KEY, _VALUE]):
             Exception: Whatever ``make`` raised; the next caller calls it again.
         """
         with self._lock:
+            # Either the value is returned, or all who miss it share one lock to make it.
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
             making = self._making.setdefault(key, threading.Lock())
         with making:
             with self._lock:
+                # Whoever held the lock before may have made it.
                 if key in self._kept:
                     return self._kept[key]
             made = make()

@@ -1,9 +1,9 @@
 """One rank of an elastic job: trains step by step, commits each step, goes on from the last commit after a restart.
 
-Not a test itself; see test_hosts.py. As a program it is torchrun, with its arguments, whose agent forks the ranks: an
-interpreter of its own takes each three seconds of a core, after every change of the world anew. A step is committed by
-rank 0 when every rank has said what it got: one line of ``commits.jsonl`` with the step's keys, where the step was
-taken, and the loader's state.
+Not a test itself; see test_hosts.py and test_distributed.py. Started by torchrun it is a rank. By itself it is
+torchrun, with its arguments, whose agent forks the ranks: an interpreter of its own takes each three seconds of a
+core, after every change of the world anew. A step is committed by rank 0 when every rank has said what it got: one
+line of ``commits.jsonl`` with the step's keys, where the step was taken, and the loader's state.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def train(config_path: str) -> None:
     gate = os.path.join(config["folder"], "gate")
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    with open(os.path.join(config["folder"], f"pid-{rank}"), "w") as file:
+        file.write(str(os.getpid()))
     known = [commits(log)]
     dist.broadcast_object_list(known)
     dataset = StreamingDataset(config["url"], storage_options=config["storage_options"], **config["dataset"])
@@ -68,6 +70,9 @@ def train(config_path: str) -> None:
 
 
 def main() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which torchrun started
+        train(sys.argv[1])
+        return
     config, _, words = config_from_args(parse_args(sys.argv[1:]))
     config.start_method = "fork"
     elastic_launch(config, train)(words[-1])

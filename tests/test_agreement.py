@@ -20,6 +20,7 @@ import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
 from streaming.errors import AgreementError, ConfigError
+from streaming.job import agreement
 from streaming.job.agreement import Together, agree
 from streaming.loops import shares
 from streaming.replicas import start_check
@@ -111,6 +112,36 @@ def test_ranks_that_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
         agree(board, 3, ranks, {**GOOD, "seed": 7}, subject="x", timeout_s=0.05, required=False)
     with pytest.raises(AgreementError, match=r"ranks 1, 2, 3 did not come .*call check_agreement\(\) on all"):
         agree(board, 0, ranks, GOOD, subject="y", timeout_s=0.05, required=True)
+
+
+def test_after_a_call_that_a_rank_missed_the_next_one_compares_what_all_say_now() -> None:
+    board = dist.HashStore()
+
+    def call(rank: int, step: int, timeout_s: float = 30) -> None:
+        agree(board, rank, (0, 1), {"position": step}, subject="x", timeout_s=timeout_s, required=True)
+
+    for _ in range(3):  # rank 1 did not come
+        with pytest.raises(AgreementError, match="ranks 1 did not come"):
+            call(0, 1, timeout_s=0.05)
+    assert on_ranks(2, lambda rank: call(rank, 2)) == [None, None]
+    found = on_ranks(2, lambda rank: call(rank, 3 + rank))
+    assert all("rank 1: position is 4; most of the 2 ranks have 3" in str(one) for one in found)
+    assert on_ranks(2, lambda rank: call(rank, 5)) == [None, None]
+    assert board.num_keys() <= 5
+
+
+def test_after_a_call_that_the_comparing_rank_missed_nothing_of_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_MARGIN_S", 0)
+    board = dist.HashStore()
+
+    def call(rank: int, step: int, timeout_s: float = 30) -> None:
+        agree(board, rank, (0, 1), {"position": step}, subject="x", timeout_s=timeout_s, required=True)
+
+    with pytest.raises(AgreementError, match="ranks 0 did not come"):
+        call(1, 1, timeout_s=0.05)
+    with pytest.raises(AgreementError, match="ranks 1 did not come"):  # what rank 1 said at step 1 is no answer
+        call(0, 2, timeout_s=0.05)
+    assert on_ranks(2, lambda rank: call(rank, 3)) == [None, None]
 
 
 def together(board: Any, rank: int, num_ranks: int, *, timeout_s: float = 30) -> Together:

@@ -66,6 +66,7 @@ COMPUTED_IMPORT_MAY = (
     "streaming.decode.values",
     "streaming.decode.registry",
     "shard_tools.columns.compute",
+    "streaming.datasets.mixture_file",
 )
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
@@ -290,6 +291,24 @@ def test_functions_are_short() -> None:
     sizes = [one for module in modules() for one in functions(module)]
     findings = [f"{name}: {lines} lines" for name, lines in sizes if lines > MOST_LINES]
     report(findings, f"A function has at most {MOST_LINES} lines without its docstring. Part it by what it does:")
+
+
+def is_lock(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute | ast.Name) and bool(re.search(r"(lock|changed)$", ast.unparse(node)))
+
+
+def test_blocks_under_a_lock_say_what_holds_after_them() -> None:
+    findings, num_blocks = [], 0
+    for module, path in modules().items():
+        rows = path.read_text().splitlines()
+        for node in nodes(module):
+            if isinstance(node, ast.With) and any(is_lock(item.context_expr) for item in node.items):
+                num_blocks += 1
+                block = rows[node.lineno - 2 : node.end_lineno]
+                if not any(re.search(r"#(?! (noqa|type:|fmt:))", row) for row in block):
+                    findings.append(f"{module}:{node.lineno}")
+    assert num_blocks > 100
+    report(findings, "A comment in each block under a lock says what holds when it is released:")
 
 
 # --- what others made, and what nobody may do

@@ -98,6 +98,49 @@ def test_resumed_on_another_world_with_other_weights(data: StreamingDataset, cap
         plain_world(Balanced(data, by="num"), 1, 1, state)
 
 
+@pytest.mark.parametrize(
+    ("by", "weights", "others"),
+    [
+        ("cls", {"cat": 1, "dog": 0, "a/b": 0, "": 0}, {"cat": 0, "dog": 1, "a/b": 1, "": 0}),
+        ("num", {3: 1, 0: 0}, {3: 0, 0: 1}),
+        ("num", {3: 1, 0: 0}, "balanced"),
+    ],
+)
+def test_set_weights_takes_what_the_constructor_takes(
+    data: StreamingDataset, by: str, weights: dict[Any, float], others: Any
+) -> None:
+    with DataLoader(Balanced(data, by, weights=weights, quotas="exact"), batch_size=12, num_threads=0) as loader:
+        batches = iter(loader)
+        next(batches)
+        row = loader.set_weights(others)
+        following = [key for _ in range(100) for key in next(batches)["__key__"]][row - 12 :]
+        with pytest.raises(ConfigError, match="no such class"):
+            loader.set_weights({"cow": 1})
+    fresh = counted(Balanced(data, by, weights=others, quotas="exact"), 50)
+    found = Counter(CLASSES[int(key)] for key in following)
+    assert set(found) == set(fresh)
+    for name, share in fresh.items():
+        assert abs(found[name] / len(following) - share / 600) < 0.05, name
+
+
+def test_a_sample_by_number_names_its_class_as_batches_do(url: str) -> None:
+    """Also in a filtered set and a range of it; one without a class names none."""
+    whole = StreamingDataset(url)
+    names = {"cat": "cat", "dog": "dog", "a/b": "a%2Fb", "": '""'}
+    for dataset in (whole, StreamingDataset(url, where="num > 0"), whole[7:90]):
+        balanced = Balanced(dataset, "cls", name_sources=True)
+        for number in (0, 5, -1):
+            sample = balanced[number]
+            assert sample["__source__"] == names[sample["json"]["cls"]]
+            assert sample["__key__"] == dataset[number]["__key__"]
+    assert "__source__" not in Balanced(whole, "cls")[0]
+    some = Balanced(whole, "some", nulls="drop", name_sources=True)
+    told = [some[number] for number in range(12)]
+    assert {"__source__" in sample for sample in told} == {True, False}
+    for sample in told:
+        assert sample.get("__source__") == (None if sample["json"]["some"] is None else names[sample["json"]["some"]])
+
+
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_in_a_loader_and_in_a_mixture(data: StreamingDataset, num_workers: int) -> None:

@@ -186,3 +186,24 @@ def test_lift_takes_the_type_of_the_decoder(tmp_path: Path) -> None:
     assert len(StreamingDataset(str(tmp_path), where="late.cls >= 2 and late.score.float < 0.7 and cls = 2")) == 1
     refused = run("column", "add", tmp_path, "whole", "--lift", "json")
     assert "expected a number, str, bool or None, got dict" in refused.stderr
+
+
+def test_images_of_several_kinds_become_one_field(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A batch of one field lacked rows; of Parquet, they were one field before."""
+    kinds = {"jpeg": "JPEG", "JPG": "JPEG", "png": "PNG"}
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    for number in range(6):
+        extension = [*kinds][number % 3]
+        Image.new("RGB", (4, 3)).save(tmp_path / "in" / "cat" / f"{number}.{extension}", kinds[extension])
+    convert(str(tmp_path / "in"), str(tmp_path / "out"))
+    assert "images of several kinds (2 jpeg, 2 jpg, 2 png): all become the field .jpg" in caplog.text
+    dataset = StreamingDataset(str(tmp_path / "out"))
+    assert [dataset[number]["jpg"].shape for number in range(6)] == [(3, 4, 3)] * 6
+    assert run("verify", tmp_path / "out").exit_code == 0
+    for path in (tmp_path / "in" / "cat").glob("*[!g].*"):
+        path.rename(path.with_suffix(".JPEG"))
+    caplog.clear()
+    convert(str(tmp_path / "in"), str(tmp_path / "same"))
+    assert not caplog.records
+    same = StreamingDataset(str(tmp_path / "same"))
+    assert {name for number in range(6) for name in same[number] if name[0] != "_"} == {"cls", "jpeg", "json"}

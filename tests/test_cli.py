@@ -233,7 +233,7 @@ def test_verify_verb(shards: Path, tmp_path: Path) -> None:
     result = run("verify", copy)
     assert result.exit_code == 1
     assert "000001.tar, bytes 0-" in result.stdout
-    assert "1 findings" in result.stdout
+    assert ": 1 finding\n" in result.stdout
     result = run("verify", copy, "--json")
     assert result.exit_code == 1
     (finding,) = json.loads(result.stdout)["findings"]

@@ -24,7 +24,6 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.plan import memory as budget
-from streaming.storage import Storage
 
 
 def run(*arguments: object) -> Result:
@@ -151,7 +150,7 @@ def test_loads_agree_with_the_plan_for_any_topology(
         epoch_size=epoch_size, memory_limit_bytes=limit, epoch=1,
     )  # fmt: skip
     total = epoch_size or table.total_samples
-    if total < (ranks * per_rank if last_batch == "drop" else ranks):
+    if total < {"drop": ranks * per_rank, "partial": ranks, "pad": 1}[last_batch]:
         with pytest.raises(ConfigError, match="training would refuse"):
             plan_table(table, options=options)
         return
@@ -308,7 +307,7 @@ def test_wrong_usage(shards: Path, arguments: tuple[object, ...]) -> None:
 def test_no_such_data(tmp_path: Path) -> None:
     assert run(tmp_path / "none.tar", "--batch-size", 4).exit_code == 1
     with pytest.raises(NotFoundError):
-        plan(str(tmp_path / "none"), options=PlanOptions(mesh=flat(1), global_batch_size=1), storage=Storage())
+        plan(str(tmp_path / "none"), options=PlanOptions(mesh=flat(1), global_batch_size=1))
 
 
 # --------------------------------------------------------------------------------------------------- the output

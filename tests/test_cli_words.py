@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import tarfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from data_sets import write_set
 
+from shard_tools import ShardWriter
 from shard_tools.cli import cli
+from shard_tools.convert import convert
 from shard_tools.running.progress import progress_bar
+from streaming.catalog.unfinished import Unfinished
 
 
 def run(*arguments: object) -> Result:
@@ -97,3 +102,98 @@ def test_many_damaged_shards_end_in_a_sum(tmp_path: Path) -> None:
     assert told.exit_code == 1
     assert len(told.stderr.splitlines()) == 11
     assert "and 5 more shards are damaged" in told.stderr
+
+
+def test_files_of_tars_that_belong_to_no_sample_are_named(tmp_path: Path) -> None:
+    """No extension, no key: they were left out without a word."""
+    files = {
+        "a.txt": b"1", "README": b"x", "b.txt": b"2", ".DS_Store": b"x", "sub/.hidden": b"x", "sub/LICENSE": b"x",
+        "c.txt": b"3", "__meta__": b"x",
+    }  # fmt: skip
+    with tarfile.open(tmp_path / "in.tar", "w") as archive:
+        for name, body in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(body)
+            archive.addfile(member, io.BytesIO(body))
+    report = convert(str(tmp_path / "in.tar"), str(tmp_path / "out"))
+    assert report.num_samples == 3
+    assert {one.path: one.reason for one in report.skipped} == {
+        "in.tar:README": "no extension, which names the field", "in.tar:.DS_Store": "a dot-file, which has no key",
+        "in.tar:sub/.hidden": "a dot-file, which has no key",
+        "in.tar:sub/LICENSE": "no extension, which names the field",
+    }  # fmt: skip
+    shown = run("convert", tmp_path / "in.tar", tmp_path / "again")
+    assert "left out 4 files of the source:" in shown.stderr
+
+
+def test_names_that_cannot_be_stored_are_listed_together(tmp_path: Path) -> None:
+    lines = [f'{{"id": "a\\\\{n}"}}\n' if n % 2 else f'{{"id": "{n}"}}\n' for n in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    for source in ("a.jsonl", "pictures"):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        for n in range(30):
+            (tmp_path / "pictures" / f"a\\{n}.png").write_bytes(b"x")
+        refused = run("convert", tmp_path / source, tmp_path / "out", *(("--key", "id") if source == "a.jsonl" else ()))
+        assert refused.exit_code == 2
+        assert refused.stderr.count("a backslash") == 10
+        assert "… and 20 more names cannot be stored" in refused.stderr
+    for n in range(4):
+        (tmp_path / "pictures" / f"B{n}.png").write_bytes(b"x")
+        (tmp_path / "pictures" / f"b{n}.jpg").write_bytes(b"x")
+    told = run("convert", tmp_path / "pictures", tmp_path / "out").stderr
+    assert [told.count(f"B{n}.png and b{n}.jpg") for n in range(4)] == [1, 1, 1, 1]
+
+
+def test_index_names_keys_of_two_shards_and_lost_columns(tmp_path: Path) -> None:
+    """Training on them is right, so it is no failure; what goes by key takes them for one another."""
+    for shard in range(3):
+        with ShardWriter(f"{tmp_path}/{{:d}}.tar", start_shard=shard, columns={"n": "json.n"}) as writer:
+            for n in range(4):
+                writer.write({"__key__": f"{n if shard < 2 else n + 9}", "json": {"n": n}})
+    told = run("index", tmp_path)
+    assert told.exit_code == 0
+    assert f"in two shards: 4 keys, first '0' in {tmp_path}/0.tar and {tmp_path}/1.tar, '1' in" in told.stderr
+    assert json.loads(run("index", tmp_path, "--json").stdout)["num_keys_again"] == 4
+    assert run("index", tmp_path, "--duplicate-keys", "keep").stderr == ""
+    assert [one["key"] for one in json.loads(run("verify", tmp_path, "--json").stdout)["findings"]] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    (tmp_path / "_shardstream" / "samples" / "1.tar.parquet").unlink()
+    lost = run("index", tmp_path, "--duplicate-keys", "keep")
+    assert "without columns that other shards have, and so NULL there: 1 shard, first" in lost.stderr
+    assert f"{tmp_path}/1.tar: n." in lost.stderr
+
+
+def test_fields_of_a_conversion_go_along_with_its_samples(tmp_path: Path) -> None:
+    """Neither a copy nor a resharded set could be compared with what the conversion makes."""
+    rows = [{"text": "a", "tag": "x"}, {"text": "b"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 5))
+    named = ("--field", "text=txt", "--field", "tag=tag.txt")
+    assert run("convert", tmp_path / "a.jsonl", tmp_path / "set", *named).exit_code == 0
+    assert run("copy", tmp_path / "set", tmp_path / "copy").exit_code == 0
+    there, here = (tmp_path / name / "_shardstream" / "convert.json" for name in ("set", "copy"))
+    assert there.read_bytes() == here.read_bytes()
+    assert run("reshard", tmp_path / "copy", tmp_path / "new", "--drop-missing", "tag.txt").exit_code == 0
+    known = json.loads(there.read_bytes())["fields"]
+    assert set(known) == {"txt", "tag.txt", "json"}
+    fields = json.loads((tmp_path / "new" / "_shardstream" / "convert.json").read_bytes())["fields"]
+    assert fields == {**known, "tag.txt": True}
+    assert run("verify", tmp_path / "new").exit_code == 0
+    here.write_bytes(b"damaged")
+    findings = json.loads(run("verify", tmp_path / "copy", "--json").stdout)["findings"]
+    assert [(one["kind"], Path(one["shard"]).name) for one in findings] == [("index", "convert.json")]
+
+
+def test_verify_of_a_copy_that_has_only_begun_counts_what_it_did_not_read(tmp_path: Path) -> None:
+    samples = write_set(tmp_path / "in", (3, 4, 5))
+    assert run("copy", samples.url, tmp_path / "out").exit_code == 0
+    (tmp_path / "out" / "000002.tar").unlink()
+    for path in [*(tmp_path / "out" / "_shardstream").rglob("*.parquet")]:
+        path.unlink()
+    (tmp_path / "out" / "_shardstream" / "unfinished.json").write_bytes(
+        Unfinished(command="copy", work="0", what="in", begun="", num_shards=3, first=-1, start=-1).to_bytes()
+    )
+    assert "2 shards not in the index and not read" in run("verify", tmp_path / "out").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import linecache
@@ -21,6 +22,7 @@ from servers import MiniS3Server, fresh_name
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.columns import join
+from shard_tools.columns import table as tables
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
 from streaming.index.files import write_document
@@ -70,7 +72,7 @@ def kept(data: str, where: str, **options: Any) -> list[int]:
 def test_a_file_is_joined_by_key(
     tmp_path: Path, memory: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "_BATCH_ROWS", rows_at_once)
+    monkeypatch.setattr(tables, "_BATCH_ROWS", rows_at_once)
     data = write(str(tmp_path / "data"))
     tars = {file: file.read_bytes() for file in (tmp_path / "data").glob("*.tar")}
     rows: dict[str, Any] = {f"{number:05d}": number * 2 for number in range(NUM) if number % 3}
@@ -112,7 +114,7 @@ def test_kinds_of_values(tmp_path: Path, values: Any, kind: str, where: str, exp
 def test_keys_that_come_twice_are_an_error_by_name(
     tmp_path: Path, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "_BATCH_ROWS", rows_at_once)
+    monkeypatch.setattr(tables, "_BATCH_ROWS", rows_at_once)
     data = write(str(tmp_path / "data"))
     pq.write_table(pa.table({"key": ["00001", "zz", "00002", "zz", "00001"], "score": [1, 2, 3, 4, 5]}), tmp_path / "s")
     for memory in ("1GiB", "1kB"):
@@ -143,7 +145,7 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
         ((data, "late", "--from", file, "--on", "key", "--value", "when"), "holds timestamp", 2),
         ((data, "late", "--from", file, "--on", "number", "--value", "score"), "keys of samples are text", 2),
         ((data, "../up", "--from", file, "--on", "key"), "expected letters, digits", 2),
-        ((data, "score", "--from", file, "--on", "key", "--missing", "error"), "4 samples have no row in", 1),
+        ((data, "score", "--from", file, "--on", "key", "--missing", "error"), "without a row in", 1),
         ((data, "score", "--from", f"{data}000000.tar", "--on", "key"), "not a Parquet file", 1),
         ((data, "score", "--from", f"{file}x", "--on", "key"), "x", 1),
     ):
@@ -154,6 +156,73 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     added(data, "score", "--from", file, "--on", "key")
     refused = run("column", "add", data, "score", "--from", file, "--on", "key")
     assert "already exists beside the index" in refused.output
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tsv.gz", "parquet"])
+def test_tables_of_every_kind_are_joined_in_one_file_or_several(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of digits stay text, and numbers are numbers, whatever the format says of them."""
+    monkeypatch.setattr(tables, "_LINES", 7)
+    data = write(str(tmp_path / "data"))
+    for part in range(3):
+        rows = {
+            f"{number:05d}": number / 2 if number % 2 else number // 2 for number in range(part * 30, part * 30 + 30)
+        }
+        path = tmp_path / f"s{part}.{kind}"
+        if kind == "parquet":
+            scores(path, rows)
+        elif kind == "jsonl":
+            path.write_text("".join(json.dumps({"key": key, "score": score}) + "\n" for key, score in rows.items()))
+        elif kind == "csv":
+            path.write_text("key,score\n" + "".join(f"{key},{score}\n" for key, score in rows.items()))
+        else:
+            body = "score\tkey\n" + "".join(f"{score}\t{key}\n" for key, score in rows.items())
+            path.write_bytes(gzip.compress(body.encode()))
+    report = added(data, "score", "--from", f"{tmp_path}/s*.{kind}", "--on", "key")
+    assert (report["type"], report["num_rows"], report["num_missing"]) == ("double", 90, 0)
+    assert kept(data, "score >= 44") == [88, 89]
+    one = added(data, "first", "--from", f"{tmp_path}/s0.{kind}", "--on", "key", "--value", "score")
+    assert (one["type"], one["num_missing"]) == ("double", 60)
+
+
+def test_text_tables_tell_their_types(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"), num=3)
+    (tmp_path / "t.csv").write_text("key,whole,flag,word,half\n00000,7,true,x,\n00001,,false,1,1.5\n00002,9,true,,2\n")
+    for column, kind in {"whole": "int64", "flag": "bool", "word": "string", "half": "double"}.items():
+        assert added(data, column, "--from", f"{tmp_path}/t.csv", "--on", "key")["type"] == kind
+    assert kept(data, "whole IS NULL AND NOT flag AND word = '1' AND half = 1.5") == [1]
+    (tmp_path / "t.jsonl").write_text('{"key": "00000", "v": 1}\n{"key": "00001", "v": "x"}\n')
+    assert (
+        "values of several types"
+        in run("column", "add", data, "v", "--from", f"{tmp_path}/t.jsonl", "--on", "key").stderr
+    )
+    (tmp_path / "t.jsonl").write_text('{"key": 0, "v": 1}\n')
+    assert (
+        "keys of samples are text"
+        in run("column", "add", data, "v", "--from", f"{tmp_path}/t.jsonl", "--on", "key").stderr
+    )
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "3kB"])
+def test_a_table_of_other_keys_is_an_error_with_an_example_of_both(tmp_path: Path, memory: str) -> None:
+    data = write(str(tmp_path / "data"))
+    file = scores(tmp_path / "s", {f"train/{number:05d}.jpg": number for number in range(4)})
+    refused = run("column", "add", data, "score", "--from", file, "--on", "key", "--memory", memory)
+    assert refused.exit_code == 1
+    for told in ("no row is of a sample: 4 rows", "such as 'train/00000.jpg'", "90 samples, such as '00000'"):
+        assert told in refused.stderr
+    assert run("column", "list", data).stdout == "no late columns\n"
+
+
+def test_a_path_at_which_no_sample_has_a_value_is_an_error(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    added(data, "similar", "--lift", "json.similarity")
+    for path, told in (("jsn.similarity", "no sample has such a field"), ("json.similarty", "no sample has a value")):
+        refused = run("column", "add", data, "similar", "--lift", path, "--overwrite")
+        assert refused.exit_code == 2
+        assert told in refused.stderr
+    assert run("index", data, "--columns", "json.similarty").exit_code == 2
 
 
 def test_values_are_lifted_out_of_samples(tmp_path: Path) -> None:
@@ -524,3 +593,38 @@ def test_functions_that_cannot_be(
     assert run("column", "add", data, "late", "--compute", "function").exit_code == 2
     assert run("column", "add", data, "late", "--lift", "json.n", "--compute", "a:b").exit_code == 2
     assert run("column", "add", data, "late", "--lift", "json.n", "--fields", "json").exit_code == 2
+
+
+def test_the_inspecting_commands_show_columns_values_and_views(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/data/{{:d}}.tar", max_samples=4, columns={"n": "json.n", "word": "json.w"}) as writer:
+        for n in range(10):
+            writer.write({"__key__": f"{n:05d}", "json": {"n": n, "w": f"it's {n}"} if n != 5 else {}})
+    data = f"{tmp_path}/data/"
+    file = scores(tmp_path / "s", {f"{n:05d}": n / 4 for n in range(8)})
+    added(data, "score", "--from", file, "--on", "key")
+    assert run("view", "save", data, "good", "--where", "score >= 1", "--subset", "0..7").exit_code == 0
+    info = json.loads(run("info", data, "--json").stdout)
+    facts = {name: [one[x] for x in ("type", "num_values", "least", "most")] for name, one in info["columns"].items()}
+    assert facts == {"n": ["int64", 9, 0, 9], "word": ["string", 9, None, None], "score": ["double", 8, 0.0, 1.75]}
+    assert info["columns"]["score"]["version"]
+    assert info["views"] == {"good": {"where": "score >= 1", "num_kept": 3}}
+    shown = run("info", data).stdout
+    assert "score (late)" in shown
+    assert "view      good: 3 of 10 samples" in shown
+    listed = run("ls", data, "--where", "score >= 1 OR n IS NULL", "--columns", "score,word", "--limit", "3").stdout
+    assert listed == (
+        "00004\tjson\tscore=1.0  word='it''s 4'\n00005\tjson\tscore=1.25  word=NULL\n"
+        "00006\tjson\tscore=1.5  word='it''s 6'\n"
+    )
+    assert [line.split("\t")[0] for line in run("ls", data, "--view", "good").stdout.splitlines()] == [
+        "00004", "00005", "00006",
+    ]  # fmt: skip
+    last = json.loads(run("ls", data, "--columns", "score", "--json").stdout.splitlines()[-1])
+    assert (last["number"], last["columns"]) == (9, {"score": None})
+    assert "column score = 1.75\n" in run("cat", data, "7").stdout
+    assert json.loads(run("cat", data, "00005", "--json").stdout)["columns"] == {"n": None, "word": None, "score": 1.25}
+    refused = run("ls", data, "--columns", "skore")
+    assert (refused.exit_code, "did you mean 'score'" in refused.stderr) == (2, True)
+    (tmp_path / "data" / "_shardstream" / "columns" / "score" / "1.tar.parquet").write_bytes(b"damaged")
+    broken = run("info", data, "--json")
+    assert (broken.exit_code, [one["kind"] for one in json.loads(broken.stdout)["findings"]]) == (1, ["index"])

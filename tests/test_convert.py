@@ -88,11 +88,11 @@ def test_image_folder(tmp_path: Path) -> None:
     assert report.classes == {"cat": 0, "dog": 1}
     found = members(tmp_path / "out")
     assert {name: body for name, body in found.items() if not name.endswith("json")} == {
-        "cat/a_v1.png": PNG + b"2",
+        "cat/a_v1.jpg": PNG + b"2",
         "cat/a_v1.cls": b"0",
         "cat/b.jpg": JPG + b"1",
         "cat/b.cls": b"0",
-        "dog/x/y.jpeg": JPG + b"3",
+        "dog/x/y.jpg": JPG + b"3",
         "dog/x/y.cls": b"1",
     }
     assert json.loads(found["cat/a_v1.json"]) == {"class": "cat", "path": "cat/a.v1.png"}
@@ -129,7 +129,7 @@ def test_image_folder_reports_what_it_leaves_out(tmp_path: Path) -> None:
         "folder": "symbolic link to a folder",
         "pipe.png": "not a regular file",
     }
-    assert members(tmp_path / "out")["inside.png"] == PNG + b"2"
+    assert members(tmp_path / "out")["inside.jpg"] == PNG + b"2"
 
 
 @pytest.mark.parametrize("names", [("a.jpg", "a.png"), ("a.b.jpg", "a_b.jpg"), ("A.jpg", "a.jpg")])
@@ -375,7 +375,7 @@ def test_foreign_tars(tmp_path: Path, form: int, suffix: str) -> None:
         archive.addfile(hidden)
     report = convert(str(tmp_path / f"in.{suffix}"), str(tmp_path / "out"))
     assert members(tmp_path / "out") == {"a.jpg": JPG, "a.seg.png": PNG, "b.txt": b"", f"{long}.json": b"{}"}
-    assert [entry.path for entry in report.skipped] == [f"in.{suffix}:e/"]
+    assert [entry.path for entry in report.skipped] == [f"in.{suffix}:README", f"in.{suffix}:e/.f"]
 
 
 def test_tars_again_are_the_same_bytes(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
 import hashlib
 import io
 import json
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -238,3 +241,17 @@ def test_verify_leaves_sets_alone_that_others_have_written_since(tmp_path: Path)
     assert run("verify", tmp_path / "out").exit_code == 0
     (tmp_path / "out" / "_shardstream" / "convert.json").write_text("{")
     assert "not a journal" in run("verify", tmp_path / "out").stdout
+
+
+def test_dates_and_numbers_that_json_lacks_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Null in place of NaN came without a word, and a column of dates was an error."""
+    when = [dt.datetime(2024, 1, day, 12, tzinfo=dt.UTC) for day in (1, 2, 3)]
+    table = pa.table({"x": [1.5, math.nan, math.inf], "when": when, "cost": [decimal.Decimal("1.10")] * 3})
+    pq.write_table(table, tmp_path / "a.parquet")
+    report = convert(
+        str(tmp_path / "a.parquet"), str(tmp_path / "out"), options=ConvertOptions(columns=("when", "x", "cost"))
+    )
+    assert report.remarks == {"NaN or infinity, which JSON does not have, is stored as null": 2}
+    assert "is stored as null: 2 samples, the first from" in caplog.text
+    kept = StreamingDataset(str(tmp_path / "out"), where="when >= '2024-01-02' AND x > 1 AND cost = '1.10'")
+    assert [kept[0]["json"], len(kept)] == [{"x": None, "when": "2024-01-03T12:00:00+00:00", "cost": "1.10"}, 1]

@@ -272,6 +272,31 @@ def test_another_schedule_at_a_resume_is_an_entry_of_the_ledger(
               world(Curriculum(data, "tokens", STEPS, buckets=[0.5, 0.75]), 1, 1)[1])  # fmt: skip
 
 
+def test_a_state_holds_the_schedules_of_all_levels_and_not_their_products(data: StreamingDataset) -> None:
+    """256 steps of the mixture, and what two curricula open: the products of those would take 300 KB."""
+    faster = Curriculum(data, "tokens", STEPS, buckets=4)
+    slower = Curriculum(data, "rarity", Schedule.linear(0.3, 1.0, over=3000), buckets=8)
+    ramp = Schedule.linear({"soon": 0.9, "late": 0.1}, {"soon": 0.2, "late": 0.8}, over=4000)
+    mixture = Mixture({"soon": faster, "late": slower}, weights=ramp)
+
+    def run(count: int, state: Any = None) -> tuple[list[list[str]], dict[str, Any]]:
+        with DataLoader(mixture, batch_size=8, epoch_size=8 * 60) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            return [batch["__key__"] for _, batch in zip(range(count), loader, strict=False)], loader.state_dict()
+
+    before, state = run(30)
+    assert len(json.dumps(state)) < 8000
+    schedule = state["ledger"][0]["schedule"]
+    assert (schedule["shape"], sorted(schedule["within"])) == ("nested", ["late", "soon"])
+    after, last = run(30, json.loads(json.dumps(state)))
+    assert before + after == run(60)[0]
+    assert last["ledger"] == state["ledger"]  # so the schedule that was read is the one at hand
+    schedule["within"]["soon"] = schedule
+    with pytest.raises(StateError, match="a schedule of the ledger"):
+        run(1, state | {"ledger_text": None})
+
+
 def test_a_state_over_other_values_of_the_metric_is_refused(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in ("a", "same", "other")]
     for url, metric in zip(urls, ("first", "first", "second"), strict=True):
@@ -387,7 +412,7 @@ def test_values_of_several_types_are_counted_as_numbers() -> None:
 
 def test_borders_that_look_alike_name_buckets_of_their_own() -> None:
     borders = tuple((one, one) for one in (2.5, 1e6 + 0.25, 1e6 + 0.5))
-    metric = _Metric(name="x", by="value", schedule=Schedule.steps({0: 1}), borders=borders)
+    metric = _Metric(name="x", by="value", schedule=Schedule.steps({0: 1}), borders=borders, least=0.0)
     assert [metric.name_of(bucket) for bucket in range(3)] == ["x<=2.5", "x<=1000000.25", "x<=1000000.5"]
 
 
@@ -505,6 +530,29 @@ def test_wrong_arguments_name_the_cure(data: StreamingDataset, make: Callable[[A
     with pytest.raises((ConfigError, OptionError, TypeError)) as caught:
         make(data)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "names"),
+    [
+        ({"schedule": Schedule.linear(0.1, 1.0, over=5000), "buckets": [8, 512, 1002]}, "", ("8 to 1002", "1 at most")),
+        ({"schedule": Schedule.linear(8, 64, over=5000)}, "", ("reaches 64 at most", "let it reach 1002")),
+        ({"schedule": Schedule.linear(8, 2000, over=5000)}, None, ()),
+        ({"schedule": Schedule.linear(0.1, 0.5, over=5000), "by": "percentile"}, None, ()),
+    ],
+    ids=["fractions", "low", "all", "percentile"],
+)
+def test_a_schedule_by_value_that_never_opens_buckets_is_a_warning(
+    data: StreamingDataset, caplog: pytest.LogCaptureFixture, options: dict[str, Any], part: str | None,
+    names: tuple[str, ...],
+) -> None:  # fmt: skip
+    caplog.set_level(logging.WARNING, "streaming")
+    curriculum = Curriculum(data, "tokens", **{"by": "value", **options})
+    told = [message for message in caplog.messages if "never drawn" in message]
+    assert len(told) == (part is not None)
+    if part is not None:
+        never = 1 - sum(curriculum.pool(10**9).values()) / NUM
+        assert all(words in told[0] for words in (f"{never:.1%} of the samples", 'by="percentile"', "where=", *names))
 
 
 def test_a_set_that_was_indexed_without_columns_lacks_them(tmp_path: Path) -> None:

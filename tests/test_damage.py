@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import WORLD_SIZES, loaders, mesh_of
-from test_spans import without_spans
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
@@ -168,19 +167,6 @@ def test_a_cache_keeps_nothing_damaged(damaged: tuple[Path, set[int]], tmp_path:
     for world_size in (1, 3):
         for _ in range(2):
             assert runs(cached, world_size) == runs(dataset, world_size)
-
-
-def test_without_checksums_of_spans_the_chunk_is_lost(damaged: tuple[Path, set[int]]) -> None:
-    directory, lost = damaged
-    table = table_of(directory)
-    without_spans(directory / "000000.tar")
-    chunk = table.chunks.take([0]).num_samples
-    number = int(table.chunk[min(lost)])
-    first = int(table.chunks.first_sample[number])
-    gone = set(range(first, first + int(chunk[number])))
-    dataset = open_at(directory, max_bad_samples=len(gone))
-    delivered = {number for batches in runs(dataset, 1) for batch in batches for number in batch}
-    assert delivered == set(range(NUM)) - gone
 
 
 def test_a_chunk_that_is_all_damaged_is_left_out(whole: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from data_sets import WORLD_SIZES, Batches, SampleSet, data_gets, loaders, merged, play, total, write_set
+from elastic_worker import commits
 from forked import Forked, ForkedProcess, all_end
 from servers import MiniS3Server
 
@@ -187,6 +189,50 @@ def test_replicas_agree_on_a_real_torch_mesh(samples: SampleSet, tmp_path: Path,
             assert one["batches"] == expected[one["data_rank"]]
             twin = results[0] if one["data_rank"] == 0 else results[2]
             assert one["digests"] == twin["digests"]
+
+
+def restarting_torchrun(num_ranks: int) -> tuple[list[str], dict[str, str]]:
+    """The options and variables of docs/trainers.md for a restart in place."""
+    page = (HERE.parent / "docs" / "trainers.md").read_text()
+    (found,) = re.findall(r"```bash\nexport (\w+)=(\w+)\ntorchrun (.*) train\.py\n```", page)
+    words = found[2].split()
+    words[words.index("--nproc-per-node") + 1] = str(num_ranks)
+    return words, {found[0]: found[1]}
+
+
+@pytest.mark.parametrize("interpreter", ["forked", pytest.param("own", marks=pytest.mark.matrix)])
+def test_one_rank_of_three_is_killed_and_torchrun_restarts_them_in_place(
+    samples: SampleSet, tmp_path: Path, forked: Forked, interpreter: str
+) -> None:
+    """With what docs/trainers.md says, the job goes on from its checkpoint: each sample of the epoch comes once."""
+    config = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
+    config |= {"folder": str(tmp_path), "loader": SHUFFLED, "epochs": 2, "gates": {"4": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options, environ = restarting_torchrun(3)
+    environ |= {"PYTHON_EXEC": forked.python} if interpreter == "forked" else {}
+    agent = forked.start(
+        "from torch.distributed.run import main; main()", *options, "--monitor-interval", "0.2",
+        str(HERE / "elastic_worker.py"), str(tmp_path / "config.json"),
+        output=tmp_path / "output", environ=environ, leads=True,
+    )  # fmt: skip
+    log, deadline_s = str(tmp_path / "commits.jsonl"), time.monotonic() + 120
+    try:
+        while len(commits(log)) < 4:  # then all ranks stand still
+            assert agent.poll() is None, agent.output.read_text()[-4000:]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)  # another process's progress has no event to wait for
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+        (tmp_path / "gate-4").touch()
+        assert agent.wait(120) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+    committed = commits(log)
+    assert {line["world_size"] for line in committed} == {3}
+    batches = [merged([[keys] for keys in line["keys"]])[0] for line in committed]
+    assert batches == merged(play(samples.open(**DATASET), 1, epochs=2, **SHUFFLED))
+    for epoch in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
+        assert total(epoch) == Counter(samples.keys)
 
 
 @pytest.mark.parametrize(("before", "after", "num_workers"), [(4, 3, 0), (3, 1, 2)])

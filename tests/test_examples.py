@@ -55,6 +55,8 @@ def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(
     assert resumed is not None, said
     assert 8 <= int(resumed[1]) <= int(killed[1]) + 1, said  # at step 10, or a little later on a busy machine
     assert "the same loss curve" in said
+    shares = {name: float(share) for name, share in re.findall(r"(\w+) ([\d.]+)%", said)}
+    assert shares == pytest.approx({"modules": 25, "asyncio": 50, "reference": 25}, abs=0.5)
 
 
 @pytest.mark.slow

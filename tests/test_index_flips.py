@@ -22,7 +22,6 @@ from shard_tools.cli import cli
 from shard_tools.convert.images import save_classes
 from shard_tools.convert.journal import Journal, carry_notes, load_journal, save_journal
 from shard_tools.plan.keys import keys_at
-from shard_tools.plan.sources import OpenedSet
 from shard_tools.sets.reindex import index
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, IndexFormatError
@@ -133,7 +132,7 @@ def slices(folder: Path) -> object:
 
 
 def keys(folder: Path) -> object:
-    samples = OpenedSet(str(folder), storage=Storage(), where=None)
+    samples = StreamingDataset(str(folder))
     chunks = np.arange(samples.table.num_chunks)
     return keys_at(samples, chunks, samples.table.num_samples - 1)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
@@ -75,7 +77,8 @@ def sized_orders(draw: st.DrawFn) -> tuple[tuple[str, ...], dict[str, int]]:
 
 
 def played(order: tuple[str, ...], sizes: dict[str, int], rank: int = 0) -> DeviceMesh:
-    return DeviceMesh.from_sizes(**{f"{name}_size": size for name, size in sizes.items()}, rank=rank, order=order)
+    given = {f"{name}_size": size for name, size in sizes.items()}
+    return DeviceMesh.from_sizes(**given, rank=rank, order=order, data_axes=("dp", "fsdp"))
 
 
 # ---------------------------------------------------------------- the share of each rank
@@ -133,10 +136,27 @@ def test_the_example_of_the_api_page() -> None:
         mesh.rank = 1
 
 
-def test_expert_peers_get_identical_batches_unless_declared_data() -> None:
-    assert DeviceMesh.from_sizes(dp_size=2, ep_size=2, rank=3).data_world_size == 2
-    carved_out = DeviceMesh.from_sizes(dp_size=2, ep_size=2, rank=3, data_axes=("dp", "ep"))
-    assert (carved_out.data_rank, carved_out.data_world_size) == (3, 4)
+def test_whether_expert_peers_read_different_data_must_be_said() -> None:
+    """Both cures of the error work, for sizes and for torch's meshes; an axis of one rank is no question."""
+
+    def of_sizes(**options: Any) -> DeviceMesh:
+        return DeviceMesh.from_sizes(dp_size=2, ep_size=3, rank=4, **options)
+
+    def of_torch(**options: Any) -> DeviceMesh:
+        mesh = FakeTorchMesh(np.arange(6).reshape(2, 3), ("dp", "expert_parallel"), rank=4)
+        return DeviceMesh.from_torch(mesh, environ={}, **options)
+
+    for make in (of_sizes, of_torch):
+        with pytest.raises(MeshError, match="read different data") as refused:
+            make()
+        cures = [ast.literal_eval(found) for found in re.findall(r"data_axes=(\(.*?\))", str(refused.value))]
+        carved_out, alone = (make(data_axes=axes) for axes in cures)
+        assert (carved_out.data_rank, carved_out.data_world_size) == (4, 6)
+        assert (alone.data_rank, alone.data_world_size, alone.replica_rank) == (1, 2, 1)
+    with pytest.raises(MeshError, match="read different data"):
+        as_device_mesh(FakeTorchMesh(np.arange(4).reshape(2, 2), ("dp", "ep")))
+    assert DeviceMesh.from_sizes(dp_size=2, ep_size=1, rank=1).data_rank == 1
+    assert DeviceMesh.from_torch(FakeTorchMesh(np.arange(2).reshape(2, 1), ("dp", "ep")), environ={}).data_rank == 0
 
 
 def test_pipeline_stages() -> None:
@@ -319,12 +339,24 @@ def test_slurm_task_lists_with_repeats(node: str, tasks: int | None) -> None:
 
 @pytest.mark.parametrize(
     "step",
-    [{}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}],
+    [{"SLURM_TASK_PID": "5150"}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}],
     ids=["sbatch without step", "batch step", "interactive step"],
 )
 def test_a_slurm_script_or_shell_is_one_process(step: dict[str, str]) -> None:
     shell = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"} | step
     assert (discover(shell).launcher, discover(shell).world_size) == ("single", 1)
+
+
+def test_tasks_in_containers_that_are_given_the_usual_variables_are_no_single_processes() -> None:
+    """Without the step's number: neither rank 0, which looks much like a batch script, nor the others."""
+    for rank in range(8):
+        launch = discover({"SLURM_PROCID": str(rank), "SLURM_NTASKS": "8"})
+        assert (launch.launcher, launch.rank, launch.world_size) == ("slurm", rank, 8)
+    usual = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    launch = discover(usual | {"SLURM_TASKS_PER_NODE": "4,3"})
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (6, 7, 2, 3)
+    for alone in ({"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "8"}):
+        assert discover(alone).world_size == 1
 
 
 def test_open_mpi_and_hydra_win_over_the_step_that_started_their_daemons() -> None:
@@ -390,6 +422,8 @@ def test_the_processes_own_environment_is_the_default(monkeypatch: pytest.Monkey
         (SRUN | {"RANK": "0", "WORLD_SIZE": "7"}, ["RANK=0", "slurm", "rank 6"]),
         (MPIRUN | {"RANK": "0"}, ["RANK=0", "openmpi says 3"]),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ["SLURM_NTASKS", "srun"]),
+        ({"SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "SLURM_NTASKS", "srun"]),
+        (SRUN | {"SLURM_STEP_ID": "4294967291"}, ["SLURM_PROCID=6", "batch script", "RANK and WORLD_SIZE"]),
         ({"JOB_COMPLETION_INDEX": "1"}, ["JOB_COMPLETION_INDEX=1", "WORLD_SIZE", "completions"]),
         ({"JOB_COMPLETION_INDEX": "1", "RANK": "1"}, ["RANK=1", "WORLD_SIZE is not"]),
         (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "4"}, ["JOB_COMPLETION_INDEX=4", "WORLD_SIZE=4"]),

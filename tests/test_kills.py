@@ -72,10 +72,15 @@ def start(forked: Forked, folder: Path, program: str, given: str) -> ForkedProce
 
 def tree(folder: Path) -> dict[str, str]:
     """Digests of all files but the hidden ones of killed writers, which listings leave out."""
+    return {name: digest for name, digest in all_files(folder).items() if ".~shardstream-" not in name}
+
+
+def all_files(folder: Path) -> dict[str, str]:
+    """Digests of all files: temporary ones, too, which the next run of the same work removes."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".~shardstream-")
+        if path.is_file()
     }
 
 
@@ -128,8 +133,30 @@ def test_the_writer(die: Die, tmp_path: Path) -> None:
             index_shards(Storage(), expand_urls(f"{folder}/", Storage()))
             is_whole(f"{folder}/")
         write(folder)
-        assert tree(folder) == calm
+        assert all_files(folder) == calm
     assert deaths >= 3
+
+
+OPEN_WRITER = """
+from streaming.storage import Storage
+writer = Storage().open_write(arguments["url"])
+writer.write(b"x" * 300_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_temporary_file_goes_with_the_next_writer_of_its_file_unless_its_own_lives(die: Die, tmp_path: Path) -> None:
+    folder, storage = tmp_path / "out", Storage()
+    url = f"{folder}/a.bin"
+    assert die(OPEN_WRITER, 1, url=url) == -signal.SIGKILL
+    with storage.open_write(url) as first:
+        first.write(b"first")
+        assert die(OPEN_WRITER, 1, url=url) == -signal.SIGKILL
+        with storage.open_write(url) as second:
+            second.write(b"second")
+        assert (folder / "a.bin").read_bytes() == b"second"
+    assert [path.name for path in folder.iterdir()] == ["a.bin"]
+    assert (folder / "a.bin").read_bytes() == b"first"
 
 
 S3_WRITER = """
@@ -189,7 +216,7 @@ def test_the_indexer(die: Die, tmp_path: Path, parallel: int) -> None:
             assert all(there[name] == calm[name] for name in there)
             assert len(StreamingDataset(str(folder))) == 34, "usable at once"
         index_shards(Storage(), expand_urls(f"{folder}/", Storage()))
-        assert tree(folder) == calm
+        assert all_files(folder) == calm
     assert deaths >= 2
 
 
@@ -217,7 +244,7 @@ def test_the_converter_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
         assert all(there[name] == calm[name] for name in there if name.endswith((".tar", ".tar.parquet")))
     assert deaths >= 2
     convert(str(source), str(tmp_path / "out"), options=options)
-    assert tree(tmp_path / "out") == calm
+    assert all_files(tmp_path / "out") == calm
 
 
 TOKENIZER = """
@@ -249,7 +276,7 @@ def test_the_tokenizer_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
         assert all(there[name] == calm[name] for name in there if name.endswith((".tar", ".tar.parquet")))
     assert deaths >= 2
     tokenize(str(source), str(tmp_path / "out"), options=options)
-    assert tree(tmp_path / "out") == calm
+    assert all_files(tmp_path / "out") == calm
 
 
 # --- a rank ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from data_sets import SampleSet, mesh_of, write_set
 from forked import Forked, all_end
 
-from streaming import DataLoader, OrdinaryDataset, StreamingDataset
+from shard_tools import ShardWriter
+from streaming import DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
 from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import BadSample
 from streaming.errors import TooManyBadSamplesError
@@ -191,11 +192,123 @@ def test_ordinary_data_sets_tell_too(told: list[str], num_workers: int) -> None:
     assert "end: 12 of about 120 samples were lost (get 12). Another one takes the place of each" in end
 
 
+# --- what helps ---
+
+
+def fails(sample: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError(f"no {sample['__key__']}")
+
+
+def drops(sample: dict[str, Any]) -> None:
+    del sample
+
+
+def refuses(data: Any) -> Any:
+    raise ValueError(f"{len(data)} bytes")
+
+
+def flip(folder: Path, key: str) -> None:
+    """Damage the chunk of a sample."""
+    shard = folder / "000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[data.find(f"text of {int(key)}".encode())] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("how", "cure", "others"),
+    [
+        ({"transform": fails}, "Repair transform, which raises", "so are all 3 others tried"),
+        ({"decode": {"cls": refuses}}, "See with `shard_tools verify --decode`", "so are all 3 others tried"),
+        ({}, "Check the shards with `shard_tools verify", "there is no other"),  # all are of the damaged chunk
+    ],
+    ids=["transform", "decode", "fetch"],
+)
+@pytest.mark.parametrize("limit", [0, 1.0], ids=["the limit", "no others are left"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["one set", "a source"])
+def test_the_advice_is_for_the_stage_that_lost_them(
+    tmp_path: Path, how: dict[str, Any], cure: str, others: str, limit: float, *, mixed: bool
+) -> None:
+    made = write_set(tmp_path, (4,), chunk_samples=4)
+    if not how:
+        flip(tmp_path, made.keys[0])
+    dataset: Any = made.open(max_bad_samples=limit, **how)
+    if mixed:
+        dataset = Mixture({"some": dataset, "more": made.open(max_bad_samples=limit, **how)})
+    with DataLoader(dataset, batch_size=2) as loader, pytest.raises(TooManyBadSamplesError) as stopped:
+        list(loader)
+    said = str(stopped.value)
+    assert sum(first in said for first in ("Repair transform", "See with", "Check the shards")) == 1
+    assert cure in said
+    assert (others in said) is (limit == 1.0)
+
+
+def test_where_a_transform_drops_all_nothing_is_to_be_verified(tmp_path: Path) -> None:
+    dataset = write_set(tmp_path, (4,)).open(transform=drops)
+    with DataLoader(dataset, batch_size=2) as loader, pytest.raises(TooManyBadSamplesError) as stopped:
+        list(loader)
+    assert "shard_tools reshard --where" in str(stopped.value)
+    assert "verify" not in str(stopped.value)
+
+
 # --- the limit over all ranks ---
 
 
 def bad(number: int) -> BadSample:
     return BadSample(url="a.tar", key=str(number), stage="decode", reason="no", number=number)
+
+
+def test_a_share_of_a_small_set_allows_two_but_a_share_of_0_none(samples: SampleSet) -> None:
+    for limit, allowed in ((0.001, 2), (0.0, 0)):
+        dataset = samples.open(transform=picky, max_bad_samples=limit)  # refuses 3 of 120
+        with (
+            DataLoader(dataset, batch_size=10) as loader,
+            pytest.raises(TooManyBadSamplesError, match=rf"max_bad_samples={limit} allows {allowed}\."),
+        ):
+            list(loader)
+
+
+@pytest.mark.parametrize("kind", ["indexed", "map-style", "source", "packs"])
+def test_a_rank_that_is_alone_allows_itself_its_own_part(samples: SampleSet, tmp_path: Path, kind: str) -> None:
+    """Every tenth of 120 samples fails; 5 % of the epoch are 6, but of the 60 on this rank they are 3."""
+    dataset: Any = samples.open(transform=tenth_fails, max_bad_samples=0.05)
+    size = 5
+    if kind == "map-style":
+        rows = [*range(120)]
+        dataset = OrdinaryDataset(TenthFails(rows), max_bad_samples=0.05, max_retries=0)
+    elif kind == "source":
+        dataset = Mixture({"some": dataset})
+    elif kind == "packs":
+        size, dataset = 1, Packed(StreamingDataset(documents(tmp_path), max_bad_samples=0.05), 4)
+    for rank in (0, 1):
+        with (
+            DataLoader(dataset, batch_size=size, device_mesh=mesh_of(2, rank), num_threads=0) as loader,
+            pytest.raises(TooManyBadSamplesError, match=r"allows 3\."),
+        ):
+            list(loader)
+
+
+class TenthFails:
+    """A map-style dataset."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> int:
+        if number % 10 == 0:
+            raise ValueError("no")
+        return self.rows[number]
+
+
+def documents(folder: Path) -> Path:
+    """120 documents of one token each, four to a pack; every eighth has another size than its column says."""
+    with ShardWriter(str(folder / "{:03d}.tar"), max_samples=4, columns={"tokens": lambda _: 1}) as writer:
+        for number in range(120):
+            writer.write({"__key__": f"{number:05d}", "tok": bytes(3 if number % 8 == 0 else 4)})
+    return folder
 
 
 def test_the_limit_means_the_epoch_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.engine.memory import mapped
 from streaming.errors import DataError, ShardstreamError, TooManyBadSamplesError
-from streaming.loops import fetcher
+from streaming.plan import memory as budget
 
 NUM_SAMPLES, SAMPLE_BYTES, PER_SHARD, BATCH = 240, 40_000, 20, 4
 
@@ -246,7 +246,7 @@ def test_damage_is_found_in_maps_too(folder: Path) -> None:
 def test_mapped_files_take_a_share_of_the_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More shards than the process may open: some are mapped, the others read, and there is room for others' files."""
     monkeypatch.setattr(mapped, "LEAST_BYTES", 1)
-    monkeypatch.setattr(fetcher, "LEAST_BYTES", 1)
+    monkeypatch.setattr(budget, "LEAST_MAPPED_BYTES", 1)
     samples = write_set(tmp_path, (2,) * 80, chunk_samples=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(os.listdir("/proc/self/fd"))

@@ -27,7 +27,7 @@ GRIDS: list[tuple[dict[str, int], set[str]]] = [
     ({"dp_shard": 2, "cp": 2, "tp": 2}, {"dp_shard"}),
     ({"pp": 2, "fsdp": 2, "ulysses": 2}, {"fsdp"}),
     ({"replicate": 2, "shard": 3}, {"replicate", "shard"}),
-    ({"dp_replicate": 2, "ep": 2, "tp": 2}, {"dp_replicate"}),
+    ({"dp_replicate": 2, "etp": 2, "tp": 2}, {"dp_replicate"}),
     ({"pp": 2, "dp_shard_mod_ep": 2, "dp_shard_in_ep": 2}, {"dp_shard_mod_ep", "dp_shard_in_ep"}),
     ({"pp": 1, "batch": 3, "cp": 2, "tp": 1}, {"batch"}),
 ]

@@ -3,6 +3,7 @@ hold."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -366,6 +367,23 @@ def test_passes_are_let_go() -> None:
     assert len(plan.passes) == 1000
     assert len(plan._orders) <= 4
     assert len(plan._segments) <= 8
+
+
+def test_batches_of_many_passes_are_planned_pass_by_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of one sample: each batch of 64 spans 64 passes, and each is evaluated a few times, not 64 times."""
+    asked: Counter[int] = Counter()
+    lane_samples = EpochOrder.lane_samples
+
+    def counted(order: EpochOrder, *args: Any) -> Any:
+        asked[order.epoch] += 1
+        return lane_samples(order, *args)
+
+    monkeypatch.setattr(EpochOrder, "lane_samples", counted)
+    plan = Plan(np.array([1]), OrderSettings(seed=1, lanes=1, window=4), global_batch_size=64, dp_world_size=1,
+                last_batch="drop", epoch_size=320)  # fmt: skip
+    assert sum(len(one.chunk_ids) for one in plan.intervals_by_pass(0)) == 320
+    assert len(plan.rank_batches(0, 5, 0).chunk_ids) == 320
+    assert asked.total() <= 3 * 320
 
 
 def test_a_big_plan_is_light() -> None:

@@ -380,4 +380,4 @@ def test_who_and_when_of_a_filtered_set(tmp_path: Path, option: tuple[str, str])
         found = rows_of(told(*more, *option, "--key", key, "--when", "--step", f"0..{len(dataset) // G}"))
         assert found == [row for row in got if row[3] == key]
     result = run(*more, "--step", 1, "--who")
-    assert (result.exit_code, "--where, --view or --subset" in result.output) == (1, True)
+    assert (result.exit_code, "--where, --view, --subset" in result.output) == (1, True)

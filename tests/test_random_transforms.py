@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import logging
 import random
+import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -251,3 +253,169 @@ def test_a_rank_that_reads_for_others_draws_in_a_process(
     assert sharing is not None
     assert changed.num_workers == num_workers
     assert ("called in a worker process" in caplog.text) == bool(num_workers)
+
+
+# --- libraries: what counts is what is drawn ---
+
+
+class NoiseKernel:
+    """Random, but nobody calls it."""
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return image + torch.randn_like(image)
+
+
+KERNELS: dict[str, Any] = {"noise": NoiseKernel(), "identity": lambda image: image}
+
+
+class Resize:
+    """As transforms of torchvision's v2 do, finds its kernel in a table that holds random ones, too."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        kernel = KERNELS["identity" if random is not None else "noise"]
+        return {**sample, "drawn": str(int(kernel(torch.ones(2)).sum()))}
+
+
+def mentions(sample: dict[str, Any], jitter: float = 0.0) -> dict[str, Any]:
+    """Deterministic as it is called."""
+    return {**sample, "drawn": str(random.random() + float(torch.rand(())) if jitter else 0)}
+
+
+@pytest.mark.parametrize("transform", [Resize(), mentions], ids=["table", "mentions"])
+def test_code_that_names_draws_but_draws_nothing_is_built_in_threads(
+    samples: SampleSet, caplog: pytest.LogCaptureFixture, transform: Any
+) -> None:
+    mesh = mesh_of(1, 0)
+    with DataLoader(samples.open(transform=transform), batch_size=6, device_mesh=mesh, num_threads=2) as loader:
+        assert len(drawn(loader)) == 90
+        assert "batches_in_turn" not in loader.metrics()
+        assert loader.metrics()["build_s"] > 0, "by builder threads"
+    assert not caplog.records
+
+
+def rarely_from_python(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "drawn": str(random.gauss(0, 1) if sample["cls"] == 67 else 0)}
+
+
+def rarely_from_numpy(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "drawn": str(np.random.normal() if sample["cls"] == 67 else 0)}  # noqa: NPY002
+
+
+def rarely_from_torch(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "drawn": str(float(torch.empty(()).normal_()) if sample["cls"] == 67 else 0)}
+
+
+def rarely_and_caught(sample: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return rarely_from_python(sample)
+    except BaseException:
+        return {**sample, "drawn": "caught"}
+
+
+@pytest.mark.parametrize(
+    "transform", [rarely_from_python, rarely_from_numpy, rarely_from_torch, rarely_and_caught], ids=lambda f: f.__name__
+)
+def test_a_draw_for_one_sample_is_stopped_in_a_builder_thread(
+    samples: SampleSet, caplog: pytest.LogCaptureFixture, transform: Any
+) -> None:
+    """It comes in the twelfth batch of an ordered set; the training's generators are not touched by it."""
+    dataset = samples.open(transform=transform, shuffle=False)
+    expected = played(dataset, 1, num_workers=1)
+    caplog.clear()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
+    before = [str(state) for state in generator_states()]
+    assert played(dataset, 1, num_threads=2) == expected
+    assert [str(state) for state in generator_states()] == before
+    assert "process-wide random generators" in caplog.text
+
+
+def test_a_draw_for_one_sample_is_stopped_without_an_index(compressed: SampleSet) -> None:
+    found = []
+    for hands in ({"num_threads": 2}, {"num_workers": 1}):
+        dataset = compressed.open(transform=sometimes, shuffle=False)
+        with DataLoader(dataset, batch_size=6, epoch_size=60, device_mesh=mesh_of(1, 0), **hands) as loader:
+            found.append(drawn(loader))
+    assert found[0] == found[1]
+
+
+def sometimes(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "drawn": str(random.random() if sample["cls"] % 20 == 19 else 0)}
+
+
+class Holds:
+    """Holds generators of its own, as Albumentations' ``Compose`` does."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.steps = [{"rng": np.random.default_rng(seed)}, {"rng": np.random.default_rng(seed)}]
+        self.python, self.legacy = random.Random(seed), np.random.RandomState(seed)
+        self.torch = torch.Generator()
+        self.made_late: np.random.Generator | None = None
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        self.made_late = self.made_late or np.random.default_rng(3)
+        numbers = [*(step["rng"].random() for step in self.steps), self.python.random(), self.legacy.random()]
+        numbers += [float(torch.rand((), generator=self.torch)), self.made_late.random()]
+        return {**sample, "drawn": " ".join(map(str, numbers))}
+
+
+OF_MODULE = np.random.default_rng(0)
+
+
+def helper() -> float:
+    return OF_MODULE.random()
+
+
+def by_a_global(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "drawn": f"{helper()}"}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Holds(7), lambda: Holds(None), lambda: by_a_global], ids=["seeded", "unseeded", "global"]
+)
+def test_generators_that_objects_hold_make_no_twins(
+    samples: SampleSet, caplog: pytest.LogCaptureFixture, make: Any
+) -> None:
+    """The same on any ranks, threads and workers, though each has a copy of the object."""
+    caplog.set_level(logging.INFO, logger="streaming.loops.base")
+    expected = played(samples.open(transform=make(), seed=5), 1, num_threads=0)
+    numbers = [number for epoch in expected for one in epoch.values() for number in one.split()]
+    assert len(set(numbers)) == len(numbers), "no two samples, and no two generators, draw the same"
+    for ranks, hands in ((1, {"num_workers": 2}), (2, {"num_workers": 1}), (2, {"num_threads": 2})):
+        assert played(samples.open(transform=make(), seed=5), ranks, **hands) == expected, (ranks, hands)
+    assert played(samples.open(transform=make(), seed=6), 1)[0] != expected[0]
+    told = [record for record in caplog.records if "random generators of its own" in record.getMessage()]
+    assert len(told) == 1 + 1 + 2 + 2 + 1, "once a loader"
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+    assert ("Holds.python" if "Holds" in told[0].getMessage() else "OF_MODULE") in told[0].getMessage()
+
+
+# --- what changes in a later cell of a notebook ---
+
+
+def test_globals_that_change_reach_the_workers(
+    samples: SampleSet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defined in ``__main__``, as in a notebook, where they are sent by value."""
+    caplog.set_level(logging.INFO, logger="streaming.loops.base")
+    cell = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    exec(
+        "size = 1\ndef helper(): return size\ndef transform(sample): return {**sample, 'drawn': str(helper())}",
+        vars(cell),
+    )
+    found = []
+    dataset = samples.open(transform=vars(cell)["transform"])
+    with (
+        DataLoader(dataset, batch_size=45, device_mesh=mesh_of(1, 0), num_workers=2) as loader,
+        DataLoader(dataset, batch_size=45, device_mesh=mesh_of(1, 0)) as in_threads,
+    ):
+        later = ("", "size = 5", "def helper(): return 7", "", "def transform(sample): return {}")
+        for code in later:
+            exec(code, vars(cell))
+            found.append(tuple(set(drawn(one).values()) for one in (loader, in_threads)))
+    assert found == [({number}, {number}) for number in ("1", "5", "7", "7", "7")]
+    told = [record.getMessage() for record in caplog.records]
+    assert [("start anew" in one, "transform was defined anew" in one) for one in told] == [
+        (True, False), (True, False), (False, True), (False, True),
+    ]  # fmt: skip

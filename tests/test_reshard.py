@@ -29,7 +29,7 @@ from shard_tools.sets.reshard import ReshardOptions, ReshardReport, reshard
 from shard_tools.sets.selection import Taken
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.bad_file import BadRecord
-from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
+from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DuplicateKeyError, NotFoundError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
@@ -304,22 +304,6 @@ def test_large_members_are_proven_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_an_index_without_spans(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
-    """Format 1.0 has checksums of chunks alone: they are what is read, and what is damaged."""
-    source, _ = damaged
-    for path in (source / "_shardstream" / "samples").iterdir():
-        table = SampleTable.from_parquet(path.read_bytes(), str(path))
-        facts = {
-            name: getattr(table, name) for name in ("chunks", "keys", "chunk", "record_starts", "fields", "columns")
-        }
-        path.write_bytes(SampleTable(**facts).to_parquet())
-    with pytest.raises(ChecksumError, match=r"000001\.tar") as caught:
-        run(source, tmp_path / "out")
-    assert "Samples 0 to 19 of the shard were to be read" in caught.value.__notes__[0]
-    run(source, tmp_path / "rest", where="json.number < 20 or json.number >= 40", shuffle_seed=1)
-    assert sorted(numbers(tmp_path / "rest")) == [*range(20), *range(40, COUNT)]
-
-
 def test_from_verify_to_a_clean_set(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
     source, lost = damaged
     (source / "000004.tar").unlink()
@@ -338,7 +322,7 @@ def test_from_verify_to_a_clean_set(damaged: tuple[Path, list[int]], tmp_path: P
 
 
 def test_nothing_left(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no sample is left: 100 in all, 0 on the list of --drop, 100 that --where"):
+    with pytest.raises(ConfigError, match="'tokens > 1000' keeps none of the 100 samples"):
         run(data, tmp_path / "out", where="tokens > 1000")
     assert not (tmp_path / "out").exists()
 
@@ -346,10 +330,10 @@ def test_nothing_left(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"where": "tokenz > 3"}, "no column 'tokenz'.*there are: json.number, lang, tokens"),
+        ({"where": "tokenz > 3"}, "no column 'tokenz'.*there are: __key__, json.number, lang, tokens"),
         ({"where": "tokens > '3'"}, "cannot compare"),
         ({"where": "tokens >"}, "where: expected"),
-        ({"sort": "tokenz"}, "no column 'tokenz'.*and __key__"),
+        ({"sort": "tokenz"}, "--sort: no column 'tokenz'.*__key__"),
         ({"sort": "tokens", "shuffle_seed": 1}, "cannot be combined"),
         ({"descending": True}, "--sort"),
         ({"fields": ()}, "at least one field"),
@@ -523,3 +507,56 @@ def test_as_a_command(data: Path, tmp_path: Path) -> None:
         ran = command("reshard", data, tmp_path / "wrong", *wrong)
         assert ran.exit_code == 2, ran.output
         assert "Traceback" not in ran.output
+
+
+# ------------------------------------------------------------------------------- late columns, views, samples that lack
+
+
+def test_late_columns_select_sort_and_go_along(tmp_path: Path) -> None:
+    """Score, then write out what is kept: the error named ``column add``, just done, as the cure."""
+    source, key_of = tmp_path / "in", "{:05d}".format
+    with ShardWriter(f"{source}/{{:06d}}.tar", max_samples=12, columns={"n": "json.n"}) as writer:
+        for n in range(40):
+            writer.write({"__key__": key_of(n), "json": {"n": n}} | ({"txt": f"t{n}"} if n % 4 else {}))
+    (tmp_path / "scores.csv").write_text("key,score\n" + "".join(f"{key_of(n)},{n * 7 % 40}\n" for n in range(40)))
+    assert command("column", "add", source, "score", "--from", tmp_path / "scores.csv", "--on", "key").exit_code == 0
+    assert command("view", "save", source, "good", "--where", "score >= 20").exit_code == 0
+    good = [n for n in range(40) if n * 7 % 40 >= 20]
+    report = run(source, tmp_path / "a", where="score >= 20", columns=("score",))
+    assert (numbers(tmp_path / "a"), report.num_filtered) == (good, 20)
+    assert columns(tmp_path / "a") == {key_of(n): {"n": n, "score": n * 7 % 40} for n in good}
+    run(source, tmp_path / "b", view="good", where="n < 30", sort="score", descending=True)
+    assert numbers(tmp_path / "b") == sorted([n for n in good if n < 30], key=lambda n: -(n * 7 % 40))
+    assert columns(tmp_path / "b")[key_of(good[0])] == {"n": good[0]}
+    for options, problem in (
+        ({"where": "skore > 1"}, "no column 'skore'.*did you mean 'score'"), ({"view": "bad"}, "there are: good"),
+        ({"columns": ("skore",)}, "--columns: no column 'skore'"), ({"sort": "skore"}, "--sort: no column 'skore'"),
+        ({"drop_missing": ("jpg",)}, "--drop-missing: no sample of .* has a field 'jpg'; there are: json, txt"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            run(source, tmp_path / "c", **options)
+    with pytest.raises(ConfigError, match="--drop-missing and --dedupe cannot be combined"):
+        ReshardOptions(drop_missing=("txt",), dedupe=True)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(ConfigError, match=r"10 samples without any of the fields txt, first '00000'.*--drop-missing"):
+        run(source, tmp_path / "c", fields=("txt",))
+    told = command("reshard", source, tmp_path / "d", "--fields", "txt", "--drop-missing", ".txt", "--sort", "score")
+    assert "10 without a field of --drop-missing" in told.stdout
+    assert numbers(tmp_path / "d") == sorted([n for n in range(40) if n % 4], key=lambda n: n * 7 % 40)
+
+
+def test_another_version_of_a_late_column_is_other_work(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    with ShardWriter(f"{source}/{{:06d}}.tar") as writer:
+        for n in range(9):
+            writer.write({"__key__": f"{n}", "txt": "x"})
+    for sign in ("-", ""):
+        (tmp_path / "s.csv").write_text("key,score\n" + "".join(f"{n},{sign}{n}\n" for n in range(9)))
+        more = () if sign else ("--overwrite",)
+        assert (
+            command("column", "add", source, "score", "--from", tmp_path / "s.csv", "--on", "key", *more).exit_code == 0
+        )
+        if sign:
+            run(source, tmp_path / "out", sort="score")
+    with pytest.raises(TargetNotEmptyError, match="late"):
+        run(source, tmp_path / "out", sort="score")

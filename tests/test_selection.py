@@ -91,8 +91,13 @@ def test_a_selection_has_the_samples_of_a_list(case: Case) -> None:
     assert np.flatnonzero(masks).tolist() == case.expected
     assert (selection.table.num_samples > 0).all()
     assert (selection.stored_samples >= selection.table.num_samples).all()
-    # Rows of the table lie in the rows of the whole that they name, and are delivered when these are read.
     whole, rows = selection.whole, np.array(selection.rows, np.int64)
+    each = np.arange(len(rows))
+    assert (selection.stored_between(each, each + 1) == selection.stored_samples).all()
+    if rows.size:  # of all rows together, with what is left out between them
+        stored = int(whole.num_samples[rows[0] : rows[-1] + 1].sum()) if selection.filter else len(case.expected)
+        assert selection.stored_between(each[:1], each[-1:] + 1).tolist() == [stored]
+    # Rows of the table lie in the rows of the whole that they name, and are delivered when these are read.
     assert (whole.shard[rows] == selection.table.shard).all()
     assert (whole.byte_start[rows] == selection.table.byte_start).all()
     for row, of_whole in enumerate(rows.tolist()):

@@ -123,6 +123,41 @@ def test_it_acts_soon_on_packs(tmp_path: Path, dealt: dict[str, Any]) -> None:
     assert drawn == [{"code"} if (10 + step) * 8 >= row else {"web"} for step in range(60)]
 
 
+@pytest.mark.parametrize(
+    ("dealt", "replicate", "sizes"),
+    [
+        (EXACT, "broadcast", {"dp_size": 2, "tp_size": 2}),
+        pytest.param(CHUNKS, "read", {"dp_size": 3}, marks=pytest.mark.matrix),
+        pytest.param(ONE_SOURCE, "read", {"dp_size": 3}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_beside_exchanged_packs(
+    tmp_path: Path, threads: Play, dealt: dict[str, Any], replicate: Any, sizes: dict[str, int]
+) -> None:
+    for number, name in enumerate(("web", "code")):
+        write_documents(tmp_path / name, seed=number, num_docs=600, first=number * 1_000_000)
+    packs = {name: Packed(StreamingDataset(tmp_path / name), 64) for name in ("web", "code")}
+    mix, count = Mixture(packs, weights=WEB, shuffle=ShuffleConfig(seed=5, lanes=6), **dealt), 40
+
+    def train(mesh: DeviceMesh) -> tuple[int, list[Any], dict[str, Any]]:
+        options: dict[str, Any] = {"replicate": replicate, "balance": "exchange", "cost": 64, "num_threads": 0}
+        with DataLoader(mix, global_batch_size=12, device_mesh=mesh, **options) as loader:
+            batches = iter(loader)
+            got = [next(batches)["input_ids"].tolist() for _ in range(8)]
+            row = loader.set_weights(CODE)
+            got += [next(batches)["input_ids"].tolist() for _ in range(count - 8)]
+            return row, got, loader.state_dict()
+
+    told = threads(train, **sizes)
+    assert len({row for row, _, _ in told}) == len({json.dumps(state) for _, _, state in told}) == 1
+    with DataLoader(mix, global_batch_size=12, num_threads=0) as loader:
+        loader.load_state_dict({**told[0][2], "epoch": 0, "samples_seen": 0})
+        for step, whole in zip(range(count), loader, strict=False):
+            mine = [pack for _, got, _ in told[:: sizes.get("tp_size", 1)] for pack in got[step]]
+            assert sorted(mine) == sorted(whole["input_ids"].tolist()), step
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_a_prefetcher_holds_come_as_they_are(sets: dict[str, SampleSet], num_workers: int) -> None:
     mix = mixture(sets, weights=WEB, **EXACT)

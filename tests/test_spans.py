@@ -10,12 +10,10 @@ from pathlib import Path
 
 import crc32c
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from data_sets import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_files import write_parquet
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -24,7 +22,6 @@ from streaming.engine.units import BatchSlices
 from streaming.errors import ChecksumError, ConfigError, IndexMismatchError, MemoryLimitError
 from streaming.fetch.layout import taken_apart
 from streaming.index.cutter import ChunkCutter, ChunkRule
-from streaming.index.files import METADATA_KEY
 from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
 from streaming.plan import memory as budget
@@ -111,16 +108,6 @@ def samples_of(shard: Path) -> SampleTable:
     return SampleTable.from_parquet(path.read_bytes(), str(path))
 
 
-def without_spans(shard: Path) -> None:
-    """The sample file as format 1.0 had it."""
-    path = shard.parent / "_shardstream" / "samples" / "000000.tar.parquet"
-    table = pq.read_table(path)
-    table = table.drop_columns([name for name in table.column_names if "crc32c" in name])
-    facts = table.schema.metadata[METADATA_KEY].replace(b'"version":"1.3"', b'"version":"1.0"')
-    assert b'"version":"1.0"' in facts
-    write_parquet(path, table.replace_schema_metadata({METADATA_KEY: facts}))
-
-
 def damage(shard: Path, sample: int) -> None:
     """One bit of the payload of a sample."""
     data = bytearray(shard.read_bytes())
@@ -176,10 +163,7 @@ def _shared(factory: pytest.TempPathFactory) -> tuple[StreamingDataset, SampleTa
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("old", [False, True])
-def test_ranks_get_their_samples_out_of_wider_slices(shard: Path, world_size: int, old: bool) -> None:
-    if old:
-        without_spans(shard)
+def test_ranks_get_their_samples_out_of_wider_slices(shard: Path, world_size: int) -> None:
     dataset, found = open_at(shard), {}
     for rank in range(world_size):
         mesh = mesh_of(world_size, rank)
@@ -265,18 +249,6 @@ def test_random_access_is_checked(shard: Path) -> None:
         dataset[333]
     beside = int(table.span_starts[span + 1])
     assert dataset[beside]["bin"] == payload(beside)
-    without_spans(shard)
-    assert open_at(shard)[333]["bin"] != payload(333)  # format 1.0: nothing to check it by
-
-
-def test_a_filter_over_format_1_0_reads_whole_chunks(shard: Path) -> None:
-    """Nothing could check the pieces that it leaves."""
-    without_spans(shard)
-    keys = samples_of(shard).keys
-    dataset = StreamingDataset(f"{shard.parent}/", shuffle=False, exclude=keys[50:450])
-    with DataLoader(dataset, batch_size=25) as loader:
-        found = [data for batch in loader for data in batch["bin"]]
-    assert found == [payload(number) for number in range(len(keys)) if not 50 <= number < 450]
 
 
 def test_bytes_that_come_wrong_once_are_read_again(shard: Path) -> None:

@@ -63,13 +63,11 @@ def test_the_rest_of_the_chunk_then_earlier_ones_of_the_view_alone(
     assert in_place_of(dataset, 2, 1) == [*EXPECTED[:3], *EXPECTED[7:]]
 
 
-def test_a_part_in_memory_that_is_damaged_or_unproven_is_not_used(dataset: StreamingDataset) -> None:
+def test_a_part_in_memory_that_is_damaged_is_not_used(dataset: StreamingDataset) -> None:
     whole = dataset.chunk(2)
     part = replace(whole, byte_end=whole.byte_end - 512, num_samples=3)
     damaged = Unit(wanted=part, start=0, num_bytes=part.num_bytes, skew_bytes=0)
     damaged.damage = ChecksumError("a damaged part")
-    unproven = Unit(wanted=replace(part, crc32c=None, spans=()), start=0, num_bytes=part.num_bytes, skew_bytes=0)
-    unproven.first_row = 0
-    assert in_place_of(dataset, 2, 1, damaged, unproven) == EXPECTED
+    assert in_place_of(dataset, 2, 1, damaged) == EXPECTED
     damaged.wanted = whole
     assert in_place_of(dataset, 2, 1, damaged) == EXPECTED[3:], "the whole chunk"

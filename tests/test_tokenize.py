@@ -695,6 +695,27 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, bpe: Path, templ
     assert json.loads((tmp_path / "a" / "out" / "_shardstream" / "tokens.json").read_text())["mask"] == "mask"
 
 
+def test_conversations_that_are_not_encoded_as_their_whole_text_are_counted(tmp_path: Path, bpe: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    plain = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    texts = ("the same way", "What is this?", "And the short way", "6, the")
+    chats = [
+        [{"role": "user", "content": text[:cut]}, {"role": "assistant", "content": text[cut:]}]
+        for text in texts
+        for cut in range(1, len(text))
+    ]
+    report = chat_set(tmp_path / "a", bpe, plain, chats)
+    whole = tokenizers.Tokenizer.from_file(str(bpe))
+    ids = [whole.encode("".join(m["content"] for m in chat), add_special_tokens=False).ids for chat in chats]
+    differing = sum(said(tmp_path / "a", number)[0] != one for number, one in enumerate(ids))
+    assert report.sets[0].num_differing == differing
+    assert 0 < differing < len(chats)
+    assert chat_set(tmp_path / "b", bpe, CHATML, [CHAT]).sets[0].num_differing == 0
+
+
 def test_a_template_beside_the_tokenizer(tmp_path: Path, bpe: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_bytes(bpe.read_bytes())

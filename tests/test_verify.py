@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -241,11 +242,7 @@ def test_sample_table_that_is_gone_damaged_or_anothers(data: Path, damage: Calla
 
 def rewrite(data: Path, name: str, **changes: object) -> None:
     path, table = samples_of(data, name)
-    facts = {
-        "chunks": table.chunks, "keys": table.keys, "chunk": table.chunk, "record_starts": table.record_starts,
-        "fields": table.fields, "columns": table.columns,
-    }  # fmt: skip
-    path.write_bytes(SampleTable(**{**facts, **changes}).to_parquet())  # type: ignore[arg-type]
+    path.write_bytes(replace(table, **changes).to_parquet())  # type: ignore[arg-type]
 
 
 def test_sample_table_with_another_key(data: Path) -> None:

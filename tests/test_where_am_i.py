@@ -58,8 +58,27 @@ def test_only_the_first_rank_speaks(samples: SampleSet, caplog: pytest.LogCaptur
         with DataLoader(samples.open(shuffle=False), 2, device_mesh=mesh) as loader:
             assert len(list(loader)) == 5
     (line,) = lines(caplog)
-    assert "4 ranks, 2 data-parallel (found by: given)" in line
+    assert "4 ranks, 2 data-parallel: different data along dp=2, the same along tp=2 (found by: given)" in line
     assert "in storage order" in line
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dp": 2, "fsdp": 3}, "6 ranks, 6 data-parallel: different data along dp=2 x fsdp=3 ("),
+        ({"pp": 2, "tp": 2}, "4 ranks, 1 data-parallel: different data along no axis, the same along pp=2 x tp=2 ("),
+        ({"dp": 2, "ep": 2}, "4 ranks, 4 data-parallel: different data along dp=2 x ep=2 ("),
+    ],
+)
+def test_the_line_says_along_which_axes_data_differ(
+    samples: SampleSet, caplog: pytest.LogCaptureFixture, sizes: dict[str, int], words: str
+) -> None:
+    caplog.set_level(logging.INFO, "streaming")
+    given = {f"{name}_size": size for name, size in sizes.items()}
+    mesh = DeviceMesh.from_sizes(**given, rank=0, data_axes=("dp", "fsdp", "ep"))
+    with DataLoader(samples.open(), 2, device_mesh=mesh) as loader:
+        next(iter(loader))
+    assert words in lines(caplog)[0]
 
 
 class Numbers:

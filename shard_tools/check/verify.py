@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
-from shard_tools.convert.journal import NAME as JOURNAL
-from shard_tools.convert.journal import load_journal
+from shard_tools.convert.journal import whole_journal
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
-from shard_tools.sets.open_set import load_samples, names_shards, place_of, unfinished
+from shard_tools.sets.open_set import keys_again, load_samples, names_shards, place_of, unfinished
 from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.unfinished import expand_whole
 from streaming.decode import FieldDecoder, resolve_decoders
-from streaming.errors import AccessDeniedError, IndexFormatError, IndexMissingError, NotFoundError
+from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.storage import Storage, join_url, split_url
@@ -113,12 +111,7 @@ def _plan(
     for home, folder in folders.items():
         group = [url for url in shards if home_of(url, index_url) == home]
         table = _chunk_table(storage, home, folder, group, index_url, is_marked=folder in marked)
-        try:
-            converted = _converted_fields(storage, home, table)
-        except IndexFormatError as error:
-            cure = "convert again with --overwrite, or delete this file: nothing but `convert` and `verify` reads it"
-            findings.append(Finding(kind="index", shard=join_url(home, JOURNAL), what=str(error), cure=cure))
-            converted = None
+        converted = _converted_fields(storage, home, table)
         for shard in table.shards:
             url = named.get((home, shard.name), place_of(shard.name, folder, index_url))
             promised[url] = table.select([shard.name])
@@ -158,12 +151,10 @@ def _chunk_table(
 
 def _converted_fields(storage: Storage, home: str, table: ChunkTable) -> Mapping[str, bool] | None:
     """Return the fields that ``convert`` gave the samples of a directory; None if others have written there since."""
-    try:
-        journal = load_journal(home, storage)
-    except AccessDeniedError:  # what many stores say of a file that is not there
-        return None
-    whole = journal is not None and journal.complete and journal.num_samples == table.total_samples
-    return journal.fields if journal is not None and whole else None
+    with suppress(IndexFormatError):  # see check_beside
+        journal = whole_journal(home, storage, table.total_samples)
+        return None if journal is None else journal.fields
+    return None
 
 
 def _check_all(
@@ -193,19 +184,14 @@ def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
     Keys are compared by a 64-bit hash first and then as text, which comes from the sample tables of the shards
     concerned; a shard without one already has a finding for that.
     """
-    joined = np.concatenate([np.empty(0, np.int64), *(outcome.key_hashes for outcome in outcomes)])
-    values, counts = np.unique(joined, return_counts=True)
-    repeated = values[counts > 1]
-    first: dict[str, str] = {}
     findings: list[Finding] = []
     total = 0
-    for outcome in outcomes if repeated.size else ():
-        rows = np.flatnonzero(np.isin(outcome.key_hashes, repeated)).tolist()
-        for key in _keys_at(outcome, rows):
-            total += key in first
-            if key in first and len(findings) < _MAX_DUPLICATES:
-                findings.append(_duplicate(key, outcome.task.url, first[key]))
-            first.setdefault(key, outcome.task.url)
+    for number, key, before in keys_again(
+        [outcome.key_hashes for outcome in outcomes], lambda number, rows: _keys_at(outcomes[number], rows)
+    ):
+        total += 1
+        if total <= _MAX_DUPLICATES:
+            findings.append(_duplicate(key, outcomes[number].task.url, outcomes[before].task.url))
     if total > len(findings):
         findings[-1] = replace(findings[-1], what=f"{findings[-1].what}, and so do {total - len(findings):,} more")
     return findings

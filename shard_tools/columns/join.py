@@ -1,4 +1,4 @@
-"""Join a file of values to the samples of a dataset by their keys, once; no shard is read.
+"""Join a table of values to the samples of a dataset by their keys, once; no shard is read.
 
 The file is read once for each group of shards whose keys fit into memory, batch by batch::
 
@@ -10,10 +10,8 @@ So memory is bounded by ``memory_bytes``, whatever the size of the file. Hashes 
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,23 +19,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shard_tools.columns.table import TableRows, open_rows
 from shard_tools.columns.target import THREADS, AddReport, ColumnTarget, Filled
-from shard_tools.convert.files import SourceFile
-from shard_tools.convert.parquet import open_parquet
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
+from streaming.arguments import counted
 from streaming.arrays import sums
-from streaming.errors import ConfigError, DataError
+from streaming.errors import DataError
 from streaming.index.columns import KEY, stable_hash
-from streaming.index.where import is_comparable
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
 Missing = Literal["null", "error"]
 _BYTES_A_SAMPLE = 96  # a key of 20 bytes, its hash, its place in the order, and a value, with what sorting takes
-_BATCH_ROWS = 1 << 18
 _SHOWN = 5
-_HASH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,41 +55,40 @@ class JoinOptions:
 def join_column(
     target: ColumnTarget, source: str, *, storage: Storage, options: JoinOptions, progress: Progress | None = None
 ) -> AddReport:
-    """Add the late column ``target`` from the Parquet file at ``source``.
+    """Add the late column ``target`` from the table at ``source``: Parquet, JSONL or CSV, a file or a pattern.
 
     Raises:
-        ConfigError: The file lacks a column, or it has no values that conditions support.
-        DataError: A key occurs twice in the file, or a sample has no row and that is an error; then nothing is written
-            if all keys fit into ``memory_bytes``.
+        ConfigError: The table lacks a column, or it has no values that conditions support.
+        DataError: A key occurs twice in the table, no row is of a sample, or a sample has no row and that is an error;
+            then nothing is written if all keys fit into ``memory_bytes``.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
-    file = SourceFile(url=source, name=source, size_bytes=storage.info(source).size_bytes)
-    with closing(_Rows(file, storage, target.name, options)) as rows:
-        version = target.version_of(
-            file=_digest(file, storage), on=options.on, value=rows.value, missing=options.missing
-        )
-        groups = _groups(target.sizes, max(1, options.memory_bytes // _BYTES_A_SAMPLE))
-        progress.start(total_bytes=None, total=len(target.urls))
-        found = _Found()
-        for number, group in enumerate(groups):
-            values = _joined(target, group, rows, found, is_last=number == len(groups) - 1)
-            if options.missing == "error" and found.missing:
-                raise DataError(
-                    f"{sum(found.missing.values()):,} samples have no row in {redact(source)}, first "
-                    f"{', '.join(map(repr, found.first_missing))}. Add them, or give --missing null"
-                )
-            if number == 0:
-                target.begin()
-            starts = sums([target.sizes[shard] for shard in group])
-            parts = [(shard, values.slice(starts[at], target.sizes[shard])) for at, shard in enumerate(group)]
-            for _ in map_ordered(lambda part: target.write(*part, version), parts, THREADS):
-                progress.advance(num=1)
-        filled = [Filled(str(rows.kind), found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
-        return target.finish(
-            filled, version=version, made_from=source, begun_s=begun, first_missing=tuple(found.first_missing),
-            num_rows=rows.num_rows, num_unmatched=rows.num_rows - found.num_matched,
-            first_unmatched=tuple(found.first_unmatched), num_shared=found.num_shared,
-        )  # fmt: skip
+    rows, digest = open_rows(source, storage, name=target.name, on=options.on, value=options.value)
+    version = target.version_of(file=digest, on=options.on, value=rows.value, missing=options.missing)
+    groups = _groups(target.sizes, max(1, options.memory_bytes // _BYTES_A_SAMPLE))
+    progress.start(total_bytes=None, total=len(target.urls))
+    found = _Found()
+    for number, group in enumerate(groups):
+        values = _joined(target, group, rows, found, is_last=number == len(groups) - 1)
+        if options.missing == "error" and found.missing:
+            raise DataError(
+                f"without a row in {redact(source)}: {counted(sum(found.missing.values()), 'sample')}, first "
+                f"{', '.join(map(repr, found.first_missing))}. Add them, or give --missing null"
+            )
+        if number == len(groups) - 1 and not found.num_matched:
+            raise DataError(_no_match(source, rows, options.on, sum(target.sizes), found))
+        if number == 0:
+            target.begin()
+        starts = sums([target.sizes[shard] for shard in group])
+        parts = [(shard, values.slice(starts[at], target.sizes[shard])) for at, shard in enumerate(group)]
+        for _ in map_ordered(lambda part: target.write(*part, version), parts, THREADS):
+            progress.advance(num=1)
+    filled = [Filled(str(rows.kind), found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
+    return target.finish(
+        filled, version=version, made_from=source, begun_s=begun, first_missing=tuple(found.first_missing),
+        num_rows=rows.num_rows, num_unmatched=rows.num_rows - found.num_matched,
+        first_unmatched=tuple(found.first_unmatched), num_shared=found.num_shared,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,76 +108,6 @@ class _Found:
     num_shared: int = 0
 
 
-class _Rows:
-    """Keys and values of a Parquet file, batch by batch, as often as needed.
-
-    Raises:
-        DataError: It is not a Parquet file.
-        ConfigError: A column does not exist, or has an unsupported type.
-    """
-
-    def __init__(self, file: SourceFile, storage: Storage, name: str, options: JoinOptions) -> None:
-        self._file, self._on = file, options.on
-        self._parquet = open_parquet(file, storage)
-        schema = self._parquet.schema_arrow
-        self.value = options.value or _value_column(schema.names, name, options.on)
-        for column in (self._on, self.value):
-            if column not in schema.names:
-                raise ConfigError(
-                    f"{redact(file.url)}: no column {column!r}; there are: {', '.join(schema.names)}. The samples' "
-                    f"keys are in --on, the values in --value"
-                )
-        self.num_rows = self._parquet.metadata.num_rows
-        self.kind = _plain_type(schema.field(self.value).type)
-        if not is_comparable(self.kind) or pa.types.is_binary(self.kind):
-            raise ConfigError(
-                f"{redact(file.url)}: column {self.value!r} holds {self.kind}; late columns hold numbers, text or "
-                f"booleans"
-            )
-        key = _plain_type(schema.field(self._on).type)
-        if not _is_text(key):
-            raise ConfigError(
-                f"{redact(file.url)}: column {self._on!r} holds {key}; keys of samples are text, such as '000017'. "
-                f"Write them as text"
-            )
-
-    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """Yield the keys and values."""
-        columns = list(dict.fromkeys([self._on, self.value]))
-        for batch in self._parquet.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
-            keys, values = (batch.column(batch.schema.get_field_index(name)) for name in (self._on, self.value))
-            yield keys.cast(pa.binary()), values.cast(self.kind)
-
-    def close(self) -> None:
-        self._parquet.close(force=True)
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Remove dictionary encoding; give text 32-bit offsets."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pa.string() if pa.types.is_large_string(kind) else kind
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _value_column(names: Sequence[str], name: str, on: str) -> str:
-    others = [one for one in names if one != on]
-    if name in others or len(others) != 1:
-        return name
-    return others[0]
-
-
-def _digest(file: SourceFile, storage: Storage) -> str:
-    """Return a digest of the file's bytes, so that the same file gives the same column version."""
-    digest = hashlib.sha256()
-    for start in range(0, file.size_bytes, _HASH_BYTES):
-        digest.update(storage.read(file.url, start, min(start + _HASH_BYTES, file.size_bytes)))
-    return digest.hexdigest()
-
-
 def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
     """Return runs of shards with at most ``most_samples`` samples; a single shard is always allowed."""
     groups: list[list[int]] = [[]]
@@ -197,7 +121,7 @@ def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
     return groups
 
 
-def _joined(target: ColumnTarget, group: Sequence[int], rows: _Rows, found: _Found, *, is_last: bool) -> pa.Array:
+def _joined(target: ColumnTarget, group: Sequence[int], rows: TableRows, found: _Found, *, is_last: bool) -> pa.Array:
     """Return the concatenated values of the samples of some shards."""
     keys = _keys_of(target, group)
     hashes = stable_hash(keys).to_numpy(zero_copy_only=False)
@@ -269,6 +193,15 @@ def _refuse_twice(row_of: Int64Array, samples: Int64Array, matches: Int64Array, 
             f"keys appear twice in the file, first {', '.join(repr(_text(name)) for name in dict.fromkeys(names))}: "
             f"it is not known which value counts. Keep one row per key"
         )
+
+
+def _no_match(source: str, rows: TableRows, on: str, num_samples: int, found: _Found) -> str:
+    here, there = (f", such as {some[0]!r}" if some else "" for some in (found.first_unmatched, found.first_missing))
+    return (
+        f"{redact(source)}: no row is of a sample: {counted(rows.num_rows, 'row')}, column {on!r}{here}; "
+        f"{counted(num_samples, 'sample')}{there}. Keys are compared letter by letter, with their folders and without "
+        "an extension: write them so (`shard_tools ls` lists those of the samples), or name another column with --on"
+    )
 
 
 def _note_matched(found: _Found, number: int, wanted: Any, row_keys: pa.Array, *, is_last: bool) -> None:

@@ -34,22 +34,20 @@ def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: 
     have no value.
 
     Raises:
-        ConfigError: No sample has the field, or values are of types that cannot be compared.
+        ConfigError: No sample has the field, or a value there; or values are of types that cannot be compared.
         DataError: A field cannot be read.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     version = target.version_of(lift=path)
-    with_field: set[int] = set()
+    if not any(_field_of(sample_table_of(target, shard), path) for shard in range(len(target.urls))):
+        raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
 
     def array(shard: int) -> pa.Array:
-        values, has_field = _values(target, shard, path)
-        if has_field:
-            with_field.add(shard)
-        return as_array(values, target, shard)
+        return as_array(_values(target, shard, path), target, shard)
 
     filled = target.fill(version, array, workers=workers, progress=progress)
-    if not with_field:
-        raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
+    if sum(one.num_missing for one in filled) == sum(target.sizes):
+        raise ConfigError(f"{path}: no sample has a value there; `shard_tools cat URL KEY` shows what one has")
     return target.finish(filled, version=version, made_from=path, begun_s=begun)
 
 
@@ -93,12 +91,12 @@ def as_array(values: Sequence[ColumnValue], target: ColumnTarget, shard: int) ->
         raise ConfigError(f"{redact(target.urls[shard])}: column {target.name!r}: {error}") from error
 
 
-def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnValue], bool]:
-    """Return the value of each sample of a shard, and whether any has the field."""
+def _values(target: ColumnTarget, shard: int, path: str) -> list[ColumnValue]:
+    """Return the value of each sample of a shard."""
     url, table = target.urls[shard], sample_table_of(target, shard)
     field = _field_of(table, path)
     if field is None:
-        return [None] * table.num_samples, False
+        return [None] * table.num_samples
     values = list[ColumnValue]()
     source = _Decoded(field) if field == path and _DECODERS.decoder_for(field) is not raw else path
     for key, fields in samples_of(target, shard, table, (field,)):
@@ -108,7 +106,7 @@ def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnVal
             if isinstance(error, ConfigError):
                 raise
             raise DataError(f"{redact(url)}: sample {key!r}, field {field!r}: {error}") from error
-    return values, True
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from shard_tools.running.report import Report
 from shard_tools.sets.open_set import open_set
 from streaming.catalog.open import OpenShards
 from streaming.errors import ConfigError, IndexMissingError
-from streaming.filters.late_columns import homes_of
 from streaming.filters.select import Filter, Subset, excluded_keys, parse_subset, select, versions_of
 from streaming.filters.views import View, list_views, load_view, save_view
 from streaming.index.where import parse_where
@@ -103,5 +102,4 @@ def _opened(
             f"{redact(found.urls[0])}: a view is stored beside an index, but there is none; run `shard_tools index` "
             f"first"
         )
-    shards = OpenShards(urls=found.urls, table=found.chunks, missing_index="", index=index_url, scanned=None)
-    return shards, homes_of(found.urls, index_url)[0]
+    return found.as_opened, found.homes[0]

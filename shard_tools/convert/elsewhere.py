@@ -15,12 +15,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
+from shard_tools.convert.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
-from shard_tools.write.keys import SeenKeys, check_key
+from shard_tools.write.keys import WRONG_NAMES, SeenKeys, check_key
 from shard_tools.write.writer import ShardWriter, UnmarkedWriter, is_full, make_record
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, first_of
 
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
@@ -113,11 +113,14 @@ def _measured(
 
 def _measure(work: ConvertWork, numbers: range) -> list[tuple[str, int]]:
     """Measure these records: key, and bytes in a tar."""
+    sizes = []
     with contextlib.closing(work.reader.records(numbers.start)) as records:
-        return [
-            (record.key, make_record(record.fields, check_key(record.key)).num_bytes)
-            for record in itertools.islice(records, len(numbers))
-        ]
+        for record in itertools.islice(records, len(numbers)):
+            try:
+                sizes.append((record.key, make_record(record.fields, check_key(record.key)).num_bytes))
+            except ConfigError as error:
+                raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
+    return sizes
 
 
 def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number: int) -> Iterator[_Shard]:

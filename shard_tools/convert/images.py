@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from shard_tools.convert.records import (
     permutation,
 )
 from shard_tools.running.engine import map_ordered
-from shard_tools.write.keys import check_key
+from shard_tools.write.filetypes import ONE_FIELD, plain_extension
+from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from streaming.decode.images import stored_size
-from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
+from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
 from streaming.index.files import read_note, write_document
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 
@@ -56,8 +58,8 @@ class ImageFolder:
 
     The first folder of a path is the class. Classes are numbered (field ``cls``) by :func:`numbered_classes`: as in the
     training set beside it, otherwise in the order of their sorted names. The key is the path without its extension,
-    with dots in the file's name replaced by ``_``. Bytes are stored unchanged, under the lower-case extension, with a
-    ``json`` field that holds class and path.
+    with dots in the file's name replaced by ``_``. Bytes are stored unchanged, all in one field: the most frequent
+    extension, in lower case; with a ``json`` field that holds class and path.
 
     Images of several classes are shuffled, unless ``keep_order`` is set: in the order of their names, a shard would
     hold one class or two, and a batch no more than a few.
@@ -102,9 +104,10 @@ class ImageFolder:
             images = [replace(image, key=number_key(number)) for number, image in enumerate(images)]
         else:
             _refuse_collisions(images)
-            for image in images:
-                check_key(image.key)
-        self._images = images
+            wrong = list(wrong_names((image.key, ()) for image in images))
+            if wrong:
+                raise first_of(wrong, f"{WRONG_NAMES}; --key number makes others")
+        self._images, self._field = images, _field_of(images)
 
     @property
     def num_records(self) -> int:
@@ -118,11 +121,9 @@ class ImageFolder:
 
     @property
     def fields(self) -> Mapping[str, bool]:
-        """The images under their extensions, ``json``, and ``cls`` where there are classes."""
-        extensions = {image.extension for image in self._images}
+        """The images, ``json``, and ``cls`` where there are classes."""
         classes = {image.class_name is not None for image in self._images}
-        images = dict.fromkeys(sorted(extensions), len(extensions) == 1)
-        return {**images, "json": True, **({"cls": classes == {True}} if True in classes else {})}
+        return {self._field: True, "json": True, **({"cls": classes == {True}} if True in classes else {})}
 
     def identity(self) -> dict[str, object]:
         """Return a digest of names and sizes, in order."""
@@ -135,7 +136,7 @@ class ImageFolder:
     def _read(self, image: _Image) -> Record:
         metadata: dict[str, object] = {"class": image.class_name, "path": image.file.name}
         fields = {
-            image.extension: bytes(self._storage.read(image.file.url)),
+            self._field: bytes(self._storage.read(image.file.url)),
             "json": json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode(),
         }
         if image.class_name is not None:
@@ -144,7 +145,7 @@ class ImageFolder:
             metadata["cls"] = number
         remark = ""
         try:
-            metadata["height"], metadata["width"], orientation = stored_size(fields[image.extension])
+            metadata["height"], metadata["width"], orientation = stored_size(fields[self._field])
             remark = _TURNED if orientation > 1 else ""
         except Exception:  # noqa: BLE001  of a library: a damaged image is stored as it is, for readers to pass over
             remark = _NO_SIZE
@@ -274,16 +275,32 @@ def _classify(file: SourceFile) -> _Image | Skipped:
     return _Image(file=file, key=key, extension=extension.lower(), class_name=class_name)
 
 
+def _field_of(images: list[_Image]) -> str:
+    """Return the field of all images, so that every sample has it: the extension of most of them."""
+    spelled = Counter(image.extension for image in images)
+    counts = Counter(plain_extension(extension) for extension in spelled.elements())
+    most = min(counts, key=lambda extension: (-counts[extension], extension))
+    field = next(iter(spelled)) if len(spelled) == 1 else most
+    if len(spelled) > 1:
+        told = ", ".join(f"{count:,} {extension}" for extension, count in spelled.most_common())
+        _log.warning("images of several kinds (%s): %s", told, ONE_FIELD % field)
+    return field
+
+
 def _refuse_collisions(images: list[_Image]) -> None:
     """Refuse keys that differ only by case: some readers and some file systems ignore case."""
     seen: dict[str, _Image] = {}
-    for image in images:
-        other = seen.setdefault(image.key.casefold(), image)
-        if other is not image:
-            raise DuplicateKeyError(
-                f"{other.file.name} and {image.file.name} would both get the key {image.key!r}; "
-                "rename one of them, or number the keys with --key number"
-            )
+    twice = [(seen.setdefault(image.key.casefold(), image), image) for image in images]
+    errors = [
+        DuplicateKeyError(
+            f"{other.file.name} and {image.file.name} would both get the key {image.key!r}; rename one of them, or "
+            "number the keys with --key number"
+        )
+        for other, image in twice
+        if other is not image
+    ]
+    if errors:
+        raise first_of(errors, "files have the key of another")
 
 
 def _summary(skipped: list[Skipped]) -> str:

@@ -79,8 +79,21 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
             f"{redact(url)}: not a journal that this release can read ({error}); start over with "
-            "`shard_tools convert … --overwrite`"
+            "`shard_tools convert … --overwrite`, or delete this file, which nothing but `convert` and `verify` reads"
         ) from error
+
+
+def whole_journal(home: str, storage: Storage, num_samples: int) -> Journal | None:
+    """Return the journal in ``home`` if the set there, of so many samples, is what it describes, else None.
+
+    Raises:
+        IndexFormatError: It is damaged.
+    """
+    try:
+        journal = load_journal(home, storage)
+    except AccessDeniedError:  # what many stores say of a file that is not there
+        return None
+    return journal if journal is not None and journal.complete and journal.num_samples == num_samples else None
 
 
 def _check_version(name: object, version: object) -> None:

@@ -21,12 +21,15 @@ from typing import Any, Self
 from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import Remarks, ShardOptions, Source, refuse_known
+from shard_tools.convert.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.rows import plain_value
 from shard_tools.running.progress import Progress
+from shard_tools.write.keys import WRONG_NAMES
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
+from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
-from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError
+from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, first_of
 from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, redact, split_url
@@ -120,7 +123,7 @@ class PackingRun:
         found = load_journal(place.directory, self._storage)
         if found is None:
             raise TargetNotEmptyError(
-                f"{shown} holds {len(there)} files of another data set, such as {redact(there[0])}; {cure}"
+                f"{shown} holds {counted(len(there), 'file')} of another data set, such as {redact(there[0])}; {cure}"
             )
         if not found.same_work(self._journal):
             # It may still be running, so its place is not taken even if it has written nothing else.
@@ -132,8 +135,8 @@ class PackingRun:
         strange = [url for url in there if url.endswith(SHARD_SUFFIXES) and not place.has(url)]
         if strange:
             raise TargetNotEmptyError(
-                f"{shown} holds {len(strange)} shards that this command does not write, such as {redact(strange[0])}: "
-                f"they would be read with its own; {cure}"
+                f"{shown} holds {counted(len(strange), 'shard')} that this command does not write, such as "
+                f"{redact(strange[0])}: they would be read with its own; {cure}"
             )
         return found
 
@@ -348,7 +351,10 @@ def _write(
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
             refuse_known(record.key, known_keys)
-            writer.write(record.sample)
+            try:
+                writer.write(record.sample)
+            except ConfigError as error:
+                raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
             remarks.add(record)
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1
@@ -366,4 +372,4 @@ class _Lift:
         whole = isinstance(value, Mapping) and self.name in value
         for part in (self.name,) if whole else self.name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return plain_value(value)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper, as_payload, safe_extension
-from shard_tools.write.filetypes import FILE_TYPES, file_type, is_alike
+from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.storage import Storage, redact
 
@@ -243,8 +243,7 @@ def _choose_type(column: str, types: Counter[str]) -> str:
         )
     if len(known) > 1:
         _log.warning(
-            "column %r: of the first %s values %s: all become the field .%s, since decoders of images look at the "
-            "content; other tools may not", column, f"{num_values:,}", told, known[0],
+            "column %r: of the first %s values %s: %s", column, f"{num_values:,}", told, ONE_FIELD % known[0],
         )  # fmt: skip
     return known[0]
 

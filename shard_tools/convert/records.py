@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from shard_tools.running.report import Report
-from streaming.errors import DataError, DuplicateKeyError
+from shard_tools.write.keys import wrong_names
+from streaming.arguments import counted
+from streaming.errors import ConfigError, DataError, DuplicateKeyError, ShardstreamError
 from streaming.plan.permutation import hash_range
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import Int64Array
@@ -19,6 +23,7 @@ from streaming.types import Int64Array
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
 _NUMBER_DIGITS = 9
+_NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
 _SEEDS = 0x9E3779B97F4A7C15  # neighboring seeds lie far apart
 
@@ -69,10 +74,10 @@ class Remarks:
 
     def log(self, target: str, num_earlier: int) -> None:
         """Log one warning for each kind, about other samples than so many that an earlier run wrote."""
-        others = f" (not counting the first {num_earlier:,} samples, of an earlier run)" if num_earlier else ""
+        others = f" (not counting the first {counted(num_earlier, 'sample')}, of an earlier run)" if num_earlier else ""
         for remark, count in self.counts.items():
             _log.warning(
-                "%s: %s: %s samples, the first from %s%s", target, remark, f"{count:,}", self.first[remark], others
+                "%s: %s: %s, the first from %s%s", target, remark, counted(count, "sample"), self.first[remark], others
             )
 
 
@@ -189,6 +194,17 @@ def permutation(num_items: int, seed: int) -> Int64Array:
     """
     state = (seed * _SEEDS + 0xD1B54A32D192ED03) % 2**64
     return np.argsort(hash_range(state, 1, num_items + 1), kind="stable").astype(np.int64)
+
+
+def later_wrong_names(records: Iterator[Record]) -> list[ConfigError]:
+    """Return an error for each name among the next 100,000 records that cannot be stored: to be told with the first.
+
+    Records that cannot be read end the search.
+    """
+    found: list[ConfigError] = []
+    with contextlib.suppress(ShardstreamError):  # it is raised when the names are right
+        found += wrong_names((record.key, record.fields) for record in itertools.islice(records, _NAMES_LOOKED_AT))
+    return found
 
 
 def refuse_known(key: str, known_keys: Collection[str]) -> None:

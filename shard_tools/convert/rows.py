@@ -22,12 +22,25 @@ _UNSAFE = re.compile(r"[^a-z0-9_-]+")
 
 
 def dump_json(value: object) -> bytes:
-    """Encode compact JSON. Dates become ISO text, decimals text, and numbers that JSON does not support (NaN) null."""
+    """Encode compact JSON of :func:`plain_value`; numbers that JSON does not support (NaN, infinity) become null."""
+    return _json_of(value)[0]
+
+
+def _json_of(value: object) -> tuple[bytes, str]:
+    """Return JSON, and a remark if a number became null."""
+    remark = ""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
     except ValueError:
         text = json.dumps(_without_nan(value), ensure_ascii=False, separators=(",", ":"), default=_plain)
-    return text.encode()
+        remark = "NaN or infinity, which JSON does not have, is stored as null"
+    return text.encode(), remark
+
+
+def plain_value(value: object) -> object:
+    """Return dates and times as ISO text, durations as seconds, decimals as text, and anything else as it is."""
+    is_other = isinstance(value, (dt.date, dt.time, dt.timedelta, decimal.Decimal))
+    return _plain(value) if is_other else value
 
 
 def _plain(value: object) -> object:
@@ -188,9 +201,9 @@ class RowMapper:
             elif column not in named and not self.named_only:
                 rest[column] = value
         if rest:
-            found.append(
-                (next(iter(rest)), "json", raw if raw is not None and len(rest) == len(row) else dump_json(rest))
-            )
+            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else _json_of(rest)
+            found.append((next(iter(rest)), "json", content))
+            remarks += (remark,) if remark else ()
         if not found and not self.named_only:
             raise DataError("nothing is left of this row; name fewer columns with --field COLUMN=-")
         fields = {name: content for _, name, content in found}
@@ -261,7 +274,7 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     """
     last = extension.lower().rpartition(".")[2]
     if last == "json":
-        return dump_json(value), ""
+        return _json_of(value)
     if last == "npy" and isinstance(value, list):
         try:
             remark = f"column {column!r}: NULL among the items of a list is stored as NaN" if _has_none(value) else ""

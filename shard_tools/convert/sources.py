@@ -63,7 +63,7 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
         NotFoundError: There is nothing.
     """
     kinds = {
-        kind for file in find_files(spec, storage, exclude=exclude) if (kind := _kind_of_name(file.name)) is not None
+        kind for file in find_files(spec, storage, exclude=exclude) if (kind := kind_of_name(file.name)) is not None
     }
     if "images" in kinds:
         kinds -= {"text", "csv"}  # captions and lists beside images
@@ -73,7 +73,8 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
     raise ConfigError(f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}")
 
 
-def _kind_of_name(name: str) -> str | None:
+def kind_of_name(name: str) -> str | None:
+    """Return the layout that a file's name tells, or None."""
     lowered = name.lower()
     return next((kind for kind, layout in LAYOUTS.items() if lowered.endswith(layout.suffixes)), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Generator, Iterator
+from functools import partial
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files, is_folder
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
@@ -25,8 +26,8 @@ class TarFiles(FileSource):
     """Samples of tars (``.gz`` too), in the order of their names and members.
 
     Adjacent members with the same key form one sample; extensions are converted to lower case; a leading ``./`` is
-    removed. Directories, links and names without an extension belong to no sample and are left out, and so are
-    dot-files, which are reported. A damaged or truncated tar is an error, never a shorter dataset. With numbers as
+    removed. Directories, links and names that start with ``__`` are left out; so are dot-files and names without an
+    extension, which are reported. A damaged or truncated tar is an error, never a shorter dataset. With numbers as
     keys, a repeated field starts another sample.
     """
 
@@ -60,13 +61,24 @@ class TarFiles(FileSource):
 
     def _samples(self, file: SourceFile) -> Iterator[tuple[str, dict[str, bytes]]]:
         pieces = self._pieces(file)
-        for key, fields in iter_samples(pieces, file.url, max_gzip_ratio=self._max_gzip_ratio, repeats=self._numbered):
+        samples = iter_samples(
+            pieces, file.url, max_gzip_ratio=self._max_gzip_ratio, repeats=self._numbered,
+            left_out=partial(self._leave_out, file),
+        )  # fmt: skip
+        for key, fields in samples:
             name = key.removeprefix("./").lstrip("/")
             if name and not name.endswith("/"):
                 yield name, fields
-            elif len(self._skipped) < _MAX_SKIPPED:
-                path = f"{file.name}:{key}".encode(errors="backslashreplace").decode()
-                self._skipped[path] = Skipped(path=path, reason="a dot-file, which has no key")
+            else:
+                self._leave_out(file, f"{key}.{next(iter(fields))}")
+
+    def _leave_out(self, file: SourceFile, name: str) -> None:
+        last = name.rpartition("/")[2]
+        if name.startswith("__") or len(self._skipped) >= _MAX_SKIPPED:
+            return
+        path = f"{file.name}:{name}".encode(errors="backslashreplace").decode()
+        reason = "a dot-file, which has no key" if last.startswith(".") else "no extension, which names the field"
+        self._skipped[path] = Skipped(path=path, reason=reason)
 
     def _pieces(self, file: SourceFile) -> Iterator[bytes | memoryview]:
         for start in range(0, file.size_bytes, _PIECE_BYTES):

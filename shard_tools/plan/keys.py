@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,18 +21,14 @@ from streaming.types import Int64Array
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplePlace:
-    """The place of a sample in a dataset: a chunk that the dataset delivers, and the offset among its samples."""
-
-    chunk: int
-    offset: int
-
-
 def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:
     """Return the key of each sample; None if the shard has no sample table."""
-    shards = dataset.table.shard[chunk_ids]
-    rows = dataset.table.first_sample[chunk_ids] + dataset.samples_of(chunk_ids, offsets)
+    found = dataset.places(chunk_ids, offsets, np.zeros_like(offsets), 0)
+    return keys_of(dataset, found.shards, found.numbers)
+
+
+def keys_of(dataset: ChunkSource, shards: Int64Array, rows: Int64Array) -> list[str | None]:
+    """Return the key of each sample, given by its shard and its number there; None: no sample table."""
     keys: list[str | None] = [None] * len(rows)
 
     distinct, which = np.unique(shards, return_inverse=True)
@@ -56,8 +51,8 @@ def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) ->
     return keys
 
 
-def places_by_order(dataset: ChunkSource, key: str) -> list[SamplePlace]:
-    """Find the samples that have a key if keys ascend from shard to shard; if they do not, most likely none is found.
+def places_by_order(dataset: ChunkSource, key: str) -> list[tuple[int, int]]:
+    """Find shard and number of samples with a key if keys ascend from shard to shard; else, most likely, none.
 
     Writers that number their samples leave ascending keys. About a dozen key columns then suffice to find the shard.
 
@@ -66,11 +61,11 @@ def places_by_order(dataset: ChunkSource, key: str) -> list[SamplePlace]:
     """
     wanted = key.encode("utf-8", "surrogateescape")
     shard = _by_order(dataset, wanted)
-    return [] if shard is None else list(_given(dataset, shard, _rows_in(dataset, shard, wanted)))
+    return [] if shard is None else [(shard, row) for row in _rows_in(dataset, shard, wanted)]
 
 
-def all_places(dataset: ChunkSource, key: str) -> list[SamplePlace]:
-    """Find all samples that have a key, reading all key columns.
+def all_places(dataset: ChunkSource, key: str) -> list[tuple[int, int]]:
+    """Find shard and number of all samples that have a key, reading all key columns.
 
     Raises:
         IndexMissingError: A shard has no sample table.
@@ -79,7 +74,7 @@ def all_places(dataset: ChunkSource, key: str) -> list[SamplePlace]:
     found = _mapped(
         dataset, lambda shard, turns: _rows_in(dataset, shard, wanted, turns), range(len(dataset.shards.urls))
     )
-    return [place for shard, rows in enumerate(found) for place in _given(dataset, shard, rows)]
+    return [(shard, row) for shard, rows in enumerate(found) for row in rows]
 
 
 def _mapped(
@@ -111,17 +106,3 @@ def _rows_in(
     keys = _bytes(key_column(dataset.storage, dataset.shards, shard, turns=turns))
     rows: list[int] = pc.indices_nonzero(pc.equal(keys, pa.scalar(wanted, keys.type))).to_pylist()
     return rows
-
-
-def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[SamplePlace]:
-    """Find the places of a shard's rows, except those that a filter or a range leaves out."""
-    table = dataset.table
-    low, high = table.rows_of(shard)
-    for row in rows:
-        chunk = low + int(np.searchsorted(table.first_sample[low:high], row, side="right")) - 1
-        if chunk < low:
-            continue
-        count = int(table.num_samples[chunk])
-        inside = dataset.samples_of(np.full(count, chunk), np.arange(count))
-        for offset in np.flatnonzero(inside == row - int(table.first_sample[chunk])).tolist():
-            yield SamplePlace(chunk=chunk, offset=offset)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from streaming.arrays import sums
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
+from streaming.plan.room import Rooms
 from streaming.types import Int64Array
 
 
@@ -34,7 +34,9 @@ class RankLoad:
         start_requests: Requests that the first batch waits for.
         start_bytes: Bytes of these.
         live_bytes: Maximum that must be in memory at the same time.
-        held_bytes: Memory taken by chunks: live ones and read-ahead, or all that the limit leaves for chunks.
+        limit_bytes: The most that chunks may take, ``arena_limit_bytes`` of ``loader.metrics()``: live ones and
+            read-ahead, or all that the limit leaves for chunks.
+        held_bytes: What chunks take of it, ``arena_peak_bytes``: all that are read, if these are fewer.
         keeps_all: All its chunks fit in memory: each is fetched once and kept for the next epoch.
         amplification: Bytes read per byte delivered (samples times their mean size).
         fetched: int64 [n], the chunk of each fetch; None if slices are read. Not in the JSON-able form.
@@ -50,6 +52,7 @@ class RankLoad:
     start_requests: int
     start_bytes: int
     live_bytes: int
+    limit_bytes: int
     held_bytes: int
     keeps_all: bool
     amplification: float
@@ -63,54 +66,78 @@ class RankLoad:
 
 
 class Loads:
-    """Loads of the ranks of one plan. Immutable, like the plan."""
+    """Loads of the ranks of an epoch. Immutable, like its plans.
 
-    def __init__(
-        self,
-        plan: Plan,
-        chunk_bytes: Int64Array,
-        reads: Reads,
-        *,
-        spans: Callable[[Int64Array], budget.Spans] | None,
-        memory_limit_bytes: int,
-    ) -> None:
-        """Prepare the columns that all ranks need.
+    Args:
+        plans: The plans of the epoch, one for each batch size in it.
+        reads: What is read of the chunks.
+        rooms: The memory for them.
+    """
 
-        Args:
-            plan: The plan.
-            chunk_bytes: int64 [C], bytes of its chunks.
-            reads: What is read of them.
-            spans: Returns where spans begin in chunks of given sizes; its presence means that slices of chunks can be
-                read, which training does in storage order over several ranks if that saves bytes. Called if whole
-                chunks might not fit.
-            memory_limit_bytes: Memory limit of one rank.
-        """
-        self.plan, self.reads = plan, reads
-        self.memory_limit_bytes = memory_limit_bytes
-        self.chunk_bytes = chunk_bytes
-        self.room_bytes = budget.whole_pages(chunk_bytes)
-        self.sliced = spans is not None and budget.reads_slices(
-            plan, self.chunk_bytes, memory_limit_bytes=memory_limit_bytes
-        )
-        self._slices_bytes = 0
-        if self.sliced and spans is not None:
-            self._slices_bytes = budget.slices_bytes(
-                plan, self.room_bytes, partial(spans, self.room_bytes), memory_limit_bytes=memory_limit_bytes
-            )
+    def __init__(self, plans: Sequence[Plan], reads: Reads, rooms: Rooms) -> None:
+        self.plans, self.reads, self.rooms = tuple(plans), reads, rooms
+        self.plan = self.plans[0]
+        self.chunk_bytes = rooms.chunk_bytes
+        self._in_slices = [plan for plan in self.plans if rooms.reads_slices(plan)]
+        self._in_chunks = [plan for plan in self.plans if plan not in self._in_slices]
+        self._slices_bytes = max(map(rooms.slices_bytes, self._in_slices), default=0)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether only slices of chunks are read."""
+        return not self._in_chunks
+
+    @property
+    def unit(self) -> str:
+        """What one request fetches."""
+        return " or ".join((["chunk"] if self._in_chunks else []) + (["slice"] if self._in_slices else []))
+
+    @property
+    def num_rows(self) -> int:
+        """Samples of the epoch that are delivered."""
+        last = self.plans[-1]
+        return min(last.start + last.num_batches * last.global_batch_size, last.num_samples)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the epoch."""
+        return sum(plan.num_batches for plan in self.plans)
+
+    def step_of(self, row: int) -> int:
+        """Return the number of the batch that holds a row of the epoch."""
+        step = 0
+        for plan in self.plans:
+            step += max(0, min(plan.num_batches, (row - plan.start) // plan.global_batch_size))
+        return step
 
     def num_samples(self, dp_rank: int) -> int:
-        """Return the number of samples that a rank receives in the whole plan, without padding."""
-        plan = self.plan
-        whole, tail = divmod(plan.num_samples - plan.start, plan.global_batch_size)
-        if plan.last_batch == "drop":
-            tail = 0
-        sizes = ((whole, plan.global_batch_size), (1, tail))
-        shares = ((times, *plan.shape.share(size, dp_rank)) for times, size in sizes)
-        return sum(times * (high - low) for times, low, high in shares)
+        """Return the number of samples that a rank receives in the whole epoch, without padding."""
+        found = 0
+        for plan in self.plans:
+            rows = min(plan.num_batches * plan.global_batch_size, plan.num_samples - plan.start)
+            whole, tail = divmod(rows, plan.global_batch_size)
+            for times, size in ((whole, plan.global_batch_size), (1, tail)):
+                low, high = plan.shape.share(size, dp_rank)
+                found += times * (high - low)
+        return found
 
     def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         """Return the load of one rank; ``ranks`` are the processes that receive its share."""
-        return self._of_slices(dp_rank, ranks) if self.sliced else self._of_chunks(dp_rank, ranks)
+        if not self._in_slices:
+            return self._of_chunks(dp_rank, ranks)
+        slices = self._of_slices(dp_rank, ranks)
+        if not self._in_chunks:
+            return slices
+        chunks = self._of_chunks(dp_rank, ranks)
+        first = slices if self.plan in self._in_slices else chunks
+        return self._load(
+            dp_rank, ranks, num_chunks=max(chunks.num_chunks, slices.num_chunks),
+            num_requests=chunks.num_requests + slices.num_requests, read_bytes=chunks.read_bytes + slices.read_bytes,
+            start_requests=first.start_requests, start_bytes=first.start_bytes,
+            live_bytes=max(chunks.live_bytes, slices.live_bytes),
+            limit_bytes=max(chunks.limit_bytes, slices.limit_bytes),
+            held_bytes=max(chunks.held_bytes, slices.held_bytes), keeps_all=False,
+        )  # fmt: skip
 
     def check_memory(self, load: RankLoad) -> None:
         """Reject what training would reject.
@@ -118,26 +145,32 @@ class Loads:
         Raises:
             MemoryLimitError: What this rank needs at once does not fit; the message says what to do.
         """
-        limit = self.memory_limit_bytes
-        if self.sliced:
-            budget.check_slices(self.plan, self._slices_bytes, memory_limit_bytes=limit)
-        else:
-            live = load.live_bytes
-            budget.check_whole_chunks(
-                self.plan, self.room_bytes, load.dp_rank, live_bytes=live, memory_limit_bytes=limit
-            )
+        for plan in self._in_slices:
+            self.rooms.check(plan, load.dp_rank, self.rooms.slices_bytes(plan))
+        for plan in self._in_chunks:
+            live_bytes = load.live_bytes if len(self.plans) == 1 else self.rooms.live(plan, load.dp_rank).num_bytes
+            self.rooms.check(plan, load.dp_rank, live_bytes)
+
+    def neediest(self, dp_rank: int) -> Plan:
+        """Return the plan of which a rank needs most at once."""
+        if len(self.plans) == 1:
+            return self.plan
+        return max(self.plans, key=lambda plan: plan.live_bytes(self.rooms.room_bytes, dp_rank))
 
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it, by the intervals it keeps
-        live = self.plan.chunk_intervals(dp_rank)
-        different, first_seen = np.unique(live.chunk_ids, return_index=True)
-        held = min(budget.chunks_bytes(self.memory_limit_bytes, live_bytes), int(self.room_bytes[live.chunk_ids].sum()))
+        room_bytes = self.rooms.room_bytes
+        # As training counts it, by the intervals it keeps.
+        live_bytes = max(self.rooms.live(plan, dp_rank).num_bytes for plan in self._in_chunks)
+        limit_bytes = self.rooms.limit(live_bytes)
+        live = [plan.chunk_intervals(dp_rank) for plan in self._in_chunks]
+        chunk_ids = np.concatenate([one.chunk_ids for one in live])
+        at_start = np.concatenate([one.first_batches == (0 if not number else -1) for number, one in enumerate(live)])
+        different, first_seen = np.unique(chunk_ids, return_index=True)
         # The same decision as in the loop: with room for all its chunks, a rank fetches each of them once.
-        keeps_all = budget.chunks_bytes(self.memory_limit_bytes, live_bytes) >= int(self.room_bytes[different].sum())
-        fetched = np.sort(first_seen) if keeps_all else np.arange(len(live.chunk_ids))
-        chunk_ids = live.chunk_ids[fetched]
+        keeps_all = limit_bytes >= int(room_bytes[different].sum())
+        fetched = np.sort(first_seen) if keeps_all else np.arange(len(chunk_ids))
+        chunk_ids, at_start = chunk_ids[fetched], at_start[fetched]
         sizes, requests = self.reads.num_bytes[chunk_ids], self.reads.num_requests[chunk_ids]
-        at_start = live.first_batches[fetched] == 0
         return self._load(
             dp_rank,
             ranks,
@@ -147,36 +180,31 @@ class Loads:
             start_requests=round(requests[at_start].sum()),
             start_bytes=int(sizes[at_start].sum()),
             live_bytes=live_bytes,
-            held_bytes=held,
+            limit_bytes=limit_bytes,
+            held_bytes=min(limit_bytes, int(room_bytes[chunk_ids].sum())),
             keeps_all=keeps_all,
             fetched=chunk_ids,
         )
 
     def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         """Count requests: batch k covers stream positions [low, high), with one request per chunk in that range."""
-        plan, size = self.plan, self.plan.global_batch_size
-        starts = plan.epoch * plan.num_samples + plan.start + np.arange(plan.num_batches, dtype=np.int64) * size
-        end = (plan.epoch + 1) * plan.num_samples
-        sizes = np.minimum(size, end - starts)
-        low, high = plan.shape.share(sizes, dp_rank)
-        lows, highs = starts + low, starts + high
-        if plan.last_batch == "pad":
-            highs = np.maximum(highs, lows + 1)
-        lows, highs = lows[highs > lows], highs[highs > lows]
+        lows, highs = map(np.concatenate, zip(*(_ranges(plan, dp_rank) for plan in self._in_slices), strict=True))
         low_chunks, low_bytes = self._along_stream(lows)
         high_chunks, _ = self._along_stream(highs - 1)
         _, high_bytes = self._along_stream(highs, up=True)
         requests = high_chunks - low_chunks + 1
+        limit_bytes = budget.chunks_limit_bytes(self.rooms.memory_limit_bytes)
         return self._load(
             dp_rank,
             ranks,
-            num_chunks=_distinct(low_chunks, high_chunks, len(plan.chunk_samples)),
+            num_chunks=_distinct(low_chunks, high_chunks, len(self.plan.chunk_samples)),
             num_requests=int(requests.sum()),
             read_bytes=int((high_bytes - low_bytes).sum()),
             start_requests=int(requests[:1].sum()),
             start_bytes=int((high_bytes - low_bytes)[:1].sum()),
             live_bytes=self._slices_bytes,
-            held_bytes=budget.chunks_limit_bytes(self.memory_limit_bytes),
+            limit_bytes=limit_bytes,
+            held_bytes=limit_bytes,
             keeps_all=False,
         )
 
@@ -209,6 +237,18 @@ class Loads:
             amplification=read_bytes / delivered if delivered else 0.0,
             **more,
         )
+
+
+def _ranges(plan: Plan, dp_rank: int) -> tuple[Int64Array, Int64Array]:
+    """Return the stream positions [low, high) of each batch of a rank that has any, int64 [n] each."""
+    starts = plan.epoch * plan.num_samples + plan.start
+    begins = starts + np.arange(plan.num_batches, dtype=np.int64) * plan.global_batch_size
+    sizes = np.minimum(plan.global_batch_size, (plan.epoch + 1) * plan.num_samples - begins)
+    low, high = plan.shape.share(sizes, dp_rank)
+    lows, highs = begins + low, begins + high
+    if plan.last_batch == "pad":
+        highs = np.maximum(highs, lows + 1)
+    return lows[highs > lows], highs[highs > lows]
 
 
 def _distinct(low_chunks: Int64Array, high_chunks: Int64Array, num_chunks: int) -> int:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
-from shard_tools.plan.shares import MixtureShares, reads_of, shares_of
-from shard_tools.plan.sources import OpenedSet, Planned, Reads
+from shard_tools.plan.packs import PackTotals
+from shard_tools.plan.shares import MixtureShares, shares_of
+from shard_tools.plan.sources import Planned, Reads, TableSet, open_planned
 from streaming.arguments import checked_count, parse_bytes
-from streaming.catalog.random_access import span_borders
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
 from streaming.plan import memory as budget
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
-from streaming.plan.settings import Shape, order_settings
-from streaming.storage import Storage
+from streaming.plan.ramp import Ramp
+from streaming.plan.room import Rooms
+from streaming.plan.settings import Shape
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
@@ -43,10 +43,11 @@ class PlanOptions:
     Attributes:
         mesh: Sizes and order of the parallel axes; it may be any process's view.
         global_batch_size: G, samples of one batch over all data ranks.
-        shuffle: False: storage order.
+        ramp: Batch sizes by row of the run, of which ``global_batch_size`` is the first; None: a constant size.
+        shuffle: Whether to shuffle, or False: storage order; None: as the dataset says, like the next three.
         seed: Seed of the order.
-        lanes: L; None: the loader's default for G.
-        window: W in samples; None: the loader's default.
+        lanes: L.
+        window: W in samples.
         epoch: Number of the epoch.
         last_batch: ``"drop"``, ``"pad"`` or ``"partial"``.
         epoch_size: Samples of a virtual epoch, or None.
@@ -55,8 +56,9 @@ class PlanOptions:
 
     mesh: DeviceMesh
     global_batch_size: int
-    shuffle: bool = True
-    seed: int = 0
+    ramp: Ramp | None = None
+    shuffle: bool | None = None
+    seed: int | None = None
     lanes: int | None = None
     window: int | None = None
     epoch: int = 0
@@ -65,39 +67,44 @@ class PlanOptions:
     memory_limit_bytes: int = field(default_factory=lambda: parse_bytes("4GiB"))
 
     def __post_init__(self) -> None:
-        Shape.chosen(
-            None, self.global_batch_size, self.mesh.data_world_size, last_batch=self.last_batch,
-            epoch_size=self.epoch_size,
-        )  # fmt: skip
+        for size in self.shape.sizes:
+            Shape.chosen(None, size, self.mesh.data_world_size)
         if self.lanes is not None:
             checked_count("lanes", self.lanes, 1)
 
-    def plan(
-        self, chunk_samples: Int64Array, orders: Callable[[OrderSettings], Orders] | None = None,
-        epoch_size: int | None = None,
-    ) -> Plan:  # fmt: skip
-        """Make the plan of the epoch over chunks with these numbers of samples.
+    @property
+    def shape(self) -> Shape:
+        """The shape of the batches."""
+        return Shape(
+            global_batch_size=self.global_batch_size, num_ranks=self.mesh.data_world_size, last_batch=self.last_batch,
+            epoch_size=self.epoch_size, ramp=self.ramp,
+        )  # fmt: skip
 
-        Raises:
-            ConfigError: The epoch would be empty.
-        """
-        order = order_settings(
-            shuffle=self.shuffle, seed=self.seed, lanes=self.lanes, window=self.window,
-            global_batch_size=self.global_batch_size, num_samples=int(chunk_samples.sum()),
-            num_chunks=len(chunk_samples),
-        )  # fmt: skip
-        whole = Plan(
-            chunk_samples, order, global_batch_size=self.global_batch_size, dp_world_size=self.mesh.data_world_size,
-            last_batch=self.last_batch, epoch=self.epoch, epoch_size=self.epoch_size or epoch_size,
-            orders=None if orders is None else orders(order),
-        )  # fmt: skip
-        if not whole.num_batches or whole.num_samples < whole.dp_world_size:
-            raise ConfigError(
-                f"{whole.num_samples} samples do not fill one global batch of {whole.global_batch_size} "
-                f"({whole.dp_world_size} data ranks) with last_batch={self.last_batch!r}: training would refuse this. "
-                'Use last_batch="pad" or "partial", a smaller batch, fewer ranks, or epoch_size to repeat the data'
-            )
-        return whole
+    def ordered(self, planned: Any) -> Any:
+        """Return the dataset in the order of these options."""
+        return planned.ordered(shuffle=self.shuffle, seed=self.seed, lanes=self.lanes, window=self.window)
+
+
+def epoch_plans(
+    chunk_samples: Int64Array, order: OrderSettings, options: PlanOptions, orders: Orders | None = None,
+    num_samples: int | None = None,
+) -> list[Plan]:  # fmt: skip
+    """Return the plans of the epoch, one for each batch size in it; ``num_samples``: of an epoch without an end.
+
+    Raises:
+        ConfigError: The epoch would be empty.
+    """
+    shape = options.shape
+    whole = replace(shape, epoch_size=shape.epoch_size or num_samples)
+    plans = list(Plan.of_epoch(whole, chunk_samples, order, epoch=options.epoch, orders=orders))
+    size = whole.num_samples if whole.epoch_size else (orders.samples_per_pass if orders else int(chunk_samples.sum()))
+    if not plans or (size < shape.num_ranks and shape.last_batch != "pad"):
+        raise ConfigError(
+            f"{size} samples do not fill one global batch of {shape.at(options.epoch * size).global_batch_size} "
+            f"({shape.num_ranks} data ranks) with last_batch={shape.last_batch!r}: training would refuse this. "
+            'Use last_batch="pad" or "partial", a smaller batch, fewer ranks, or epoch_size to repeat the data'
+        )
+    return plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +137,14 @@ class PlanReport:
         lanes: L.
         window: W, in samples.
         unit: What one request fetches: ``"chunk"``, or ``"slice"`` of a chunk (storage order; bytes are then estimated
-            from the mean size of a chunk's samples).
+            from the mean size of a chunk's samples), or, if batch sizes change, ``"chunk or slice"``.
         memory_limit_bytes: Memory limit of one rank.
         needed_limit_bytes: A ``memory_limit`` that suffices for this epoch and, most likely, for every other.
         mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch: how well it mixes.
+        ramp: Batch sizes by row of the run; None: a constant size.
+        limits: What the parts of ``memory_limit`` are for: chunks, batches built ahead and, for packs, what they are
+            made from.
+        packs: For packs: how many there are, and what became of their documents.
         loads: The data ranks that were computed, ascending.
         sampled: Only some ranks were computed, equally spaced: totals are estimates.
         filtered: A filter leaves bytes out: what is read is estimated.
@@ -165,6 +176,9 @@ class PlanReport:
     sampled: bool
     filtered: bool
     warnings: tuple[str, ...]
+    limits: Mapping[str, int]
+    ramp: Mapping[int, int] | None = None
+    packs: PackTotals | None = None
     shares: MixtureShares | None = None
     has_end: bool = True
 
@@ -185,9 +199,18 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        apart = {"loads", "warnings", "shares"}
+        apart = {"loads", "warnings", "shares", "packs"}
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in apart}
-        counted = ("num_samples", "num_requests", "read_bytes", "start_requests", "start_bytes", "live_bytes")
+        counted = (
+            "num_samples",
+            "num_requests",
+            "read_bytes",
+            "start_requests",
+            "start_bytes",
+            "live_bytes",
+            "limit_bytes",
+            "held_bytes",
+        )
         spreads = {name: self.spread(name) for name in (*counted, "amplification")}
         return {
             **own,
@@ -202,51 +225,29 @@ class PlanReport:
             "per_data_rank": {
                 name: {"min": spread.least, "mean": spread.mean, "max": spread.most} for name, spread in spreads.items()
             },
+            **({} if self.packs is None else {"packs": self.packs.as_dict()}),
             **({} if self.shares is None else {"shares": self.shares.as_dict()}),
             "data_ranks": [load.as_dict() for load in self.loads],
             "warnings": list(self.warnings),
         }
 
 
-def plan(
-    urls: str | Sequence[str], *, options: PlanOptions, storage: Storage, index_url: str | None = None,
-    where: str | None = None, view: str | None = None, subset: str | None = None,
-) -> PlanReport:  # fmt: skip
-    """Compute which data rank reads what of the shards at ``urls``; reads their index, never their data.
+def plan(urls: str | Sequence[str], *, options: PlanOptions, **opened: Any) -> PlanReport:
+    """Compute which data rank reads what of the dataset at ``urls``; reads its index, never its data.
 
     In a filtered dataset, the bytes read of a chunk are estimated from the fraction of its samples that is kept.
 
     Args:
-        urls: Shards, as for ``StreamingDataset``.
+        urls: Shards, as for ``StreamingDataset``, or the JSON file of a mixture.
         options: The topology and the loader's options.
-        storage: Store of the shards.
-        index_url: Location of the index, if not beside them.
-        where: Condition, as for ``StreamingDataset``.
-        view: Name of a saved view.
-        subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
+        opened: See :func:`shard_tools.plan.sources.open_planned`.
 
     Raises:
         IndexMissingError: There is no index, and the dataset is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
         ConfigError: Training would reject this for a reason other than memory, such as an empty epoch.
     """
-    opened = OpenedSet(urls, storage=storage, index_url=index_url, where=where, view=view, subset=subset)
-    return plan_opened(opened, options=options)
-
-
-def plan_opened(planned: Planned, *, options: PlanOptions) -> PlanReport:
-    """Compute which rank reads what of an opened dataset or mixture.
-
-    Raises:
-        ConfigError: Training would reject this for a reason other than memory, such as an empty epoch.
-    """
-    if not isinstance(planned, OpenedSet):
-        return _plan_mixture(planned, options)
-    may_slice = not options.shuffle and options.mesh.data_world_size > 1
-    reads = Reads.of(planned.chunk_bytes, planned.chunk_samples, planned.selection.stored_samples)
-    is_filtered = bool(planned.selection.filter)
-    spans = planned.span_borders if may_slice and not is_filtered and planned.has_sample_tables() else None
-    return _report(_Chunks(_epoch_plan(planned.table, options), planned.table, reads), options, spans)
+    return plan_opened(open_planned(urls, **opened), options=options)
 
 
 def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False) -> PlanReport:
@@ -260,78 +261,80 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
     Raises:
         ConfigError: The epoch would be empty.
     """
-    reads = Reads.of(table.chunk_bytes, table.num_samples, table.num_samples)
-    spans = partial(span_borders, table, samples_of=lambda _: None) if sliced else None
-    return _report(_Chunks(_epoch_plan(table, options), table, reads), options, spans)
+    return plan_opened(TableSet(table, sliced=sliced), options=options)
 
 
-def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
-    """Plan an epoch; of a mixture without end, as many samples as its sources have."""
-    num_samples = int(mixture.chunk_samples.sum())
-    ledger = mixture.begun(options.global_batch_size)
-    whole = options.plan(
-        mixture.chunk_samples,
-        lambda order: mixture.orders(order, mixture.begun(options.global_batch_size, order)),
-        num_samples if mixture.is_endless else None,
-    )
-    begin = options.epoch * whole.num_samples
-    reads = reads_of(mixture, mixture.forecast(ledger).drawn(begin, whole.num_samples))
-    chunks = _Chunks(whole, mixture, reads)
-    report = _report(chunks, options, None)
-    loads = Loads(whole, mixture.chunk_bytes, reads, spans=None, memory_limit_bytes=options.memory_limit_bytes)
-    factor = whole.dp_world_size / len(report.loads)
-    mixed = shares_of(mixture, ledger, loads, report.loads, factor)
+def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> PlanReport:
+    """Compute which rank reads what of an opened dataset of any kind; of a mixture without end, one pass of samples.
+
+    Raises:
+        ConfigError: Training would reject this for a reason other than memory, such as an empty epoch.
+    """
+    num_samples = int(planned.chunk_samples.sum())
+    if not num_samples:
+        raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
+    planned = options.ordered(planned)
+    order = planned.order_settings(options.shape.size_for_lanes)
+    if not hasattr(planned, "leaves"):
+        plans = epoch_plans(planned.chunk_samples, order, options)
+        loads = Loads(plans, Reads.of_sets(planned), _rooms(planned, options))
+        return _report(planned, loads, options)
+    mixture: Mixture = planned
+    mixture.check_shape(options.shape)
+    ledger = mixture.begun(options.global_batch_size, order)
+    most = max(num_samples, *options.shape.sizes) if mixture.is_endless else None
+    plans = epoch_plans(mixture.chunk_samples, order, options, mixture.orders(order, ledger), most)
+    drawn = mixture.forecast(ledger).drawn(options.epoch * plans[0].num_samples, plans[0].num_samples)
+    loads = Loads(plans, Reads.of_sets(mixture, drawn), _rooms(mixture, options))
+    report = _report(mixture, loads, options)
+    mixed = shares_of(mixture, ledger, loads, report.loads, plans[0].dp_world_size / len(report.loads))
     return replace(report, shares=mixed, has_end=not mixture.is_endless or options.epoch_size is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The input of a plan: ``data`` has ``urls`` or ``shards``, and the bytes and samples of chunks."""
-
-    plan: Plan
-    data: ChunkTable | Planned
-    reads: Reads
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.data.shards if isinstance(self.data, ChunkTable) else self.data.urls)
+def _rooms(planned: Any, options: PlanOptions) -> Rooms:
+    """Return the memory of a loader without worker processes, which maps local files."""
+    return Rooms(planned, options.memory_limit_bytes, is_mapped=planned.can_be_mapped)
 
 
-def _report(chunks: _Chunks, options: PlanOptions, spans: Callable[[Int64Array], budget.Spans] | None) -> PlanReport:
-    whole, reads = chunks.plan, chunks.reads
-    chunk_bytes = chunks.data.chunk_bytes
-    loads = Loads(whole, chunk_bytes, reads, spans=spans, memory_limit_bytes=options.memory_limit_bytes)
+def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
+    whole, reads, limit = loads.plan, loads.reads, options.memory_limit_bytes
     chosen = _swept_ranks(whole, sliced=loads.sliced)
     replicas = replica_ranks(options.mesh)
     found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
-    dropped = whole.num_samples % whole.global_batch_size if options.last_batch == "drop" else 0
     report = PlanReport(
-        num_shards=chunks.num_shards,
-        num_chunks=len(chunk_bytes),
+        num_shards=len(planned.urls),
+        num_chunks=len(loads.chunk_bytes),
         num_samples=int(whole.chunk_samples.sum()),
-        num_bytes=int(chunk_bytes.sum()),
+        num_bytes=int(loads.chunk_bytes.sum()),
         sample_bytes=reads.sample_bytes,
         axes=options.mesh.axis_sizes,
         data_world_size=whole.dp_world_size,
         replica_world_size=options.mesh.replica_world_size,
         global_batch_size=whole.global_batch_size,
-        num_batches=whole.num_batches,
+        num_batches=loads.num_batches,
         epoch=whole.epoch,
-        epoch_samples=whole.num_samples - dropped,
-        shuffle=options.shuffle,
+        epoch_samples=loads.num_rows,
+        shuffle=whole.settings.shuffle,
         lanes=whole.settings.lanes,
         window=whole.settings.window,
-        unit="slice" if loads.sliced else "chunk",
-        memory_limit_bytes=options.memory_limit_bytes,
+        unit=loads.unit,
+        memory_limit_bytes=limit,
         needed_limit_bytes=budget.needed_mib(max(load.live_bytes for load in found)) << 20,
-        mixed_chunks=_mixed_chunks(whole),
+        mixed_chunks=_mixed_chunks(loads.plans[len(loads.plans) // 2]),
         loads=found,
         sampled=len(found) < whole.dp_world_size,
-        filtered=reads.num_bytes is not chunk_bytes and bool((reads.num_bytes < chunk_bytes).any()),
+        filtered=bool((reads.num_bytes < loads.chunk_bytes).any()),
         warnings=(),
+        limits={
+            "chunks": budget.chunks_limit_bytes(limit),
+            "batches": budget.batches_limit_bytes(limit, is_packed=planned.is_packed),
+            **({"packs": budget.packs_limit_bytes(limit)} if planned.is_packed else {}),
+        },
+        ramp=None if options.ramp is None else dict(options.ramp.steps),
+        packs=PackTotals.of(planned) if planned.is_packed else None,
     )
-    may_slice = not options.shuffle and whole.dp_world_size > 1
-    return _with_warnings(report, loads, may_slice=may_slice, tables=spans is not None)
+    may_slice = not report.shuffle and whole.dp_world_size > 1
+    return _with_warnings(report, loads, may_slice=may_slice, tables=loads.sliced)
 
 
 def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
@@ -343,9 +346,8 @@ def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
 
 
 def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
-    if not table.total_samples:
-        raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
-    return options.plan(table.num_samples)
+    planned = options.ordered(TableSet(table, sliced=False))
+    return epoch_plans(table.num_samples, planned.order_settings(options.shape.size_for_lanes), options)[0]
 
 
 def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:
@@ -366,7 +368,11 @@ def _mixed_chunks(whole: Plan) -> int:
 
 
 def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool, tables: bool) -> PlanReport:
-    warnings = []
+    warnings = (
+        []
+        if report.packs is None
+        else report.packs.warnings(report.ramp or {0: report.global_batch_size}, report.data_world_size)
+    )
     worst = max(report.loads, key=lambda load: load.live_bytes)
     try:
         loads.check_memory(worst)

@@ -101,9 +101,8 @@ def shares_of(
         found: The loads of some or all ranks.
         factor: Ratio of what all ranks read to what these ranks read.
     """
-    plan = loads.plan
+    plan, covered = loads.plan, loads.num_rows
     begin = plan.epoch * plan.num_samples
-    covered = min(plan.num_batches * plan.global_batch_size, plan.num_samples)
     rows = sorted({covered * part // _POINTS for part in range(1, _POINTS + 1)})
     counts = _counted(loads, mixture, [begin, *(begin + row for row in rows)])
     forecast = mixture.forecast(ledger)
@@ -117,20 +116,16 @@ def shares_of(
         SourceShare(
             name=name,
             num_samples=mixture.sizes[name],
-            kept=mixture.sizes[name] / max(int(one.selection.stored_samples.sum()), 1),
+            kept=int(one.used_samples.sum()) / max(int(one.stored_samples.sum()), 1),
             drawn=int(drawn[at]),
             target=float(wanted[at]) / covered,
             realised=int(drawn[at]) / covered,
             strayed=int(strayed[at]),
             passes=int(drawn[at]) / mixture.sizes[name],
-            begins={
-                number + 1: (row - begin) // plan.global_batch_size
-                for row, number in begins[name]
-                if row <= begin + covered
-            },
+            begins={number + 1: loads.step_of(row - begin) for row, number in begins[name] if row <= begin + covered},
             num_requests=round(factor * by_source.num_requests[at]),
             read_bytes=round(factor * by_source.read_bytes[at]),
-            amplification=factor * by_source.read_bytes[at] / max(int(drawn[at]) * _mean_bytes(one), 1),
+            amplification=factor * by_source.read_bytes[at] / max(int(drawn[at]) * Reads.of_set(one).sample_bytes, 1),
             live_bytes=by_source.live_bytes[at],
             exact_unit_bytes=exact.unit_bytes[at],
         )
@@ -142,22 +137,6 @@ def shares_of(
         by_chunks=mixture.is_endless and mixture.quotas == "chunks" and mixture.batches == "mixed",
         exact_live_bytes=exact.live_bytes, exact_fetch_bytes=exact.fetch_bytes, exact_num_requests=exact.num_requests,
     )  # fmt: skip
-
-
-def reads_of(mixture: Mixture, drawn: Mapping[str, float]) -> Reads:
-    """Return what is read of the chunks of all sources; the mean sample size is that of the samples drawn."""
-    parts = [Reads.of(one.chunk_bytes, one.chunk_samples, one.selection.stored_samples) for _, one in sets_of(mixture)]
-    weights = np.array([drawn[name] for name in mixture.names])
-    return Reads(
-        num_bytes=np.concatenate([part.num_bytes for part in parts]),
-        num_requests=np.concatenate([part.num_requests for part in parts]),
-        sample_bytes=float(np.average([part.sample_bytes for part in parts], weights=weights)),
-    )
-
-
-def _mean_bytes(one: object) -> float:
-    chunk_bytes, stored = one.chunk_bytes, one.selection.stored_samples  # type: ignore[attr-defined]
-    return float(chunk_bytes.sum() / max(int(stored.sum()), 1))
 
 
 def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
@@ -186,17 +165,22 @@ class _Fetched:
     def of(cls, mixture: Mixture, loads: Loads, found: Sequence[RankLoad]) -> _Fetched:
         count = len(mixture.names)
         requests, read = np.zeros(count), np.zeros(count)
+        whole = np.bincount(mixture.source_of(np.arange(len(loads.chunk_bytes))), loads.chunk_bytes, count)
         for load in found:
-            if load.fetched is not None:
+            if load.fetched is None:  # slices, all along the storage order
+                requests += load.num_requests * whole / whole.sum()
+                read += load.read_bytes * whole / whole.sum()
+            else:
                 source = mixture.source_of(load.fetched)
                 requests += np.bincount(source, loads.reads.num_requests[load.fetched], count)
                 read += np.bincount(source, loads.reads.num_bytes[load.fetched], count)
-        live = loads.plan.chunk_intervals(max(found, key=lambda load: load.live_bytes).dp_rank)
+        dp_rank = max(found, key=lambda load: load.live_bytes).dp_rank
+        live = loads.neediest(dp_rank).chunk_intervals(dp_rank)
         source = mixture.source_of(live.chunk_ids)
         return cls(
             num_requests=requests.tolist(),
             read_bytes=read.tolist(),
-            live_bytes=[live.taken(source == number).live_bytes(loads.room_bytes) for number in range(count)],
+            live_bytes=[live.taken(source == number).live_bytes(loads.rooms.room_bytes) for number in range(count)],
         )
 
 
@@ -221,8 +205,8 @@ def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
     sets = [one for _, one in sets_of(mixture)]
     chunk = np.array([one.chunk_bytes.mean() for one in sets])
     size = np.array([one.chunk_bytes.sum() for one in sets], np.float64)
-    wanted = drawn * np.array([_mean_bytes(one) for one in sets])
-    room_bytes = int(budget.chunks_limit_bytes(loads.memory_limit_bytes) * budget.EPOCHS_VARY)
+    wanted = drawn * np.array([Reads.of_set(one).sample_bytes for one in sets])
+    room_bytes = int(budget.chunks_limit_bytes(loads.rooms.memory_limit_bytes) * budget.EPOCHS_VARY)
     can_cut = all(one.can_be_cut for one in mixture.leaves.values())
     total = fitting_total(room_bytes, lanes, len(sets)) if can_cut else None
     shares = dict(zip(mixture.names, (wanted / max(wanted.sum(), 1)).tolist(), strict=True))

@@ -1,87 +1,118 @@
-"""Open the input of a plan: a dataset with its filter, or the mixture that a file describes; reads index files only."""
+"""Open the dataset of a plan, the same object that training builds; estimate what is read of its chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.catalog.open import open_shards
-from streaming.catalog.random_access import RandomAccess
-from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource
+from streaming.catalog.packed import PackedSource
+from streaming.catalog.random_access import span_borders
+from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OneOrder
 from streaming.errors import ConfigError, IndexMissingError
-from streaming.filters.select import narrowed, parse_subset
-from streaming.filters.views import asked_filter
+from streaming.filters.select import parse_subset
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.spans import SPAN_BYTES
-from streaming.storage import Storage
 from streaming.types import Int64Array
 
 if TYPE_CHECKING:
     from streaming.datasets.mixture import Mixture
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
-Planned: TypeAlias = "OpenedSet | Mixture"
+Leaf: TypeAlias = ChunkSource | PackedSource
+Planned: TypeAlias = "Leaf | Mixture"
 MIXTURE_SUFFIX = ".json"
 
 
-class OpenedSet(ChunkSource):
-    """Shards with an index, and what a filter keeps of them, opened as in training but without torch.
+class TableSet(OneOrder):
+    """A dataset of which only the chunk table is known, and whose spans are its chunks.
 
-    Raises:
-        IndexMissingError: There is no index, and the dataset is too large to index on the fly.
-        NotFoundError: Nothing matches ``urls``.
-        ConfigError: The filter cannot be evaluated, or keeps nothing.
+    Args:
+        table: The chunk table.
+        sliced: There are sample tables: in storage order, ranks read slices of chunks if that saves bytes.
     """
 
-    def __init__(
-        self, urls: str | Sequence[str], *, storage: Storage, index_url: str | None = None, where: str | None = None,
-        view: str | None = None, subset: str | None = None, allow_unfinished: bool | None = None,
-    ) -> None:  # fmt: skip
-        self.storage, self.cache, self.fields = storage, None, None
-        self.shards = open_shards(storage, urls, index_url, allow_unfinished=bool(allow_unfinished))
-        if self.shards.table is None:
-            raise IndexMissingError(self.shards.missing_index)
-        asked = asked_filter(
-            storage, self.shards, where=where, view=view, subset=parse_subset(subset), exclude=None, peers=None
-        )
-        self._selection = narrowed(storage, self.shards, asked)
-        self._recent = RandomAccess()
+    is_packed = can_be_mapped = False
+
+    def __init__(self, table: ChunkTable, *, sliced: bool) -> None:
+        self.table, self._sliced = table, sliced
+        self.urls = [shard.name for shard in table.shards]
+        self._order_by(shuffle=True, seed=0)
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64 [C], samples of each chunk."""
+        return self.table.num_samples
+
+    used_samples = stored_samples = chunk_samples
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64 [C], bytes of each chunk."""
+        return self.table.chunk_bytes
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """int64 [C], where each chunk begins in its shard."""
+        return self.table.byte_start
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
+        """See ``Source``: all bytes."""
+        return self.chunk_bytes[chunk_ids]
+
+    def has_sample_tables(self) -> bool:
+        """See ``Source``."""
+        return self._sliced
+
+    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """See ``Source``: where chunks begin."""
+        return span_borders(self.table, room_bytes, samples_of=lambda _: None)
 
 
 def open_planned(
-    urls: Sequence[str], *, storage: Storage, storage_options: dict[str, object] | None = None, **options: Any
-) -> Planned:
-    """Open a mixture if the only URL is that of a JSON file, else a dataset.
+    urls: str | Sequence[str], *, storage_options: Mapping[str, object] | None = None, subset: str | None = None,
+    **options: Any,
+) -> Planned:  # fmt: skip
+    """Open the dataset that training builds: the mixture of a JSON file if that is the only URL, else a set.
 
     Args:
         urls: URLs as users write them.
-        storage: Store of the dataset.
-        storage_options: The options that ``storage`` was made with; default for a mixture's sources that name none.
-        options: Options of :class:`OpenedSet`, for datasets only.
+        storage_options: For the set, and for sources of a mixture that give none.
+        subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
+        options: What a source in such a file has beside its URL; None: not given.
 
     Raises:
         ConfigError: It cannot be opened with these options.
+        IndexMissingError: There is no index, and the dataset is too large to index on the fly.
+        NotFoundError: Nothing matches ``urls``.
     """
-    if len(urls) != 1 or not urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX):
-        return OpenedSet(urls, storage=storage, **options)
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        name = given[0].removesuffix("_url").replace("_", "-")
-        raise ConfigError(f"--{name}: in a mixture it belongs to each source; write it into {urls[0]}")
     from streaming.datasets.mixture import Mixture  # noqa: PLC0415  it imports torch
+    from streaming.datasets.mixture_file import open_described  # noqa: PLC0415
 
-    return Mixture.from_file(urls[0], storage_options=storage_options)
+    listed = [urls] if isinstance(urls, str) else list(urls)
+    given = {name: value for name, value in {"subset": subset, **options}.items() if value is not None}
+    if len(listed) == 1 and listed[0].partition("?")[0].endswith(MIXTURE_SUFFIX):
+        for name in given:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: in a mixture it belongs to each source; write it into {listed[0]}"
+            )
+        return Mixture.from_file(listed[0], storage_options=storage_options)
+    if subset is not None:
+        given["subset"] = parse_subset(subset)
+    made: Any = open_described({"url": listed, **given}, storage_options=storage_options)
+    if not made.indexed:
+        raise IndexMissingError(made.shards.missing_index)
+    found: Planned = made
+    return found
 
 
-def sets_of(planned: Planned) -> Iterator[tuple[str, ChunkSource]]:
-    """Yield the datasets in the order of their chunks, with their names; the name of a single dataset is ""."""
-    if isinstance(planned, OpenedSet):
-        yield "", planned
-    else:
-        yield from ((name, one) for name, one in sorted(planned.leaves.items()) if isinstance(one, ChunkSource))
+def sets_of(planned: Planned | TableSet) -> Iterator[tuple[str, Any]]:
+    """Yield the sets of samples or packs in the order of their chunks, with their names; that of a single one is ""."""
+    leaves = getattr(planned, "leaves", None)
+    yield from [("", planned)] if leaves is None else sorted(leaves.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +134,17 @@ class Reads:
     sample_bytes: float
 
     @classmethod
-    def of(cls, chunk_bytes: Int64Array, given: Int64Array, stored: Int64Array) -> Reads:
-        """Estimate for chunks of these sizes, from the samples that they deliver and store, int64 [C] each."""
+    def of(
+        cls, chunk_bytes: Int64Array, given: Int64Array, stored: Int64Array, drawn: Int64Array | None = None
+    ) -> Reads:
+        """Estimate for chunks of these sizes, from the samples that they use and store, int64 [C] each.
+
+        With ``drawn``, what is drawn is not samples but packs, so many from each chunk.
+        """
         mean = int(chunk_bytes.sum()) / max(int(stored.sum()), 1)
-        if given is stored:
+        if drawn is not None:
+            mean *= int(given.sum()) / max(int(drawn.sum()), 1)
+        if np.array_equal(given, stored):
             return cls(num_bytes=chunk_bytes, num_requests=np.ones(len(given)), sample_bytes=mean)
         sizes = np.maximum(chunk_bytes / np.maximum(stored, 1), 1)
         per_span = np.maximum(SPAN_BYTES / sizes, 1)
@@ -121,10 +159,21 @@ class Reads:
             sample_bytes=mean,
         )
 
+    @classmethod
+    def of_set(cls, one: Any) -> Reads:
+        """Estimate for a set of samples or packs."""
+        return cls.of(
+            one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples if one.is_packed else None
+        )
 
-def chosen_of(planned: Planned) -> dict[str, Any]:
-    """Return the order that a mixture's file chooses, as options of a plan; empty for a dataset."""
-    if isinstance(planned, OpenedSet):
-        return {}
-    chosen = planned.shuffle_config
-    return {"shuffle": planned.shuffle, "seed": planned.seed, "lanes": chosen.lanes, "window": chosen.window}
+    @classmethod
+    def of_sets(cls, planned: Planned | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:
+        """Estimate for all sets; the mean sample is that of the samples ``drawn`` of each."""
+        sets = list(sets_of(planned))
+        parts = [cls.of_set(one) for _, one in sets]
+        weights = None if drawn is None else np.array([drawn[name] for name, _ in sets])
+        return cls(
+            num_bytes=np.concatenate([part.num_bytes for part in parts]),
+            num_requests=np.concatenate([part.num_requests for part in parts]),
+            sample_bytes=float(np.average([part.sample_bytes for part in parts], weights=weights)),
+        )

@@ -6,39 +6,47 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
-from shard_tools.plan.keys import SamplePlace, all_places, keys_at, places_by_order
-from shard_tools.plan.sources import OpenedSet, Planned, sets_of
+from shard_tools.plan.keys import all_places, keys_of, places_by_order
+from shard_tools.plan.report import PlanOptions
+from shard_tools.plan.sources import Planned, sets_of
 from shard_tools.running.report import Report
+from streaming.arguments import some_names
 from streaming.arrays import sums
 from streaming.errors import ConfigError, NotFoundError, StateError
 from streaming.plan.ledger import Ledger
-from streaming.plan.order import Orders
+from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
+from streaming.plan.ramp import Ramp
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
+
+if TYPE_CHECKING:
+    from streaming.datasets.mixture import Mixture
 
 _MAX_ROWS = 1 << 20  # maximum shown at once; a larger range of steps is surely a mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow(Report):
-    """One sample in one step.
+    """One sample, or one pack, in one step.
 
     Attributes:
-        step: Number of the global batch from the beginning of the run, assuming one batch size throughout.
+        step: Number of the global batch from the beginning of the run.
         epoch: Its epoch.
         batch: Its number in the epoch.
         dp_rank: The data rank that receives the sample.
-        source: The sample's source in a mixture; None: the run reads a single dataset.
+        source: Its ``__source__`` in batches of a mixture; None: they have none.
         number: The sample's number in the dataset, or in the source: ``dataset[number]``.
         shard: URL of its shard.
-        key: Its key; None: the index has no sample table.
+        key: Its key; None: the index has no sample table. For packs, not in the JSON-able form.
+        keys: The keys of a pack's documents; None: these are samples, and it is not in the JSON-able form.
     """
 
     step: int
@@ -49,6 +57,13 @@ class StepRow(Report):
     number: int
     shard: str
     key: str | None
+    keys: tuple[str | None, ...] | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form."""
+        told = Report.as_dict(self)
+        del told["keys" if self.keys is None else "key"]
+        return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +72,7 @@ class StepReport(Report):
 
     Attributes:
         at_step: The step that the state would perform next.
-        batches_per_epoch: Steps of each epoch; None: the epoch has no end.
+        batches_per_epoch: Steps of the state's epoch; None: the epoch has no end.
         rows: The samples found.
         left_out: Epochs searched that do not deliver the sample, because it is in their tail.
         looked_at: The steps searched for a key: the first, and one past the last; None if no key was searched for.
@@ -72,9 +87,37 @@ class StepReport(Report):
     by_order: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of steps, as the plan has them; int64 [n] each."""
+
+    steps: Int64Array
+    ranks: Int64Array
+    chunk_ids: Int64Array
+    offsets: Int64Array
+    passes: Int64Array
+    seeds: Int64Array
+
+    def where(self, rows: Any) -> _Rows:
+        return _Rows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        empty = np.zeros(0, np.int64)
+        return cls(
+            **{
+                name: np.concatenate([empty, *(getattr(one, name) for one in parts)])
+                for name in cls.__dataclass_fields__
+            }
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """The steps of a run over one dataset, or over a mixture with the state's ledger. Reads sample tables for keys.
+    """The steps of a run over a dataset, of a mixture with the state's ledger. Reads sample tables for keys.
+
+    Batches before the state are taken to have had the sizes that are given; those of the state's epoch before its
+    place are only known if they fit.
 
     Attributes:
         planned: What the run reads.
@@ -82,6 +125,7 @@ class PlannedRun:
         global_batch_size: G.
         num_ranks: R, the number of data ranks.
         last_batch: How the tail is treated.
+        ramp: Batch sizes by row, of which ``global_batch_size`` is the first; None: a constant size.
 
     Raises:
         StateError: The state belongs to another dataset or mixture.
@@ -93,63 +137,129 @@ class PlannedRun:
     global_batch_size: int
     num_ranks: int
     last_batch: LastBatch
-    _plans: dict[int, Plan] = field(default_factory=dict, init=False, repr=False)
+    ramp: Ramp | None = None
+    _plans: dict[int, list[tuple[int, Plan]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.state.ledger is None:
             _check_set(self.planned, self.state)
         else:
             _check_mixture(self.planned, self.state.ledger)
-            if not isinstance(self.planned, OpenedSet):
-                object.__setattr__(self, "planned", self.planned.cut_as(self.state.ledger))
-        if not self.batches_per_epoch:
+            object.__setattr__(self, "planned", self._mixture.cut_as(self.state.ledger))
+            self._mixture.check_shape(self._shape)
+        if not self.batches_of(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Steps of each epoch."""
-        return self.plan_of(0).num_batches
+    def _mixture(self) -> Mixture:
+        mixture: Any = self.planned
+        found: Mixture = mixture
+        return found
+
+    @cached_property
+    def _shape(self) -> Shape:
+        """The shape of the global batches: with a single rank, they are that rank's."""
+        return Shape(
+            global_batch_size=self.global_batch_size, num_ranks=1, last_batch=self.last_batch,
+            epoch_size=self.state.epoch_size, ramp=self.ramp,
+        )  # fmt: skip
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        if self.state.epoch_size is not None:
+            return self.state.epoch_size
+        if self._orders is not None:
+            return self._orders.samples_per_pass
+        return int(self.planned.chunk_samples.sum())
 
     @property
     def is_endless(self) -> bool:
         """Whether the one epoch has no end."""
-        return self.plan_of(0).is_endless
+        return self.num_samples >= ENDLESS
+
+    # --- steps ---
+
+    @cached_property
+    def _before(self) -> tuple[int, bool]:
+        """Batches of the state's epoch before its place, and whether they end there."""
+        row, seen = self.state.epoch * self.num_samples, min(self.state.samples_seen, self.num_samples)
+        whole = replace(self._shape, last_batch="drop").batches_from(row, seen)
+        begun = replace(self._shape, last_batch="partial").batches_from(row, seen)
+        return begun, whole == begun or seen == self.num_samples
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        row, size = epoch * self.num_samples, self.num_samples
+        before, fits = self._before
+        if fits or epoch != self.state.epoch:
+            return self._shape.batches_from(row, size)
+        seen = self.state.samples_seen
+        return before + self._shape.batches_from(row + seen, size - seen)
+
+    def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
+        first = epoch = 0
+        while True:
+            count = self.batches_of(epoch)
+            settled = self.ramp is None or epoch * self.num_samples >= self.ramp.steps[-1][0]
+            yield epoch, first, count, settled and (self._before[1] or epoch > self.state.epoch)
+            first, epoch = first + count, epoch + 1
+
+    def first_step(self, epoch: int) -> int:
+        """Return the first step of an epoch."""
+        for number, first, count, are_alike in self._epochs():
+            if number == epoch or are_alike:
+                return first + (epoch - number) * count
+        raise AssertionError("epochs go on")
+
+    def epoch_at(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and its first step.
+
+        Raises:
+            ConfigError: There is no such step.
+        """
+        for epoch, first, count, are_alike in self._epochs():
+            if step < first + count:
+                return epoch, first
+            if are_alike and not count:
+                raise ConfigError(f"--step: the run ends at step {first:,}: no later epoch fills one batch")
+            if are_alike:
+                return epoch + (step - first) // count, step - (step - first) % count
+        raise AssertionError("epochs go on")
 
     @property
     def at_step(self) -> int:
         """The step that the state would perform next."""
-        done = -(-self.state.samples_seen // self.global_batch_size)
-        return self.state.epoch * self.batches_per_epoch + min(done, self.batches_per_epoch)
+        return self.first_step(self.state.epoch) + self._before[0]
 
-    def plan_of(self, epoch: int) -> Plan:
-        """Return the plan of one whole epoch, made once; with a single rank, whose batches are the global batches."""
+    def plans_of(self, epoch: int) -> list[tuple[int, Plan]]:
+        """Return the plans of one epoch with the number of their first batch, made once.
+
+        Of the state's epoch, if batches before its place had other sizes, only those behind it.
+        """
         if epoch not in self._plans:
-            order, seed = self.state.order, self.state.next_seed
-            orders = self._orders
+            before, fits = self._before
+            number, start = (0, 0) if fits or epoch != self.state.epoch else (before, self.state.samples_seen)
+            order, seed, orders = self.state.order, self.state.next_seed, self._orders
             if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
                 orders = None if orders is None else orders.under(order)
-            self._plans[epoch] = Plan(
-                self.planned.chunk_samples,
-                order,
-                global_batch_size=self.global_batch_size,
-                dp_world_size=1,
-                last_batch=self.last_batch,
-                epoch=epoch,
-                epoch_size=self.state.epoch_size,
-                orders=orders,
-            )
+            self._plans[epoch] = []
+            for plan in Plan.of_epoch(
+                self._shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
+            ):
+                self._plans[epoch].append((number, plan))
+                number += plan.num_batches
         return self._plans[epoch]
 
     @cached_property
     def _orders(self) -> Orders | None:
         """Return the orders of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
-        if self.state.ledger is None or isinstance(self.planned, OpenedSet):
-            return None
-        return self.planned.orders(self.state.order, self.state.ledger)
+        return None if self.state.ledger is None else self._mixture.orders(self.state.order, self.state.ledger)
 
     @cached_property
-    def _sets(self) -> list[Any]:
+    def _sets(self) -> list[tuple[str, Any]]:
         return list(sets_of(self.planned))
 
     @cached_property
@@ -160,19 +270,16 @@ class PlannedRun:
         """List the samples of these steps.
 
         Raises:
-            ConfigError: There are no samples, or more than a million.
+            ConfigError: There are no samples, or more than a million; or a step lies before the state, in batches of
+                another size.
         """
-        if not steps or steps.start < 0 or len(steps) * self.global_batch_size > _MAX_ROWS:
+        if not steps or steps.start < 0 or len(steps) * max(self._shape.sizes) > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
-        rows: list[tuple[int, int, int, int]] = []
-        for step in steps:
-            epoch, batch = divmod(step, self.batches_per_epoch)
-            chunks, offsets, ranks = self._batch(epoch, batch)
-            rows += zip([step] * len(chunks), ranks.tolist(), chunks.tolist(), offsets.tolist(), strict=True)
-        return self._report(self._told(rows))
+        self._check_known(steps.start)
+        return self._report(self._told(_Rows.joined([self._batch(step) for step in steps])))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
-        """Find the steps that contain the samples with this key.
+        """Find the steps that contain the samples with this key; of a document in several packs, the step of each.
 
         Args:
             key: The key.
@@ -182,109 +289,209 @@ class PlannedRun:
             thorough: Read all keys, even if ascending keys already gave the place.
 
         Raises:
-            NotFoundError: No sample has this key.
+            NotFoundError: No sample has this key, or those that have it are left out.
             IndexMissingError: A shard that could hold it has no sample table.
         """
-        places: list[tuple[int, SamplePlace]] = []
-        if not thorough:
-            places = [(at, place) for at, (_, one) in enumerate(self._sets) for place in places_by_order(one, key)]
-        by_order = bool(places) and len(self.planned.urls) > 1
-        if not places:
-            places = [(at, place) for at, (_, one) in enumerate(self._sets) for place in all_places(one, key)]
-        if not places:
-            what = redact(self.planned.urls[0])
-            raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
-        looked_at = self._searched(places) if steps is None else steps
-        rows = [
-            (step, rank, chunk, place.offset)
-            for number, place in places
-            for chunk in [place.chunk + int(self._first_chunks[number])]
-            for step, rank in self._steps_with(chunk, place.offset, looked_at)
-        ]
-        there = {step // self.batches_per_epoch for step, *_ in rows}
-        left_out = [] if steps is not None else [one for one in self._epochs(looked_at) if one not in there]
-        report = self._report(self._told(sorted(rows)))
-        return replace(
-            report, left_out=() if self.state.epoch_size or self.is_endless else tuple(left_out),
-            looked_at=(looked_at.start, looked_at.stop), by_order=by_order,
-        )  # fmt: skip
+        places, by_order = self._places(key, thorough=thorough)
+        looked_at = self._searched([number for number, *_ in places]) if steps is None else steps
+        self._check_known(looked_at.start)
+        found = [self._rows_with(*place, looked_at) for place in places]
+        if not any(is_delivered for _, is_delivered in found):
+            raise NotFoundError(self._why_left_out(key, places))
+        rows = _Rows.joined([row for rows, _ in found for row in rows])
+        report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
+        left_out: tuple[int, ...] = ()
+        if steps is None and not (self.state.epoch_size or self.is_endless):
+            begun, fits = self._before
+            epochs = range(self.state.epoch + (begun > 0 and not fits), self.state.epoch + 2)
+            left_out = tuple(epoch for epoch in epochs if epoch not in {row.epoch for row in report.rows})
+        return replace(report, left_out=left_out, looked_at=(looked_at.start, looked_at.stop), by_order=by_order)
 
-    def _epochs(self, steps: range) -> range:
-        return range(steps.start // self.batches_per_epoch, -(-steps.stop // self.batches_per_epoch))
+    def _places(self, key: str, *, thorough: bool) -> tuple[list[tuple[int, int, int]], bool]:
+        """Find samples with a key: number of the set, shard, number in it; and whether only their order was used.
 
-    def _searched(self, places: Sequence[tuple[int, SamplePlace]]) -> range:
+        Raises:
+            NotFoundError: There is none.
+        """
+        once: dict[int, list[int]] = {}
+        for number, (_, one) in enumerate(self._sets):
+            once.setdefault(id(one.stored_set.shards), []).append(number)
+        groups = [(self._sets[numbers[0]][1].stored_set, numbers) for numbers in once.values()]
+        for search in (all_places,) if thorough else (places_by_order, all_places):
+            found = [(number, *at) for one, numbers in groups for at in search(one, key) for number in numbers]
+            if found:
+                return found, search is places_by_order and len(self.planned.urls) > 1
+        what = redact(self.planned.urls[0])
+        raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
+
+    def _why_left_out(self, key: str, places: Sequence[tuple[int, int, int]]) -> str:
+        """Return why samples that are there are not delivered."""
+        for number, shard, row in places:
+            one = self._sets[number][1]
+            if one.is_packed and one.stored_set.selection.mask(shard)[row]:
+                rules = one.rules
+                return (
+                    f"--key: {key!r} is in no pack: it is longer than length={rules.length} (overlong="
+                    f"{rules.overlong!r}), larger than a budget, or empty"
+                )
+        return (
+            f"--key: {key!r} is in the shards, but the set leaves it out: by where=, view=, subset= or exclude=, or "
+            "because it has no value of the column that groups are made by"
+        )
+
+    def _searched(self, numbers: Sequence[int]) -> range:
         """Return the default range of steps to search."""
+        begun, fits = self._before
         if not self.is_endless:
-            first = self.state.epoch * self.batches_per_epoch
-            return range(first, first + 2 * self.batches_per_epoch)
-        ledger, mixture = self.state.ledger, self.planned
-        if ledger is None or isinstance(mixture, OpenedSet):
+            first = self.first_step(self.state.epoch)
+            return range(first if fits else first + begun, self.first_step(self.state.epoch + 2))
+        ledger, row = self.state.ledger, self.state.samples_seen
+        if ledger is None:
             raise AssertionError("a run without end is of a mixture")
-        row = self.state.samples_seen
-        names = {self._sets[number][0] for number, _ in places}
-        shares = mixture.forecast(ledger).drawn(row, self.global_batch_size)
-        ahead = [mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
+        size = self._shape.at(row).global_batch_size
+        names = {self._sets[number][0] for number in numbers}
+        shares = self._mixture.forecast(ledger).drawn(row, size)
+        ahead = [self._mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self._orders
-        first = -(-orders.known_from * self.state.order.lanes // self.global_batch_size)
+        known = orders.known_from * self.state.order.lanes
+        first = replace(self._shape, last_batch="partial").batches_from(0, known) if fits else begun
         return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
 
-    def _steps_with(self, chunk: int, offset: int, steps: range) -> Iterator[tuple[int, int]]:
-        """Find the steps that contain a sample, and the rank that receives it."""
-        per_epoch = self.batches_per_epoch
-        for epoch in self._epochs(steps):
-            plan = self.plan_of(epoch)
-            first, last = max(steps.start - epoch * per_epoch, 0), min(steps.stop - epoch * per_epoch, per_epoch)
-            for batch in dict.fromkeys(batch for batch, _ in plan.when(chunk, offset, first=first, last=last)):
-                chunks, offsets, ranks = self._batch(epoch, batch)
-                for rank in ranks[(chunks == chunk) & (offsets == offset)].tolist():
-                    yield epoch * per_epoch + batch, rank
+    def _check_known(self, step: int) -> None:
+        """Refuse steps of the state's epoch before its place if batches there had other sizes.
 
-    def _batch(self, epoch: int, batch: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return chunk, offset and rank of each row of a global batch."""
-        found = self.plan_of(epoch).rank_batches(batch, batch + 1, 0)
+        Raises:
+            ConfigError: It is such a step.
+        """
+        begun, fits = self._before
+        first = self.first_step(self.state.epoch)
+        if not fits and first <= step < first + begun:
+            raise ConfigError(
+                f"--step {step}: the state stands at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
+                f"where no batch of {self._shape.at(self.state.epoch * self.num_samples).global_batch_size:,} ends: "
+                f"batches before it had another size. Give the size that they had, or steps from {first + begun:,} on"
+            )
+
+    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[_Rows], bool]:
+        """Find the rows of steps that hold a sample of a set, and whether the set delivers it at all."""
+        one = self._sets[number][1]
+        within = one.chunk_with(shard, row)
+        if within is None:
+            return [], False
+        chunk = within + int(self._first_chunks[number])
+        delivered, rows = False, []
+        for first, plan in self._stretches(steps):
+            low, high = max(steps.start - first, 0), min(steps.stop - first, plan.num_batches)
+            offsets = self._offsets(chunk, shard, row, plan, low, high)
+            delivered |= bool(offsets)
+            batches = {batch for offset in offsets for batch, _ in plan.when(chunk, offset, first=low, last=high)}
+            for batch in sorted(batches):
+                found = self._batch(first + batch)
+                found = found.where(np.flatnonzero(found.chunk_ids == chunk))
+                rows.append(found.where(self._holds(found, shard, row)))
+        return rows, delivered or not steps
+
+    def _stretches(self, steps: range) -> Iterator[tuple[int, Plan]]:
+        """Yield the plans that some steps are of, with the first step of each."""
+        epoch, first = self.epoch_at(steps.start)
+        while first < steps.stop:
+            for number, plan in self.plans_of(epoch):
+                if first + number < steps.stop and first + number + plan.num_batches > steps.start:
+                    yield first + number, plan
+            first, epoch = first + self.batches_of(epoch), epoch + 1
+            if not self.batches_of(epoch):
+                return
+
+    def _offsets(self, chunk: int, shard: int, row: int, plan: Plan, low: int, high: int) -> list[int]:
+        """Return the offsets of a chunk at which a sample may stand in some batches of a plan, in any pass."""
+        count, size = int(self.planned.chunk_samples[chunk]), plan.global_batch_size
+        begin = plan.epoch * plan.num_samples + plan.start
+        passes = range(
+            (begin + low * size) // plan.samples_per_pass, (begin + high * size) // plan.samples_per_pass + 1
+        )
+        if not self.planned.is_packed:
+            passes = passes[:1]  # samples stand where they are
+        chunks, offsets = np.full(count, chunk), np.arange(count)
+        found: set[int] = set()
+        for number in passes:
+            places = self.planned.places(chunks, offsets, np.full(count, number), plan.settings.seed)
+            rows = np.repeat(offsets, np.diff(places.splits))
+            found.update(rows[(places.shards == shard) & (places.numbers == row)].tolist())
+        return sorted(found)
+
+    def _holds(self, rows: _Rows, shard: int, row: int) -> Any:
+        """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
+        seed = int(rows.seeds[0]) if len(rows.seeds) else 0
+        places = self.planned.places(rows.chunk_ids, rows.offsets, rows.passes, seed)
+        is_it = (places.shards == shard) & (places.numbers == row)
+        return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
+
+    def _batch(self, step: int) -> _Rows:
+        """Return the rows of a global batch."""
+        epoch, first = self.epoch_at(step)
+        self._check_known(step)
+        number, plan = next(one for one in reversed(self.plans_of(epoch)) if first + one[0] <= step)
+        found = plan.rank_batches(step - first - number, step - first - number + 1, 0)
         count = int(found.valid.sum())
-        shape = replace(self.plan_of(epoch).shape, num_ranks=self.num_ranks)
-        ranks = shape.rank_of(np.arange(count), max(count, 1))
-        return found.chunk_ids[found.valid], found.offsets[found.valid], ranks
+        shape = replace(plan.shape, num_ranks=self.num_ranks)
+        return _Rows(
+            steps=np.full(count, step), ranks=shape.rank_of(np.arange(count), max(count, 1)),
+            chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],
+            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed),
+        )  # fmt: skip
 
     def _report(self, rows: Sequence[StepRow]) -> StepReport:
-        per_epoch = None if self.is_endless else self.batches_per_epoch
+        per_epoch = None if self.is_endless else self.batches_of(self.state.epoch)
         return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
 
-    def _told(self, rows: Sequence[tuple[int, int, int, int]]) -> list[StepRow]:
-        """Describe samples given as (step, rank, chunk, offset)."""
-        chunks = np.array([row[2] for row in rows], np.int64)
-        offsets = np.array([row[3] for row in rows], np.int64)
-        sources = np.searchsorted(self._first_chunks, chunks, side="right") - 1
-        told: dict[int, tuple[str | None, int, str, str | None]] = {}
-        for source in np.unique(sources).tolist():
-            name, one = self._sets[source]
-            at = np.flatnonzero(sources == source)
-            within = chunks[at] - self._first_chunks[source]
-            starts = np.cumsum(one.chunk_samples) - one.chunk_samples
-            numbers = (starts[within] + offsets[at]).tolist()
-            keys, urls = keys_at(one, within, offsets[at]), one.urls_of(within)
-            for row, number, url, key in zip(at.tolist(), numbers, urls, keys, strict=True):
-                told[row] = (name or None, number, url, key)
-        return [
-            StepRow(
-                step=step, epoch=step // self.batches_per_epoch, batch=step % self.batches_per_epoch, dp_rank=rank,
-                source=told[at][0], number=told[at][1], shard=told[at][2], key=told[at][3],
-            )
-            for at, (step, rank, *_) in enumerate(rows)
-        ]  # fmt: skip
+    def _told(self, rows: _Rows) -> list[StepRow]:
+        """Describe rows."""
+        told: list[tuple[str | None, int, str, tuple[str | None, ...]]] = [(None, 0, "", ())] * len(rows.steps)
+        names = getattr(self.planned, "shown_names", {"": ""})
+        numbered = getattr(self.planned, "numbered", {})
+        sources = np.searchsorted(self._first_chunks, rows.chunk_ids, side="right") - 1
+        for seed in np.unique(rows.seeds).tolist():
+            for source in np.unique(sources).tolist():
+                name, one = self._sets[source]
+                at = np.flatnonzero((sources == source) & (rows.seeds == seed))
+                some = rows.where(at)
+                within = some.chunk_ids - self._first_chunks[source]
+                places = self.planned.places(some.chunk_ids, some.offsets, some.passes, seed)
+                keys, splits = keys_of(one.stored_set, places.shards, places.numbers), places.splits.tolist()
+                owner = None if one.is_packed else numbered.get(name, one)
+                starts = np.cumsum(one.chunk_samples) - one.chunk_samples
+                numbers = starts[within] + some.offsets
+                if owner is not None:
+                    numbers = owner.numbers_of(places.shards, places.numbers)
+                for row, number, url, low, high in zip(
+                    at.tolist(), numbers.tolist(), one.urls_of(within), splits[:-1], splits[1:], strict=True
+                ):
+                    told[row] = (names[name] or None, number, url, tuple(keys[low:high]))
+        return [self._row(rows, at, *one) for at, one in enumerate(told)]
+
+    def _row(
+        self, rows: _Rows, at: int, source: str | None, number: int, shard: str, keys: tuple[str | None, ...]
+    ) -> StepRow:
+        step = int(rows.steps[at])
+        epoch, first = self.epoch_at(step)
+        is_packed = self.planned.is_packed
+        return StepRow(
+            step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=source, number=number,
+            shard=shard, key=None if is_packed else keys[0], keys=keys if is_packed else None,
+        )  # fmt: skip
 
 
 def _check_set(planned: Planned, state: LoaderState) -> None:
-    if not isinstance(planned, OpenedSet):
+    if planned.names:
         raise StateError(
             "--state: it belongs to a single data set, but a mixture was given; give the URL of that data set"
         )
     if state.fingerprint != planned.fingerprint:
         raise StateError(
-            f"--state: it is of {state.num_samples} samples with fingerprint {state.fingerprint}, but these shards "
-            f"have {planned.table.total_samples} and {planned.fingerprint}: give the set that the run reads, with its "
-            "--where, --view or --subset (ranges such as dataset[a:b] are not worked out here)"
+            f"--state: it is of {state.num_samples} samples with fingerprint {state.fingerprint}, but what is given "
+            f"has {int(planned.chunk_samples.sum())} and {planned.fingerprint}: give the set that the run reads, with "
+            "its --where, --view, --subset, --exclude, --length or --packed (ranges such as dataset[a:b] are not "
+            "worked out here)"
         )
 
 
@@ -294,14 +501,15 @@ def _check_mixture(planned: Planned, ledger: Ledger) -> None:
     Raises:
         StateError: Such a source is missing.
     """
-    if isinstance(planned, OpenedSet):
+    if not planned.names:
         raise StateError(
-            f"--state: it belongs to a mixture of {', '.join(ledger.sources)}; give the JSON file that describes it in "
-            "place of a URL (docs/mixing.md)"
+            f"--state: it belongs to a mixture of {some_names(list(ledger.sources))}; give the JSON file that "
+            "describes it in place of a URL (docs/mixing.md), or, of one set's groups, --balanced or --curriculum"
         )
+    mixture: Any = planned
     there, quotas = planned.names, ledger.last.quotas
     elsewhere = ", or give a state that was saved since it was dropped"
-    missing, why = planned.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
+    missing, why = mixture.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
     if quotas is None and not missing:
         last = ledger.segments()[-1][1]
         missing = sorted(name for name in last if last[name] and name not in there)
@@ -320,9 +528,7 @@ def _check_mixture(planned: Planned, ledger: Ledger) -> None:
         )
 
 
-def open_run(
-    planned: Planned, state_url: str, *, storage: Storage, global_batch_size: int, num_ranks: int, last_batch: LastBatch
-) -> PlannedRun:
+def open_run(planned: Planned, state_url: str, *, storage: Storage, options: PlanOptions) -> PlannedRun:
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
@@ -337,9 +543,10 @@ def open_run(
     return PlannedRun(
         planned=planned,
         state=LoaderState.from_dict(content),
-        global_batch_size=global_batch_size,
-        num_ranks=num_ranks,
-        last_batch=last_batch,
+        global_batch_size=options.global_batch_size,
+        num_ranks=options.mesh.data_world_size,
+        last_batch=options.last_batch,
+        ramp=options.ramp,
     )
 
 
@@ -363,12 +570,15 @@ def show_steps(report: StepReport) -> None:
     )
     click.echo(f"{every}; the state goes on with step {report.at_step:,}")
     for row in report.rows:
-        name = f"sample {row.number}" if row.key is None else ascii(row.key)[1:-1]
+        keys = [row.key] if row.keys is None else row.keys
+        name = " + ".join("?" if key is None else ascii(key)[1:-1] for key in keys)
+        if keys == [None]:
+            name = f"sample {row.number}"
         place = f"epoch {row.epoch}, batch {row.batch}, data rank {row.dp_rank}"
         source = "" if row.source is None else f"source {row.source}, "
         click.echo(f"step {row.step}: {name} ({source}{place}; {redact(row.shard)}, number {row.number})")
     for epoch in report.left_out:
-        click.echo(f"epoch {epoch}: not in it; it is left out with the tail")
+        click.echo(f"epoch {epoch}: not in it; it is left out with the tail, or comes in a later pass")
     if report.looked_at is not None and not report.rows and not report.left_out:
         click.echo(f"not in steps {report.looked_at[0]:,} to {report.looked_at[1]:,}; --step A..B looks elsewhere")
     if report.by_order:

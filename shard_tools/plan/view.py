@@ -152,20 +152,26 @@ def _summary(report: PlanReport) -> list[str]:
     requests = f"{report.total('num_requests'):,} requests, one per {report.unit}"
     first = f"{report.total('start_requests'):,} requests before the first batch"
     limit = format_bytes(report.memory_limit_bytes)
+    things = "samples" if report.packs is None else "packs"
+    size = f"{report.global_batch_size:,} {things}, {per_rank:,.6g} a data rank"
+    if report.ramp is not None:
+        size = ", ".join(f"{count:,} {things} from row {row:,} on" for row, count in report.ramp.items())
     lines = [
-        f"data      {report.num_samples:,} samples in {shards}, {format_bytes(report.num_bytes)}",
+        f"data      {report.num_samples:,} {things} in {shards}, {format_bytes(report.num_bytes)}",
         f"mesh      {axes}: {report.data_world_size:,} data ranks, {report.replica_world_size:,} processes each",
-        f"batch     {report.global_batch_size:,} samples, {per_rank:,.6g} a data rank",
-        f"epoch {report.epoch:<3} {report.num_batches:,} batches, {report.epoch_samples:,} samples"
+        f"batch     {size}",
+        f"epoch {report.epoch:<3} {report.num_batches:,} batches, {report.epoch_samples:,} {things}"
         + ("" if report.has_end else ", of a mixture without end"),
         f"order     {order}; a rank's batch mixes {report.mixed_chunks:,} chunks",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
         f"start     {format_bytes(report.total('start_bytes'))} in {first}",
         f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",
     ]
+    if report.packs is not None:
+        lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")
     if report.replica_world_size > 1:
         every = format_bytes(total * report.replica_world_size)
-        lines.insert(6, f"replicas  {about}{every} if every process reads for itself, without a shared cache")
+        lines.insert(-2, f"replicas  {about}{every} if every process reads for itself, without a shared cache")
     return lines
 
 

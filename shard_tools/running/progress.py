@@ -75,6 +75,7 @@ class _Lines:
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Set the totals."""
         with self._lock:
+            # A line that is logged has both totals, or neither.
             self._total_bytes, self._total = total_bytes, total
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:

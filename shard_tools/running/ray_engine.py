@@ -60,6 +60,7 @@ class RayExecutor(Executor):
 
         def done(inner: Future[_R]) -> None:
             with self._lock:
+                # Its result is here: shutdown need not wait for it.
                 self._under_way.discard(ref)
             error = inner.exception()
             with suppress(InvalidStateError):  # canceled meanwhile
@@ -77,6 +78,7 @@ class RayExecutor(Executor):
         import ray
 
         with self._lock:
+            # A copy: calls end while they are canceled and waited for.
             refs = list(self._under_way)
         if cancel_futures:
             for ref in refs:

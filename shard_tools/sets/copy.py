@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 import crc32c
 import numpy as np
 
-from shard_tools.convert.journal import NOTES, TargetNotEmptyError, carry_notes, note_at
+from shard_tools.convert.journal import (
+    NOTES,
+    TargetNotEmptyError,
+    carry_notes,
+    note_at,
+    save_journal,
+    whole_journal,
+)
 from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nesting
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
@@ -19,7 +26,15 @@ from shard_tools.sets.open_set import relative_names, shards_beside
 from shard_tools.sets.target import TargetContents
 from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.catalog.build import home_of, in_order, load_tables, read_chunks, samples_url, shard_name
-from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
+from streaming.errors import (
+    ChecksumError,
+    ConfigError,
+    DataError,
+    IndexFormatError,
+    IndexMismatchError,
+    NotFoundError,
+    TransferError,
+)
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
@@ -169,6 +184,11 @@ def _copy_index(shards: Sequence[_Shard], there: Storage, here: Storage, index_u
     homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
     for home, directory in homes.items():
         carry_notes(home, there, directory, here)
+        mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
+        with suppress(IndexFormatError):  # which `verify` of the source reports
+            journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))
+            if journal is not None:  # with the fields that its samples have
+                save_journal(directory, journal, here)
     _write_chunk_tables(shards, here)
     return num_without
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index, no_samples, samples_url
+from streaming.catalog.open import OpenShards
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.unfinished import Mark, expand_whole
 from streaming.errors import ConfigError, IndexMissingError, NotFoundError
+from streaming.filters.late_columns import LateColumn, homes_of, read_values
+from streaming.filters.select import late_columns_of, late_names, select
+from streaming.filters.views import asked_filter
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import Values
 from streaming.index.sample_table import SampleTable
+from streaming.index.selection import Selection
 from streaming.storage import Storage, join_url, redact, split_query, split_url
-from streaming.types import SHARD_SUFFIXES, DuplicateKeys
+from streaming.types import SHARD_SUFFIXES, DuplicateKeys, Int64Array
 
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
 _REQUESTS = 32  # for sizes; they wait for the store, not for the CPU
@@ -40,6 +48,43 @@ class OpenSet:
     scanned: tuple[SampleTable, ...] | None
     index_url: str | None
     marks: tuple[Mark, ...]
+
+    @property
+    def as_opened(self) -> OpenShards:
+        """The same as a dataset opens it, for its filters."""
+        return OpenShards(
+            urls=self.urls, table=self.chunks, missing_index="", index=self.index_url, scanned=self.scanned
+        )
+
+    @property
+    def homes(self) -> list[str]:
+        """Directories of the indexes."""
+        return homes_of(self.urls, self.index_url)
+
+    def kept(self, storage: Storage, *, where: str | None, view: str | None) -> Selection | None:
+        """Return which samples a condition and a saved view keep, as a dataset with these options; None: all.
+
+        Raises:
+            ConfigError: A column or the view does not exist, or no sample is kept.
+            IndexMismatchError: A late column does not belong to these shards.
+        """
+        asked = asked_filter(storage, self.as_opened, where=where, view=view, subset=None, exclude=None, peers=None)
+        return None if asked is None or asked.keeps_all else select(storage, self.as_opened, asked)
+
+    def late_columns(self, storage: Storage, names: Iterable[str] | None = None) -> dict[str, LateColumn]:
+        """Return those of ``names`` that are late columns; None: all of the first directory."""
+        if names is None:
+            names = late_names(storage, self.as_opened)
+        return late_columns_of(storage, self.as_opened, names, None)
+
+    def late_values(self, storage: Storage, position: int, columns: Iterable[LateColumn]) -> dict[str, Values]:
+        """Return the values of late columns for the shard at this position.
+
+        Raises:
+            IndexMismatchError: There are none, or they are of another version of the shard or column.
+        """
+        url, rows = self.urls[position], self.chunks.of_shard(position)
+        return {column.name: read_values(storage, url, self.index_url, rows, column) for column in columns}
 
 
 def open_set(
@@ -199,3 +244,22 @@ def needed_samples(storage: Storage, url: str, index_url: str | None) -> SampleT
     if table is None:
         raise no_samples(url)
     return table
+
+
+def keys_again(
+    hashes: Sequence[Int64Array], keys_of: Callable[[int, Sequence[int]], Sequence[str]]
+) -> Iterator[tuple[int, str, int]]:
+    """Find every key that occurs again: yield its shard's number, the key, and the number of the shard that had it.
+
+    Args:
+        hashes: Hashes of the keys of each shard, int64.
+        keys_of: Returns the keys of some rows of a shard; it is asked only for those whose hash occurs again.
+    """
+    values, counts = np.unique(np.concatenate([np.empty(0, np.int64), *hashes]), return_counts=True)
+    repeated = values[counts > 1]
+    first: dict[str, int] = {}
+    for number, some in enumerate(hashes) if repeated.size else ():
+        for key in keys_of(number, np.flatnonzero(np.isin(some, repeated)).tolist()):
+            if key in first:
+                yield number, key, first[key]
+            first.setdefault(key, number)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
+import numpy as np
+import pyarrow as pa
+
+from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
-from shard_tools.sets.open_set import place_of, sizes_of
+from shard_tools.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of
 from shard_tools.write.mark import unmark
-from streaming.catalog.build import home_of, index_shards, read_chunks, shard_name
+from streaming.catalog.build import home_of, index_shards, read_chunks, samples_url, shard_name
 from streaming.catalog.unfinished import expand_whole
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
-from streaming.types import DuplicateKeys
+from streaming.types import DuplicateKeys, Int64Array
 
+_MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
+_SHOWN = 5
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
 
 
@@ -34,6 +42,9 @@ class IndexReport(Report):
         num_scanned_bytes: Bytes read by this run; the rest was indexed before.
         num_pruned: Shards removed from the index because they no longer exist.
         index_urls: The chunk tables.
+        num_keys_again: Keys that stand in an earlier shard, too; None: there are too many samples to look.
+        first_keys_again: The first of them, each with both shards.
+        lacking: Shards whose sample tables lack columns that others have, with these columns.
         findings: Damaged files of the index that are not made from the shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
         declared_whole: Directories that were marked as unfinished, and no longer are.
@@ -50,6 +61,9 @@ class IndexReport(Report):
     fingerprint: str
     declared_whole: tuple[str, ...]
     seconds: float
+    num_keys_again: int | None = 0
+    first_keys_again: tuple[str, ...] = ()
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -134,6 +148,9 @@ def index(
     )  # fmt: skip
     for mark in marks if index_url is None else ():
         unmark(storage, mark.directory, also_writers=True)
+    columns, num_again, first_again = _compare_tables(
+        shards, table, storage, index_url, with_keys=duplicate_keys == "error"
+    )
     num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
     return IndexReport(
         num_shards=len(shards),
@@ -146,8 +163,49 @@ def index(
         fingerprint=table.fingerprint,
         declared_whole=tuple(redact(mark.directory) for mark in marks) if index_url is None else (),
         seconds=time.monotonic() - started,
+        num_keys_again=num_again,
+        first_keys_again=first_again,
+        lacking=_lacking(shards, columns),
         findings=tuple(findings),
     )
+
+
+def _compare_tables(
+    shards: Sequence[str], table: ChunkTable, storage: Storage, index_url: str | None, *, with_keys: bool
+) -> tuple[list[tuple[str, ...]], int | None, tuple[str, ...]]:
+    """Return the columns of each sample table, how many keys stand in two shards, and the first of them."""
+    is_small = table.total_samples <= _MAX_KEYS
+
+    def keys_of(number: int) -> tuple[Values, tuple[str, ...]]:
+        url = samples_url(shards[number], index_url)
+        found, facts = read_sample_columns(storage.read(url), [KEY], redact(url))
+        return found[KEY], tuple(facts.get("columns", ()))
+
+    def hashed(number: int) -> tuple[Int64Array, tuple[str, ...]]:
+        keys, columns = keys_of(number)
+        hashes = stable_hash(keys).to_numpy(zero_copy_only=False) if with_keys and is_small else np.empty(0, np.int64)
+        return hashes, columns
+
+    found = list(map_ordered(hashed, range(len(shards)), READ_THREADS))
+
+    def keys_at(number: int, rows: Sequence[int]) -> list[str]:
+        keys = keys_of(number)[0].take(pa.array(rows, pa.int64())).cast(pa.binary()).to_pylist()
+        return [key.decode("utf-8", "surrogateescape") for key in keys]
+
+    num_again = 0
+    first: list[str] = []
+    for number, key, before in keys_again([hashes for hashes, _ in found], keys_at):
+        num_again += 1
+        if num_again <= _SHOWN:
+            first.append(f"{key!r} in {redact(shards[before])} and {redact(shards[number])}")
+    return [columns for _, columns in found], num_again if is_small or not with_keys else None, tuple(first)
+
+
+def _lacking(shards: Sequence[str], columns: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the columns that each shard lacks and others have."""
+    all_columns = {name for names in columns for name in names}
+    lacks = {redact(url): tuple(sorted(all_columns - {*names})) for url, names in zip(shards, columns, strict=True)}
+    return {url: names for url, names in lacks.items() if names}
 
 
 def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | None) -> int:

@@ -14,6 +14,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.open_set import load_samples, relative_names, sizes_of
 from shard_tools.sets.target import TargetContents
 from shard_tools.write.mark import TargetMark, digest_of_work
+from streaming.arguments import counted
 from streaming.catalog.build import index_shards
 from streaming.catalog.unfinished import expand_whole
 from streaming.errors import ConfigError, DataError, TarError
@@ -442,11 +443,13 @@ class _Salvage:
             for piece in self._source.pieces(start, stop):
                 found = crc32c(piece, found)
             if found != expected:
-                self.lost.append(f"bytes {start}-{stop}: not those that were indexed; {high - low} samples there")
+                self.lost.append(
+                    f"bytes {start}-{stop}: not those that were indexed; {counted(high - low, 'sample')} there"
+                )
                 self._lost_keys.update(dict.fromkeys(table.keys[low:high]))
         gone = sorted({*table.keys} - {sample.key for sample in self._samples} - self._lost_keys.keys())
         if gone:
-            self.lost.append(f"{len(gone):,} samples of the index are not there, such as {gone[0]!r}")
+            self.lost.append(f"of the index, not there: {counted(len(gone), 'sample')}, such as {gone[0]!r}")
             self._lost_keys.update(dict.fromkeys(gone))
 
     def _drop_incomplete(self) -> None:

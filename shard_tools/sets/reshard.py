@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from shard_tools.convert.journal import carry_notes
+from shard_tools.convert.journal import carry_notes, whole_journal
 from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
 from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.bad_list import load_bad_list
-from shard_tools.sets.open_set import open_set
+from shard_tools.sets.bad_list import BadList, load_bad_list
+from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.sets.selection import Deduplicated, Taken, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
+from streaming.arguments import counted
 from streaming.catalog.build import home_of
-from streaming.errors import ConfigError, DataError, DuplicateKeyError
+from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
+from streaming.filters.late_columns import LateColumn
+from streaming.filters.select import late_names
 from streaming.index.columns import KEY
-from streaming.index.where import parse_where
+from streaming.index.where import unknown_column
 from streaming.storage import Storage, redact
 from streaming.types import DuplicateKeys, Int64Array
 
@@ -36,10 +40,13 @@ class ReshardOptions(ShardOptions):
     """Options of the new shards, in addition to ``ShardOptions``.
 
     Attributes:
-        sort: Column of the sample table, or ``__key__``, to sort by.
+        sort: Column, also a late one, or ``__key__``, to sort by.
         descending: Sort in descending order.
-        where: Condition on columns of the sample table (:mod:`streaming.index.where`).
+        where: Condition on columns, as ``StreamingDataset`` takes it.
+        view: Name of a saved view whose samples are kept.
+        columns: Late columns that the new sample tables hold, beside the columns of the old ones.
         fields: Keep only these fields; None: all.
+        drop_missing: Leave out samples that lack one of these fields.
         dedupe: Merge samples with the same key; of a field that occurs twice, keep the first.
         key_prefix: Put before every key; ``{shard}`` in it is the shard's name without its suffix, ``{number}`` the
             sample's number in the source.
@@ -52,6 +59,9 @@ class ReshardOptions(ShardOptions):
     sort: str | None = None
     descending: bool = False
     where: str | None = None
+    view: str | None = None
+    columns: tuple[str, ...] = ()
+    drop_missing: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = None
     dedupe: bool = False
     key_prefix: str = ""
@@ -67,6 +77,11 @@ class ReshardOptions(ShardOptions):
             raise ConfigError("--descending needs --sort; name a column")
         if self.fields is not None and not self.fields:
             raise ConfigError("--fields: name at least one field")
+        if self.drop_missing and self.dedupe:
+            raise ConfigError(
+                "--drop-missing and --dedupe cannot be combined: a sample may be joined from parts that lack a field; "
+                "reshard with --dedupe first"
+            )
         unknown = set(_PLACE.findall(self.key_prefix)) - {"{shard}", "{number}"}
         if unknown:
             raise ConfigError(
@@ -80,6 +95,7 @@ class ReshardOptions(ShardOptions):
             **more,
             **({"key_prefix": self.key_prefix} if self.key_prefix else {}),
             **ShardOptions.identity(self),
+            **({"columns": sorted(self.columns)} if self.columns else {}),
             "sort": self.sort,
             "descending": self.descending,
             "where": self.where,
@@ -95,7 +111,8 @@ class ReshardReport(Report):
         target: Where the new shards are.
         num_source: Samples of the source.
         num_dropped: Left out because they are in the list.
-        num_filtered: Left out because they do not match the condition.
+        num_filtered: Left out because they do not match the condition or the view.
+        num_lacking: Left out because they lack a field.
         num_duplicates: Left out by ``dedupe``, because all of their fields came before under the same key.
         num_joined: Merged by ``dedupe`` into the first of their key.
         num_not_found: Records of the list that match no sample of the source.
@@ -111,6 +128,7 @@ class ReshardReport(Report):
     num_source: int
     num_dropped: int
     num_filtered: int
+    num_lacking: int
     num_duplicates: int
     num_joined: int
     num_not_found: int
@@ -161,21 +179,19 @@ def reshard(
         [source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
         allow_unfinished=options.allow_unfinished,
     )  # fmt: skip
-    selection = select(
-        shards,
-        storage,
-        where=None if options.where is None else parse_where(options.where),
-        drop=drop,
-        with_keys=options.dedupe or options.sort == KEY,
-        progress=NoProgress(),
-    )
-    _check(selection, options, source)
-    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
+    late = shards.late_columns(storage, {*options.columns, *([options.sort] if options.sort is not None else [])})
+    selection = _selected(shards, options, drop, list(late.values()), storage)
+    _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
+    known = _known_fields(shards, options, storage)
+    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known)
+    versions = {name: column.version for name, column in sorted(late.items())}
     try:
         packed = pack(
-            reader, place, options, command=("reshard", source), identity=options.identity(),
-            columns=selection.columns, storage_options=storage_options, progress=progress or NoProgress(),
+            reader, place, options, command=("reshard", source),
+            identity=options.identity() | ({"late": versions} if versions else {}),
+            columns=tuple(dict.fromkeys((*selection.columns, *options.columns))), storage_options=storage_options,
             notes=lambda: carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage),
+            progress=progress or NoProgress(),
         )  # fmt: skip
     except DuplicateKeyError as error:
         error.add_note(f"To rewrite the shards written so far give --overwrite. {_DUPLICATES_CURE}")
@@ -185,6 +201,7 @@ def reshard(
         num_source=selection.num_source,
         num_dropped=selection.num_dropped,
         num_filtered=selection.num_filtered,
+        num_lacking=selection.num_lacking,
         num_duplicates=0 if dedupe is None else dedupe.num_duplicates,
         num_joined=0 if dedupe is None else dedupe.num_joined,
         num_not_found=len(selection.not_found),
@@ -197,8 +214,40 @@ def reshard(
     )
 
 
+def _selected(
+    shards: OpenSet, options: ReshardOptions, drop: BadList, late: Sequence[LateColumn], storage: Storage
+) -> Taken:
+    return select(
+        shards,
+        storage,
+        kept=shards.kept(storage, where=options.where, view=options.view),
+        late=late,
+        drop=drop,
+        needed=options.drop_missing,
+        fields=None if options.dedupe else options.fields,  # what a part of a sample lacks, another part may have
+        with_keys=options.dedupe or options.sort == KEY,
+        progress=NoProgress(),
+    )
+
+
+def _known_fields(shards: OpenSet, options: ReshardOptions, storage: Storage) -> dict[str, bool] | None:
+    """Return the fields of the new samples, if the source is a conversion's."""
+    journal = None
+    with suppress(IndexFormatError):  # which `verify` of the source reports
+        for home in shards.homes[:1] if len(shards.homes) == 1 else ():
+            journal = whole_journal(home, storage, shards.chunks.total_samples)
+    if journal is None or journal.fields is None:
+        return None
+    kept = {name: always for name, always in journal.fields.items() if options.fields is None or name in options.fields}
+    return {name: always or name in options.drop_missing for name, always in kept.items()}
+
+
 def _reader(
-    selection: Taken, options: ReshardOptions, storage: Storage, fingerprint: str
+    selection: Taken,
+    options: ReshardOptions,
+    storage: Storage,
+    fingerprint: str,
+    known_fields: Mapping[str, bool] | None,
 ) -> tuple[ShardSource, Deduplicated | None]:
     """Read the samples in the order wanted; those that stay in their order need no large window."""
     order = _order(selection, options)
@@ -211,6 +260,7 @@ def _reader(
         firsts=None if dedupe is None else dedupe.firsts,
         key_prefix=options.key_prefix,
         fingerprint=fingerprint,
+        known_fields=known_fields,
         fields=options.fields,
         window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
         num_threads=options.workers,
@@ -218,15 +268,26 @@ def _reader(
     return reader, dedupe
 
 
-def _check(selection: Taken, options: ReshardOptions, source: str) -> None:
-    unknown = sorted({*(options.fields or ())} - {*selection.fields})
-    if unknown:
-        there = ", ".join(selection.fields)
-        raise ConfigError(f"--fields: no sample of {redact(source)} has a field {unknown[0]!r}; there are: {there}")
+def _check(selection: Taken, options: ReshardOptions, source: str, late: Collection[str]) -> None:
+    for option, fields in (("--fields", options.fields or ()), ("--drop-missing", options.drop_missing)):
+        for name in sorted({*fields} - {*selection.fields}):
+            there = ", ".join(selection.fields)
+            raise ConfigError(f"{option}: no sample of {redact(source)} has a field {name!r}; there are: {there}")
+    columns = {*selection.columns, *late, KEY}
+    for option, asked in (("--sort", {options.sort or KEY}), ("--columns", {*options.columns})):
+        for name in sorted(asked - columns):
+            raise unknown_column(name, columns, option)
+    if selection.num_bare:
+        raise ConfigError(
+            f"--fields: {counted(selection.num_bare, 'sample')} without any of the fields "
+            f"{', '.join(options.fields or ())}, first {selection.first_bare!r}; --drop-missing leaves samples "
+            "out that lack a field"
+        )
     if not selection.num_samples:
         raise DataError(
             f"{redact(source)}: no sample is left: {selection.num_source} in all, {selection.num_dropped} on the list "
-            f"of --drop, {selection.num_filtered} that --where does not take"
+            f"of --drop, {selection.num_filtered} that --where or --view does not take, {selection.num_lacking} that "
+            "lack a field of --drop-missing"
         )
 
 

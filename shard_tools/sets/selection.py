@@ -12,15 +12,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import Progress
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, table_of, tables_of
 from shard_tools.sets.pieces import ShardPieces
 from streaming.batches.bad_file import BadRecord, shown_url
 from streaming.errors import ConfigError
-from streaming.index.columns import KEY, fitting, kept_rows, no_values, sample_columns
+from streaming.filters.late_columns import LateColumn
+from streaming.index.columns import KEY
 from streaming.index.sample_table import SampleTable
-from streaming.index.where import Where, unknown_column
+from streaming.index.selection import Selection
 from streaming.storage import Storage
 from streaming.types import Int64Array
 
@@ -32,7 +34,7 @@ class ShardPart:
     Attributes:
         pieces: How to read it.
         rows: int64 ``[m]``, numbers of the samples that are taken, ascending.
-        columns: The lifted columns of these samples, Arrow arrays of ``m``.
+        columns: The columns of these samples, Arrow arrays of ``m``.
         keys: Their keys as UTF-8, an Arrow array of ``m``; None unless they are to be sorted by.
         present: By field, which of these samples have it; as ``keys``, None unless asked for.
         first: Number of the shard's first sample in the source.
@@ -54,12 +56,15 @@ class Taken:
 
     Attributes:
         parts: Shard by shard.
-        columns: Names of all lifted columns, sorted.
+        columns: Names of all columns of the sample tables, sorted.
         fields: Names of all fields, sorted.
         num_source: Samples of the source.
         num_dropped: Left out because they are on the list.
-        num_filtered: Left out because the condition does not fit them.
+        num_filtered: Left out because the condition or the view does not fit them.
         not_found: Records of the list that mean no sample of the source.
+        num_lacking: Left out because they lack a field.
+        num_bare: Taken samples that have none of the fields to be kept.
+        first_bare: Key of the first of them.
     """
 
     parts: tuple[ShardPart, ...]
@@ -69,6 +74,9 @@ class Taken:
     num_dropped: int
     num_filtered: int
     not_found: tuple[BadRecord, ...]
+    num_lacking: int = 0
+    num_bare: int = 0
+    first_bare: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -87,49 +95,71 @@ def select(
     shards: OpenSet,
     storage: Storage,
     *,
-    where: Where | None,
+    kept: Selection | None,
+    late: Sequence[LateColumn],
     drop: BadList,
+    needed: Sequence[str],
+    fields: Sequence[str] | None,
     with_keys: bool,
     progress: Progress,
 ) -> Taken:
     """Read all sample tables, shard by shard, and keep what reading the samples needs.
 
-    Memory: 16 bytes for a sample that is taken, and its lifted columns (and its key ``with_keys``).
+    Memory: 16 bytes for a sample that is taken, and its columns (and its key ``with_keys``).
+
+    Args:
+        shards: The shards.
+        storage: Their store.
+        kept: Which samples a filter keeps; None: all.
+        late: Late columns to be read, too.
+        drop: The list of samples to leave out.
+        needed: Fields without which a sample is left out.
+        fields: Fields to be kept; None: all.
+        with_keys: Keep the keys.
+        progress: Receives every shard.
 
     Raises:
         IndexMissingError: A shard has no sample table.
-        ConfigError: The condition asks for a column that no shard has, or of another kind.
+        IndexMismatchError: A late column does not belong to a shard.
     """
     shards_by_shown_url(shards.urls)  # refuses names that are not clear, before anything is dropped by them
     progress.start(total_bytes=None, total=len(shards.urls))
     parts: list[ShardPart] = []
     columns: set[str] = set()
-    fields: set[str] = set()
+    there: set[str] = set()
+    num_bare, first_bare = 0, ""
     not_found = [record for url, records in drop.by_shard.items() for record in records if url not in _shown(shards)]
-    num_source = num_dropped = num_filtered = 0
-    for position, (first, url, table) in enumerate(tables_of(shards, storage, READ_THREADS)):
+    num_source = num_dropped = num_filtered = num_lacking = 0
+    values_of = map_ordered(partial(_late_values, shards, storage, late), range(len(shards.urls)), READ_THREADS)
+    tables = zip(tables_of(shards, storage, READ_THREADS), values_of, strict=True)
+    for position, ((first, url, table), values) in enumerate(tables):
         dropped, missing = _dropped(table, drop.by_shard.get(shown_url(url), ()))
-        wanted = _wanted(table, where)
-        rows = np.flatnonzero(wanted & ~dropped)
+        wanted = np.ones(table.num_samples, np.bool_) if kept is None else kept.mask(position)
+        whole = _with_fields(table, needed)
+        rows = np.flatnonzero(wanted & ~dropped & whole)
         not_found += missing
         num_source += table.num_samples
         num_dropped += int(dropped.sum())
         num_filtered += int((~wanted & ~dropped).sum())
+        num_lacking += int((~whole & wanted & ~dropped).sum())
         columns.update(table.columns)
-        fields.update(table.fields)
+        there.update(table.fields)
+        bare = rows[~_with_any(table, fields)[rows]] if fields is not None else rows[:0]
+        first_bare = first_bare or (table.keys[int(bare[0])] if bare.size else "")
+        num_bare += bare.size
         samples = partial(table_of, shards, position, storage)
-        parts.append(_part(url, table, rows, samples, first=first, with_keys=with_keys))
+        parts.append(_part(url, table, values, rows, samples, first=first, with_keys=with_keys))
         progress.advance(num=1)
-    unknown = sorted(_names(where) - columns - {KEY})
-    if unknown:
-        raise unknown_column(unknown[0], columns)
     return Taken(
         parts=tuple(parts),
         columns=tuple(sorted(columns)),
-        fields=tuple(sorted(fields)),
+        fields=tuple(sorted(there)),
         num_source=num_source,
         num_dropped=num_dropped,
         num_filtered=num_filtered,
+        num_lacking=num_lacking,
+        num_bare=num_bare,
+        first_bare=first_bare,
         not_found=tuple(not_found),
     )
 
@@ -151,27 +181,36 @@ def _dropped(table: SampleTable, records: Sequence[BadRecord]) -> tuple[npt.NDAr
     return dropped, missing
 
 
-def _wanted(table: SampleTable, where: Where | None) -> npt.NDArray[np.bool_]:
-    if where is None:
-        return np.ones(table.num_samples, np.bool_)
-    there = sample_columns(table, _names(where))
-    lacking = {name: no_values(table.num_samples) for name in _names(where) - there.keys()}
-    return kept_rows(fitting(where, {**lacking, **there}, table.num_samples), table.num_samples)
+def _with_fields(table: SampleTable, needed: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Tell which samples have all of some fields."""
+    there = np.ones(table.num_samples, np.bool_)
+    for name in needed:
+        there &= table.fields[name][0] >= 0 if name in table.fields else False
+    return there
 
 
-def _names(where: Where | None) -> frozenset[str]:
-    return (where.names if where is not None else None) or frozenset()
+def _with_any(table: SampleTable, fields: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Tell which samples have at least one of some fields."""
+    there = np.zeros(table.num_samples, np.bool_)
+    for name in fields:
+        there |= table.fields[name][0] >= 0 if name in table.fields else False
+    return there
+
+
+def _late_values(shards: OpenSet, storage: Storage, late: Sequence[LateColumn], position: int) -> dict[str, pa.Array]:
+    return shards.late_values(storage, position, late)
 
 
 def _part(
-    url: str, table: SampleTable, rows: Int64Array, samples: Callable[[], SampleTable], *, first: int, with_keys: bool
-) -> ShardPart:
+    url: str, table: SampleTable, late: Mapping[str, pa.Array], rows: Int64Array, samples: Callable[[], SampleTable], *,
+    first: int, with_keys: bool,
+) -> ShardPart:  # fmt: skip
     keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
     taken = pa.array(rows)
     return ShardPart(
         pieces=ShardPieces.of(url, table),
         rows=rows,
-        columns={name: column.take(taken) for name, column in table.columns.items()},
+        columns={name: column.take(taken) for name, column in {**table.columns, **late}.items()},
         keys=None if keys is None else pa.array(keys, pa.binary()).take(taken),
         present={name: starts[rows] >= 0 for name, (starts, _) in table.fields.items()} if with_keys else None,
         first=first,
@@ -185,11 +224,8 @@ def sorted_order(selection: Taken, column: str, *, descending: bool) -> Int64Arr
     Missing values come last, before them NaNs.
 
     Raises:
-        ConfigError: No shard has the column, or its values cannot be compared.
+        ConfigError: Its values cannot be compared.
     """
-    if column != KEY and column not in selection.columns:
-        there = ", ".join(selection.columns) or "none"
-        raise ConfigError(f"--sort: no column {column!r} in the sample tables; there are: {there}, and {KEY}")
     values = [
         part.keys if column == KEY else part.columns.get(column, pa.nulls(part.rows.size)) for part in selection.parts
     ]

@@ -59,6 +59,7 @@ class ShardSource:
         num_threads: Requests at a time.
         firsts: Places of ``order`` that begin a record; the samples after one are joined to it. None: all.
         key_prefix: As in :class:`~shard_tools.sets.reshard.ReshardOptions`.
+        known_fields: The fields of the records, True for those that every one has, as a conversion noted them.
     """
 
     kind = "shards"
@@ -75,9 +76,10 @@ class ShardSource:
         num_threads: int,
         firsts: npt.NDArray[np.bool_] | None = None,
         key_prefix: str = "",
+        known_fields: Mapping[str, bool] | None = None,
     ) -> None:
         self.skipped: tuple[Skipped, ...] = ()
-        self.fields: Mapping[str, bool] | None = None  # those of the samples that are read
+        self.fields = known_fields
         self._parts, self._columns = selection.parts, selection.columns
         self._storage = storage
         self._facts = {"kind": self.kind, "fingerprint": fingerprint, "samples": selection.digest()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Destination, refuse_writers
 from shard_tools.write.mark import Writers
+from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
 from streaming.index.layout import CHUNKS_FILE
@@ -47,8 +48,9 @@ class TargetContents:
         others = [url for url, size_bytes in sizes.items() if is_shard(url, base) and is_other(url, size_bytes)]
         if others:
             raise TargetNotEmptyError(
-                f"{redact(place.directory)} holds {len(others)} shards of another set, such as {redact(others[0])}, "
-                "which would be read together with those of this command; give another target, or delete them"
+                f"{redact(place.directory)} holds {counted(len(others), 'shard')} of another set, such as "
+                f"{redact(others[0])}, which would be read together with those of this command; give another "
+                f"target, or delete them"
             )
         for home in dict.fromkeys(split_url(url)[0] for url in written):
             table = join_url(home, CHUNKS_FILE)

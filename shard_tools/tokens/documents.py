@@ -98,6 +98,7 @@ class SetTally:
         num_documents: Documents written.
         num_tokens: Their tokens.
         longest: Tokens of the longest one.
+        num_differing: Conversations whose tokens are not those of their whole text.
         rejected: Number of records without tokens, by reason.
         keys: Keys of messages that were compared with the template.
     """
@@ -105,6 +106,7 @@ class SetTally:
     num_documents: int = 0
     num_tokens: int = 0
     longest: int = 0
+    num_differing: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     keys: set[str] = field(default_factory=set)
 

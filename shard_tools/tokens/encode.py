@@ -29,12 +29,14 @@ class Encoded(NamedTuple):
         mask: For conversations, a byte for each token: 1 where the assistant speaks.
         reason: Why there are no tokens; ``""`` if there are.
         what: Details of the reason.
+        differs: For conversations, whether the ids are not those of the whole text: a piece is encoded by itself.
     """
 
     tokens: bytes = b""
     mask: bytes | None = None
     reason: str = ""
     what: str = ""
+    differs: bool = False
 
 
 class DocumentEncoder(Protocol):
@@ -85,8 +87,10 @@ class Encoder:
             texts = [one for one in batch if isinstance(one, str)]
             return [_encoded(ids, None, self.ends) for ids in open_tokenizer(self.file).encode(texts)]
         rendered = [_render(self.template, one) for one in batch if isinstance(one, Conversation)]
-        texts = [text for pieces in rendered if not isinstance(pieces, Encoded) for text, _ in pieces]
+        written = [pieces for pieces in rendered if not isinstance(pieces, Encoded)]
+        texts = [text for pieces in written for text, _ in pieces]
         ids = iter(open_tokenizer(self.file).encode(texts))
+        whole = iter(open_tokenizer(self.file).encode(["".join(text for text, _ in pieces) for pieces in written]))
         found = []
         for pieces in rendered:
             if isinstance(pieces, Encoded):
@@ -94,7 +98,9 @@ class Encoder:
                 continue
             parts = [next(ids) for _ in pieces]
             mask = [np.full(len(part), said, np.uint8) for part, (_, said) in zip(parts, pieces, strict=True)]
-            found.append(_encoded(np.concatenate(parts), np.concatenate(mask), self.ends))
+            joined = np.concatenate(parts)
+            differs = not np.array_equal(joined, next(whole))
+            found.append(_encoded(joined, np.concatenate(mask), self.ends)._replace(differs=differs))
         return found
 
 

@@ -126,6 +126,8 @@ class TokenSet(Report):
         longest: Tokens of the longest one.
         num_bytes: Bytes of all shards.
         num_resumed_documents: Documents that an earlier run had written.
+        num_differing: Conversations of this run whose tokens are not those of their whole text (docs/text.md, Token
+            boundaries).
         rejected: Records that this run left out, by reason.
     """
 
@@ -137,6 +139,7 @@ class TokenSet(Report):
     longest: int
     num_bytes: int
     num_resumed_documents: int
+    num_differing: int
     rejected: Mapping[str, int]
 
 
@@ -394,6 +397,7 @@ def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> Tok
         longest=max([tally.longest, *earlier]),
         num_bytes=packed.num_bytes,
         num_resumed_documents=packed.num_resumed_samples,
+        num_differing=tally.num_differing,
         rejected=dict(tally.rejected),
     )
 

@@ -164,6 +164,7 @@ class TokenSource:
         num_tokens = len(encoded.tokens) // self.encoder.ends.width
         self.tally.num_documents += 1
         self.tally.num_tokens += num_tokens
+        self.tally.num_differing += encoded.differs
         self.tally.longest = max(self.tally.longest, num_tokens)
         record = document.record
         fields = self._kept(record)

@@ -34,6 +34,8 @@ FILE_TYPES: Final = frozenset(
 """Extensions of the types that :func:`file_type` knows, with other usual spellings."""
 _ONE_DECODER: Final = frozenset({"jpg", "png", "gif", "bmp", "tif", "webp"})  # which looks at the content
 
+ONE_FIELD: Final = "all become the field .%s, since decoders of images look at the content; other tools may not"
+
 
 def file_type(payload: bytes) -> str:
     """Return the extension of a file with this content, or ``""`` for none that is known."""
@@ -54,9 +56,14 @@ def is_read_as(payload: bytes, extension: str) -> bool:
     return extension not in FILE_TYPES or is_alike(file_type(payload), extension)
 
 
+def plain_extension(extension: str) -> str:
+    """Return the usual spelling of an extension: ``jpg`` for ``jpeg``."""
+    return _ALIASES.get(extension, extension)
+
+
 def is_alike(one: str, other: str) -> bool:
     """Tell whether two extensions mean the same type, or types that one decoder reads by their content."""
-    pair = {_ALIASES.get(one, one), _ALIASES.get(other, other)}
+    pair = {plain_extension(one), plain_extension(other)}
     return len(pair) == 1 or pair <= _ONE_DECODER
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from streaming.errors import ConfigError, DuplicateKeyError
@@ -17,6 +18,7 @@ from streaming.errors import ConfigError, DuplicateKeyError
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _BLANK: Final = re.compile(r"\s")
 _LOG_CHUNK: Final = 1024
+WRONG_NAMES: Final = "names cannot be stored"
 
 
 def check_key(key: object) -> str:
@@ -31,6 +33,17 @@ def check_key(key: object) -> str:
     if why is not None:
         raise ConfigError(f"sample key {key!r}: {why}")
     return key
+
+
+def wrong_names(names: Iterable[tuple[str, Iterable[str]]]) -> Iterator[ConfigError]:
+    """Yield an error for each key and field that some reader would not find, of (key, fields) pairs."""
+    for key, fields in names:
+        try:
+            check_key(key)
+            for field in fields:
+                check_field(field, key)
+        except ConfigError as error:
+            yield error
 
 
 def check_field(field: object, key: str) -> str:

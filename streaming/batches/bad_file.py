@@ -128,6 +128,7 @@ class BadFile:
     def add(self, record: BadRecord) -> None:
         """Append ``record`` unless the file already lists its sample for its epoch."""
         with self._lock:
+            # The file's end is whole: records are appended one at a time, each only if the file lacks it.
             try:
                 self._append(record)
             except OSError as error:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import LENGTH, BadSample, OnError, Part
-from streaming.batches.losses import DROPPED, LossLog
+from streaming.batches.losses import DROPPED, LossLog, cure_of
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
 from streaming.job.tally import Tally
@@ -43,7 +43,7 @@ class BadSamples:
         limit: Number (int) or fraction of the epoch (float) beyond which the run stops.
         metrics: Where to count them.
         sample_in_shard: Returns the number within its shard of a sample of the dataset; None: unknown.
-        file: File to record them in, or None.
+        files: Files to record them in, by the source they are in, or the mixture around it; "": all of them.
         rank: Global rank of this process.
         on_error: What happens to them.
         part: How samples are made; None: one by one, from any set.
@@ -55,7 +55,7 @@ class BadSamples:
         metrics: Metrics,
         *,
         sample_in_shard: Callable[[int], int] | None = None,
-        file: str | None = None,
+        files: Mapping[str, str] | None = None,
         rank: int = 0,
         on_error: OnError = "substitute",
         part: Part | None = None,
@@ -64,12 +64,14 @@ class BadSamples:
         self._metrics = metrics
         self._sample_in_shard = sample_in_shard
         self._rank = rank
-        self._file = None if file is None else BadFile(file, rank)
+        paths = files or {}
+        opened = {path: BadFile(path, rank) for path in paths.values()}
+        self._files = {name: opened[path] for name, path in paths.items()}
         self._lock = threading.Lock()
         in_children(self, renew_lock)
         self._allowed, self._allows = 0, ""
         self._allowed_of: dict[str, int] = {}
-        self._found_in: Counter[str] = Counter()
+        self._found_in: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by source and stage
         self._epoch = 0
         self._tally: Tally | None = None
         self._has_told_length = False
@@ -81,28 +83,29 @@ class BadSamples:
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
 
     def start_epoch(
-        self, num_samples: int, epoch: int, tally: Tally | None = None, allowed_of: Mapping[str, int] | None = None
+        self, num_samples: float, epoch: int, tally: Tally | None = None, allowed_of: Mapping[str, int] | None = None
     ) -> None:
         """Start counting from zero.
 
         Args:
-            num_samples: Samples of the epoch over all ranks.
+            num_samples: Samples of the epoch: over all ranks with a tally, of this rank without.
             epoch: The epoch.
             tally: Sum over all ranks; None: other ranks are unknown, and the limit applies to this rank alone.
-            allowed_of: Number allowed in each source of a mixture, on this rank; all ranks together may find no more
-                than all.
+            allowed_of: Number allowed in each source of a mixture, and in each mixture within it, on this rank; all
+                ranks together may find no more than the outermost ones allow together.
         """
         self._log.start(epoch)
         self._tally = tally
         if tally is not None:
             tally.begin()
         with self._lock:
+            # All counts are of this epoch, and the limits are those of its rows: a report sees both or neither.
             self._seen.clear()
             self._found_in.clear()
             self._allowed_of = dict(allowed_of or {})
             self._epoch = epoch
             self._allowed, self._allows = most_bad(self._limit, num_samples), f"max_bad_samples={self._limit} allows"
-            together = sum(self._allowed_of.values())
+            together = sum(allowed for name, allowed in self._allowed_of.items() if "/" not in name)
             if self._allowed_of and together < self._allowed:
                 self._allowed, self._allows = together, "max_bad_samples of its sources allow together"
 
@@ -121,23 +124,28 @@ class BadSamples:
             self._changed_length(shown, bad.reason)
             return
         with self._lock:
+            # A sample is in _seen once, however many batches lose it; counts, log and file agree with _seen.
             name = (bad.url, bad.key, bad.number)
             if name in self._seen:
                 return
             record = self._seen[name] = self._record(bad)
             self._metrics.add("bad_samples")
             self._log.lost(shown, bad.stage, record.reason, bad.trace)
-            if self._file is not None:
-                self._file.add(record)
-            self._found_in[bad.source] += 1
-            if bad.source in self._allowed_of and self._found_in[bad.source] > self._allowed_of[bad.source]:
-                raise self._too_many_in(bad.source)
+            around = _around(bad.source)
+            for file in dict.fromkeys(self._files[one] for one in around if one in self._files):
+                file.add(record)
+            for one in around:
+                self._found_in[one][bad.stage] += 1
+            for one in around:
+                if one in self._allowed_of and self._found_in[one].total() > self._allowed_of[one]:
+                    raise self._too_many_in(one)
             if len(self._seen) > self._allowed:
                 raise self._too_many(len(self._seen), "on this rank")
 
     def _changed_length(self, shown: str, reason: str) -> None:
         self._metrics.add("changed_lengths")
         with self._lock:
+            # Set by exactly one caller, who warns.
             told, self._has_told_length = self._has_told_length, True
         if not told:
             _log.warning(
@@ -160,6 +168,7 @@ class BadSamples:
         total = self._tally.total(len(self._seen))
         if total > self._allowed:
             with self._lock:
+                # The message counts what _seen holds.
                 raise self._too_many(total, f"over all ranks, {len(self._seen)} of them on this one")
 
     def finish(self, num_rows: int) -> None:
@@ -173,17 +182,17 @@ class BadSamples:
         return TooManyBadSamplesError(
             f"{count} bad samples in this epoch {where}, but {self._allows} {self._allowed}."
             f"{' The last ones:' if listing else ''}{listing}\n"
-            f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
+            f"{cure_of(one.stage for one in self._seen.values())}, or raise max_bad_samples"
         )
 
     def _too_many_in(self, source: str) -> TooManyBadSamplesError:
         """Make the error that lists the latest ones; under the lock."""
-        last = list(self._seen.values())[-1]
+        last, found = list(self._seen.values())[-1], self._found_in[source]
         return TooManyBadSamplesError(
-            f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, but its "
+            f"{found.total()} bad samples of the source {source!r} in this epoch on this rank, but its "
             f"max_bad_samples allows {self._allowed_of[source]}. The last one:\n"
             f"  {last.url} {last.key or last.number!r} ({last.stage}): {last.reason}\n"
-            f"Check its shards with `shard_tools verify`, or raise max_bad_samples of its StreamingDataset"
+            f"{cure_of(found.elements())}, or raise max_bad_samples of that source"
         )
 
     def _record(self, bad: BadSample) -> BadRecord:
@@ -205,7 +214,14 @@ class BadSamples:
     def listing(self) -> list[dict[str, Any]]:
         """Return all of them, as plain dicts."""
         with self._lock:
+            # Nobody reports while the list is made.
             return [record.as_dict() for record in self._seen.values()]
+
+
+def _around(source: str) -> list[str]:
+    """Return a source's name in batches, those of the mixtures around it, and "" for the whole; innermost first."""
+    parts = source.split("/") if source else []
+    return ["/".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _fate_of(part: Part | None, on_error: OnError) -> str:

@@ -17,7 +17,7 @@ from streaming.batches.collate import default_collate, empty_like, without_rows
 from streaming.batches.columns import Columns, PackColumns, as_planned, exclude_packs
 from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.jagged import Allocate, Form
-from streaming.batches.losses import user_trace
+from streaming.batches.losses import DROPPED, cure_of, user_trace
 from streaming.batches.portion import Portion
 from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
@@ -209,6 +209,11 @@ class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the prog
         self.stage = stage
         self.error = error
 
+    @property
+    def kind(self) -> str:
+        """The stage, as losses are counted: a sample that was dropped is not one that failed."""
+        return DROPPED if self.error is None else self.stage
+
 
 class BatchBuilder:
     """Build one batch; used once.
@@ -238,6 +243,7 @@ class BatchBuilder:
         self._recipe = recipe
         self._substitutes = substitutes
         self._report = report
+        self._lost: list[str] = []  # stages in which the sample in progress, and those tried in its place, were lost
 
     def build(self, rows: Rows, valid: Mask) -> Any:
         """Return the batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
@@ -407,14 +413,15 @@ class BatchBuilder:
         return self._recipe.portion(empty_like(row), 0)
 
     def _first_of(self, prototypes: Iterator[Rows]) -> Sample:
+        lost: list[str] = []
         for rows in islice(prototypes, MAX_SUBSTITUTES):
             try:
                 return self._sample(rows, 0)
-            except _Bad:
-                continue
+            except _Bad as bad:
+                lost.append(bad.kind)
         raise TooManyBadSamplesError(
-            f"this rank gets no rows of the last batch, and none of the {MAX_SUBSTITUTES} samples tried for the shape "
-            "of an empty one could be read and was kept by transform. Check the data set with `shard_tools verify`"
+            f"this rank gets no rows of the last batch, and none of the {len(lost)} samples tried for the shape of an "
+            f"empty one could be read and was kept by transform. {cure_of(lost)}"
         )
 
     def samples(self, rows: Rows) -> list[Sample]:
@@ -428,10 +435,12 @@ class BatchBuilder:
     def _delivered(self, rows: Rows, i: int, mask: Mask) -> Sample | None:
         """Return row i as a sample; None if it is lost, which is reported and marked."""
         self._place[0] = i
+        self._lost.clear()
         try:
             self._draws.begin_sample(i)
             return self._sample(rows, i)
         except _Bad as bad:
+            self._lost.append(bad.kind)
             self._handle(bad, rows, i)
             if mask is not None and self._recipe.part_of(rows, i).on_error == "skip":
                 mask[i] = False
@@ -446,10 +455,10 @@ class BatchBuilder:
         sample = self._first_delivered(i, self._substitutes(i))
         if sample is not None:
             return sample
+        url, tried = redact(rows.urls[i]), len(self._lost) - 1
+        others = f"so are all {tried} others tried in its place" if tried else "there is no other to take its place"
         raise TooManyBadSamplesError(
-            f"{rows.urls[i]}: sample {rows.keys[i]!r} is unreadable or dropped, and so are the {MAX_SUBSTITUTES} "
-            f"neighbors that could replace it. Check the shard with `shard_tools verify {rows.urls[i]}`; "
-            f"if transform drops most samples, filter the data set beforehand (shard_tools reshard --where)"
+            f"{url}: sample {rows.keys[i]!r} is unreadable or dropped, and {others}. {cure_of(self._lost, url)}"
         )
 
     def _first_delivered(self, i: int, others: Iterator[Rows]) -> Sample | None:
@@ -460,6 +469,7 @@ class BatchBuilder:
                 self._draws.begin_sample(i, tried + 1)
                 return self._sample(other, 0)
             except _Bad as bad:
+                self._lost.append(bad.kind)
                 if bad.error is not None:
                     self._handle(bad, other, 0)
         return None

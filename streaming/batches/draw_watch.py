@@ -1,21 +1,25 @@
-"""Detect functions that use the global random generators of the process: ``random``, ``numpy.random``, ``torch``.
+"""Detect functions that draw from generators other than ``rng``, by what they do.
 
-These functions, too, get the same numbers everywhere: the generators are seeded before each sample, by its position in
-the epoch. That takes 10 us, so it is done only for functions that draw, and only for the generators that they use.
-Drawing is detected batch by batch: the generators are set to a known state, the batch is built, and their next numbers
-show whether something was drawn. If so, the batch is built again, seeded. No draw escapes, however rare; a batch of
+Such generators are those of the process (``random``, ``numpy.random``, ``torch``), and those that users' objects hold.
+Their functions, too, get the same numbers everywhere: the generators are seeded before each sample, by its position in
+the epoch. That takes 2 to 20 us each, so it is done only for functions that draw, and only for the generators that they
+use. Drawing is detected batch by batch: the generators are set to a known state, the batch is built, and their state
+shows whether something was drawn. If so, the batch is built again, seeded. No draw escapes, however rare; a batch of
 functions that draw nothing costs 25 us.
 
 This is safe only if nothing else draws at the same time: in worker processes, and on the thread that asks for a batch
 while it waits for it. In the training process the generators belong to the training: their state is restored
 afterwards, and builder threads, which run in parallel with the training, never touch them. So without worker processes
-the asking thread builds the first batch, under watch, and continues to build all batches if functions draw. Code that
-names a drawing function is assumed to draw, so that a function that draws rarely is not mistaken for one that never
-does.
+the asking thread builds the first batch, under watch, and continues to build all batches if functions draw.
+
+Functions that drew nothing in the first batch may still draw for a rare sample, if code that they reach names a
+function that draws. Builder threads call them by :class:`DrawGuard`, which stops a call before it draws; the batch
+then goes to the asking thread, as do all later ones. Generators that users' objects hold are not the training's:
+builder threads draw from them, too, but one batch at a time.
 
 Names are found without calling anything: what bytecode loads is followed through closures, globals, modules, methods,
 attributes and partials, into all code except that of torch, NumPy and Python. This may miss what is reached in other
-ways (``getattr``, compiled code), and may report code that never actually draws.
+ways (``getattr``, compiled code).
 """
 
 from __future__ import annotations
@@ -27,15 +31,16 @@ import inspect
 import random
 import sys
 import types
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from streaming.batches.draws import ALL_GENERATORS, seed_generators
+from streaming.batches.draws import ALL_GENERATORS, OwnGenerator, seed_generators
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -48,20 +53,28 @@ _EXPECTED = {
 
 
 class DrawWatch:
-    """Build batches so that random numbers from the process's generators depend only on the samples.
+    """Build batches so that random numbers from generators other than ``rng`` depend only on the samples.
 
     Not thread-safe: nothing else may draw while it builds.
 
+    Args:
+        functions: Those that build; the generators that their objects hold are watched, too.
+
     Attributes:
-        found: Generators that functions were seen to draw from so far.
+        found: Names of the generators that functions were seen to draw from so far.
+        own: By name, the generators that objects of the functions hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Iterable[Any] = ()) -> None:
         self.found: frozenset[str] = frozenset()
+        self.own: dict[str, OwnGenerator] = {}
+        self._functions = tuple(functions)
+        self._looks_left = 2
 
     def build(
-        self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object]
-    ) -> _T:
+        self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object], *,
+        is_alone: bool = True,
+    ) -> _T:  # fmt: skip
         """Return what ``attempt`` returns, or raise what it raises.
 
         Call it again while it draws from unseeded generators.
@@ -69,17 +82,22 @@ class DrawWatch:
         Args:
             attempt: Receives the generators to seed before each sample, and a function to report to.
             report: Receives at the end what the last attempt reported; may raise.
+            is_alone: Nothing else draws from the generators of the process meanwhile; otherwise these are left alone.
         """
         while True:
             reports: list[_R] = []
-            seed_generators(_KNOWN, ALL_GENERATORS)
+            self._look(2)
+            marks = {name: one.mark() for name, one in self.own.items() if name not in self.found}
+            if is_alone:
+                seed_generators(_KNOWN, ALL_GENERATORS)
             error: Exception | None = None
             result: Any = None
             try:
                 result = attempt(self.found, reports.append)
             except Exception as caught:  # noqa: BLE001  raised below, unless the right numbers may avert it
                 error = caught
-            drawn = _drawn() - self.found
+            drawn = {name for name, mark in marks.items() if self.own[name].mark() != mark} | self._look(1)
+            drawn |= (_drawn() if is_alone else frozenset()) - self.found
             if drawn:
                 self.found |= drawn
                 continue
@@ -88,6 +106,96 @@ class DrawWatch:
             if error is not None:
                 raise error
             return cast("_T", result)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the state of all generators at the end, whatever was drawn inside."""
+        self._look(2)
+        states = [(one, one.state()) for one in self.own.values()]
+        try:
+            with kept_generators():
+                yield
+        finally:
+            for one, state in states:
+                one.restore(state)
+
+    def _look(self, left: int) -> frozenset[str]:
+        """Look for generators if so many looks are left: before the first batch, and for those that it makes.
+
+        Returns:
+            The names of new ones.
+        """
+        if self._looks_left != left:
+            return frozenset()
+        self._looks_left -= 1
+        new = {name: one for name, one in own_generators(self._functions).items() if name not in self.own}
+        self.own |= new
+        return frozenset(new)
+
+
+class DrawSeenError(BaseException):
+    """A function was about to draw where it may not. Not for users to catch.
+
+    Attributes:
+        draw: What it was about to call.
+    """
+
+    def __init__(self, draw: str) -> None:
+        super().__init__(f"{draw} was about to be called beside the training")
+        self.draw = draw
+
+
+class DrawGuard:
+    """Stop functions that are about to draw from a generator of the process, before they do. Thread-safe.
+
+    It sees calls from Python code, at 0.2 us each. NumPy's are invisible to it, so it stops code that names one.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[types.CodeType, str] = {}  # draws of NumPy by the code that names them; "" for most
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Return what ``function`` returns.
+
+        Raises:
+            DrawSeenError: It was about to draw, even if it has caught this.
+        """
+        if sys.getprofile() is not None:  # a profiler of the user's: nothing can be seen beside it
+            raise DrawSeenError("code under a profiler")
+        seen: list[DrawSeenError] = []
+
+        def hook(frame: types.FrameType, event: str, called: Any) -> None:
+            draw = ""
+            if event == "c_call":
+                if called.__name__ not in _COMPILED_DRAWS:
+                    return
+                draw = as_draw(called)
+                if draw.startswith(("torch", "Tensor")) and _passes_generator(frame.f_code):
+                    return
+            elif event == "call":
+                named = self._named.get(frame.f_code)
+                draw = self._look_at(frame) if named is None else named
+            if draw:
+                seen.append(DrawSeenError(draw))
+                raise seen[0]
+
+        sys.setprofile(hook)
+        try:
+            result = function()
+        finally:
+            sys.setprofile(None)
+            if seen:
+                raise seen[0]
+        return result
+
+    def _look_at(self, frame: types.FrameType) -> str:
+        """Return the first draw of NumPy's that is named by the code that is about to run, or ""."""
+        draw = ""
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _FOREIGN:
+            known = ChainMap(dict(frame.f_locals), frame.f_globals, vars(builtins))
+            draw = next((one for one in _draws_in(frame.f_code, known, []) if one.startswith("numpy")), "")
+        self._named[frame.f_code] = draw
+        return draw
 
 
 def _drawn() -> frozenset[str]:
@@ -135,8 +243,11 @@ _TENSOR_DRAWS = frozenset(
         *("cauchy_", "log_normal_"),
     )
 )
+_COMPILED_DRAWS = _TORCH_DRAWS | _TENSOR_DRAWS | {"random", "getrandbits", "getstate", "setstate", "set_state"}
 _MOST_OBJECTS = 2_000
 """Maximum number of objects examined for one dataset: some tenths of a second."""
+_MOST_CODE = 100
+"""Maximum number of functions and classes read in search of generators: some hundredths of a second."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
 _ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
@@ -161,6 +272,86 @@ def named_draw(functions: Iterable[Any]) -> str:
     return ""
 
 
+def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
+    """Return the generators that objects of ``functions`` hold, by where they were found (``"Compose.rng"``).
+
+    Objects come before code, the nearest first. The names do not depend on the process.
+    """
+    found: dict[str, OwnGenerator] = {}
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    objects = deque((getattr(one, "__qualname__", type(one).__qualname__), one) for one in functions)
+    code: deque[tuple[str, Any]] = deque()
+    num_read = 0
+    while objects or (code and num_read < _MOST_CODE):
+        if not objects:
+            name, one = code.popleft()
+            num_read += 1
+            objects.extend(_named_by(name, one))
+            continue
+        name, one = objects.popleft()
+        if isinstance(one, np.random.Generator):
+            one = one.bit_generator  # which two of them may share
+        if id(one) in seen or len(seen) == _MOST_OBJECTS:
+            continue
+        seen[id(one)] = one
+        generator = OwnGenerator.of(_free(name, found), one)
+        if generator is not None:
+            found[_free(name, found)] = generator
+        objects.extend((name + suffix, part) for suffix, part in _held(one))
+        if isinstance(one, types.FunctionType):
+            code.append((name, one))
+        elif not isinstance(one, type) and not _is_foreign(type(one)) and id(type(one)) not in seen:
+            seen[id(type(one))] = type(one)
+            code.append((type(one).__qualname__, type(one)))
+    return found
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """Return ``name``, numbered if it is taken."""
+    number = 2
+    free = name
+    while free in taken:
+        free, number = f"{name} ({number})", number + 1
+    return free
+
+
+def _held(one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, and how to write where."""
+    if isinstance(one, functools.partial):
+        yield from (("", one.func), *((f".args[{at}]", part) for at, part in enumerate(one.args)))
+        yield from ((f".{name}", part) for name, part in one.keywords.items())
+    elif isinstance(one, types.MethodType):
+        yield from (("", one.__func__), (".__self__", one.__self__))
+    elif isinstance(one, types.FunctionType):
+        yield from ((f".{name}", part) for name, part in _cells_of(one).items())
+        yield from ((f".{name}", part) for name, part in vars(one).items())
+        yield from (("", part) for part in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()))
+    elif isinstance(one, Mapping):
+        yield from ((f"[{name!r}]", part) for name, part in list(one.items())[:_MOST_OBJECTS])
+    elif isinstance(one, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{at}]", part) for at, part in enumerate(list(one)[:_MOST_OBJECTS]))
+    elif isinstance(one, torch.nn.Module) or not (
+        isinstance(one, (type, types.ModuleType, torch.Tensor)) or _is_foreign(type(one))
+    ):
+        yield from ((f".{name}", part) for name, part in getattr(one, "__dict__", {}).items())
+        slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+        yield from ((f".{name}", getattr(one, name, None)) for name in slots)
+
+
+def _named_by(name: str, code: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the functions of a class, or the user's objects that a function refers to, by their global names."""
+    if isinstance(code, type):
+        yield from ((f"{name}.{getattr(part, '__name__', '')}", part) for part in map(_function_of, _parts(code)))
+        return
+    names = {id(value): key for key, value in code.__globals__.items()} if not _is_foreign(code) else {}
+    yield from ((names.get(id(part), name), part) for part in _in_function(code)[1])
+
+
+def _function_of(part: Any) -> Any:
+    """Return the function of a class's entry."""
+    return part.fget if isinstance(part, property) else getattr(part, "__func__", part)
+
+
 def as_draw(one: Any) -> str:
     """Return the name of ``one`` if it draws from a generator of the process; otherwise ""."""
     owner = getattr(one, "__self__", None)
@@ -169,10 +360,11 @@ def as_draw(one: Any) -> str:
         return f"random.{name}"
     if owner is not None and owner is getattr(np.random.rand, "__self__", None):
         return f"numpy.random.{name}"
-    if callable(one) and name in _TORCH_DRAWS:
-        for module in (torch, torch.nn.functional):
-            if getattr(module, name, None) is one:
-                return f"torch.{name}"
+    if isinstance(owner, torch.Tensor) and name in _TENSOR_DRAWS:
+        return f"Tensor.{name}"
+    is_named = name in _TORCH_DRAWS and any(getattr(module, name, None) is one for module in (torch, functional))
+    if is_named or owner is torch.default_generator:
+        return f"torch.{name}"
     if isinstance(one, torch.nn.modules.dropout._DropoutNd) and one.training:
         return f"torch.nn.{type(one).__name__}"
     return ""
@@ -206,16 +398,22 @@ def _in_function(function: types.FunctionType) -> tuple[str, list[Any]]:
     """Return a drawing function that it names, or "", and the user's other objects that it refers to."""
     if _is_foreign(function):
         return "", []
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    known = ChainMap({name: _content(cell) for name, cell in cells}, function.__globals__, vars(builtins))
+    known = ChainMap(_cells_of(function), function.__globals__, vars(builtins))
     others = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return _in_code(function.__code__, known, others), others
+    found = list(_draws_in(function.__code__, known, others))
+    return found[0] if found else "", others
 
 
-def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]) -> str:  # noqa: C901  one per kind
+def _cells_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    return {name: _content(cell) for name, cell in cells}
+
+
+def _draws_in(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]) -> Iterator[str]:
     """Follow each ``a.b.c`` that is loaded as far as ``known`` names resolve it; see ``_in_function``."""
     known = known.new_child(dict.fromkeys(code.co_varnames))  # unknown until they are stored
-    own_generator = any(isinstance(names, tuple) and "generator" in names for names in code.co_consts)
+    own_generator = _passes_generator(code)
     one: Any = None  # the object that was just loaded
     importing: Any = None  # the module from which names are being imported
     constant: Any = None
@@ -224,7 +422,7 @@ def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any])
             one = known.get(name)
         elif opname in _ATTRIBUTES:
             if one is None and name in _TENSOR_DRAWS and not own_generator:
-                return f"Tensor.{name}"
+                yield f"Tensor.{name}"
             importing = one if opname == "IMPORT_FROM" else None
             one = inspect.getattr_static(one, name, None)
         elif opname == "IMPORT_NAME":
@@ -234,15 +432,17 @@ def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any])
         else:
             one, importing, constant = None, None, name
             if isinstance(constant, types.CodeType):  # a function inside this one
-                found = _in_code(constant, known, others)
-                if found:
-                    return found
+                yield from _draws_in(constant, known, others)
         found = as_draw(one)
         if found and not (own_generator and found.startswith("torch")):
-            return found
+            yield found
         if not found and one is not None and not isinstance(one, types.ModuleType):
             others.append(one)
-    return ""
+
+
+def _passes_generator(code: types.CodeType) -> bool:
+    """Tell whether code passes ``generator=`` to something."""
+    return any(isinstance(names, tuple) and "generator" in names for names in code.co_consts)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ import os
 import threading
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 
 from streaming.forks import in_children, renew_lock
 
@@ -22,6 +23,27 @@ _MOST_TRACE = 4_000
 DROP_SHARE = 0.01
 """Fraction of dropped samples from which the summary says what to do."""
 DROPPED = "dropped by transform"
+_CURES = {
+    "fetch": "check the shards with `shard_tools verify`",
+    "decode": "see with `shard_tools verify --decode` which values the decoders refuse, and repair them or decode=",
+    "transform": "repair transform, which raises on samples that are intact (it may return None to drop one)",
+    DROPPED: "transform returns None for them: if it drops most samples, filter the data set beforehand (shard_tools "
+    "reshard --where)",
+}
+
+
+def cure_of(stages: Iterable[str], where: str = "") -> str:
+    """Say what to do about samples that were lost in these stages, most frequent first.
+
+    Args:
+        stages: As for :meth:`LossLog.lost`; repeated ones count.
+        where: URL of the shard, if it is known.
+    """
+    found = [stage for stage, _ in Counter(stages).most_common() if stage in _CURES]
+    said = "; ".join(f"{stage}: {_CURES[stage]}" if len(found) > 1 else _CURES[stage] for stage in found)
+    said = said or "the log of the other ranks says why"
+    said = said[0].upper() + said[1:]
+    return said.replace("`shard_tools verify`", f"`shard_tools verify {where}`") if where else said
 
 
 class LossLog:
@@ -44,6 +66,7 @@ class LossLog:
     def start(self, epoch: int) -> None:
         """Start again, for an epoch or the rest of one."""
         with self._lock:
+            # Counts are of this epoch only.
             self._epoch = epoch
             self._counts.clear()
 
@@ -57,6 +80,7 @@ class LossLog:
             trace: The user's traceback.
         """
         with self._lock:
+            # number is this sample's own: one caller gets 1, and warns.
             self._counts[stage] += 1
             number, counts, where = self._counts.total(), self._told(), self._where()
         if number == 1:
@@ -77,6 +101,7 @@ class LossLog:
             num_rows: Samples that this rank should have received since ``start``.
         """
         with self._lock:
+            # Each loss is in one summary: whoever comes later counts toward the next one.
             counts, number, dropped, where = self._told(), self._counts.total(), self._counts[DROPPED], self._where()
             self._counts.clear()
         if not number:

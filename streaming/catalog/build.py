@@ -24,6 +24,7 @@ from streaming.errors import (
     IndexMissingError,
     NotFoundError,
     StorageError,
+    first_of,
 )
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
@@ -38,7 +39,6 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
-_SHOWN_ERRORS = 10
 _ASKED = 4
 """Other shards that are asked for the names of their columns, in place of one whose sample file is damaged."""
 
@@ -296,11 +296,7 @@ def _gather(
         if progress is not None and tables:
             progress(one.url, tables[-1].shards[0].size_bytes)
     if errors:
-        for other_error in errors[1:_SHOWN_ERRORS]:
-            errors[0].add_note(f"also: {other_error}")
-        if len(errors) > _SHOWN_ERRORS:
-            errors[0].add_note(f"… and {len(errors) - _SHOWN_ERRORS:,} more shards are damaged")
-        raise errors[0]
+        raise first_of(errors, "shards are damaged")
     return tables
 
 

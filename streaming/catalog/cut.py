@@ -47,7 +47,7 @@ def cut_tables(cuts: Sequence[Cut], peers: Peers | None = None) -> list[ChunkTab
     of them.
 
     Raises:
-        IndexMissingError: A shard that is to be cut has no sample table, or one without spans.
+        IndexMissingError: A shard that is to be cut has no sample table.
         IndexFormatError, IndexMismatchError, StorageError: A sample table cannot be read, or is of another shard.
     """
     jobs = [(at, shard) for at, cut in enumerate(cuts) for shard in _larger(cut.table, cut.unit_bytes)]
@@ -85,11 +85,6 @@ def _units_of(cut: Cut, shard: int) -> Int64Array:
         raise IndexMissingError(
             f"fetch_bytes: {shown} has no sample table, which says where a chunk can be cut; write it with "
             f"`shard_tools index {shown}`"
-        )
-    if not len(spans.firsts):
-        raise IndexMissingError(
-            f"fetch_bytes: the index of {shown} is of format 1.0, which has no checksums for parts of chunks; renew it "
-            f"with `shard_tools index --force {shown}`"
         )
     return units_of(spans, cut.unit_bytes)
 

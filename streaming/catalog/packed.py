@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from streaming.arrays import sums
 from streaming.catalog.open import sample_records
-from streaming.catalog.source import ChunkSource, OneOrder
+from streaming.catalog.source import ChunkSource, OneOrder, Places
 from streaming.errors import IndexMismatchError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, apart_later, layout_by_records
@@ -167,6 +168,36 @@ class PackedSource(OneOrder):
     def chunk_samples(self) -> Int64Array:
         """int64[G], packs of each group."""
         return self._groups.packs
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [G], documents of each group that the dataset delivers."""
+        before = sums(self.documents.chunk_samples)
+        return before[self._groups.stops] - before[self._groups.firsts]
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """int64 [G], documents in the bytes of each group, including those that a filter leaves out."""
+        return self.documents.selection.stored_between(self._groups.firsts, self._groups.stops)
+
+    @property
+    def stored_set(self) -> ChunkSource:
+        """The set whose shards hold the documents."""
+        return self.documents
+
+    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
+        """Return where the documents of these packs are stored."""
+        packs = self.packs(chunk_ids, offsets, passes, seed)
+        groups = chunk_ids[packs.packs]
+        firsts = {group: self.chunk(group).first_sample for group in np.unique(chunk_ids).tolist()}
+        starts = np.array([firsts[group] for group in groups.tolist()], np.int64)
+        shards = self.documents.table.shard[self._groups.firsts[groups]].astype(np.int64)
+        return Places(splits=packs.splits, shards=shards, numbers=starts + packs.samples)
+
+    def chunk_with(self, shard: int, number: int) -> int | None:
+        """Return the group that a document of a shard belongs to, if it is in any pack; None: it is in none."""
+        chunk = self.documents.chunk_with(shard, number)
+        return None if chunk is None else int(np.searchsorted(self._groups.firsts, chunk, side="right")) - 1
 
     @property
     def chunk_bytes(self) -> Int64Array:

@@ -131,6 +131,7 @@ class RandomAccess:
         """Return key and raw fields of the sample at this place inside a chunk."""
         whole = dataset.chunk(chunk)
         with self._lock:
+            # The entry may go right afterwards; what was returned stays valid, since nobody changes it.
             known = self._chunks.get(whole.key)
         if known is None and self.table(dataset, int(dataset.table.shard[chunk])) is not None:
             wanted = dataset.slice(chunk, offset, offset + 1)
@@ -140,6 +141,7 @@ class RandomAccess:
             offset += whole.lead
             known = known or _read(dataset, whole)
             with self._lock:
+                # At most _RECENT_CHUNKS; two threads that read the same chunk leave one entry.
                 self._chunks[whole.key] = known
                 while len(self._chunks) > _RECENT_CHUNKS:
                     self._chunks.popitem(last=False)
@@ -180,8 +182,7 @@ def span_borders(
     Args:
         table: The chunk table, perhaps of a view; a chunk that crosses its border is counted whole.
         room_bytes: int64 [C], room that each chunk takes there.
-        samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span; without
-            spans (format 1.0), each sample does.
+        samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span.
 
     Returns:
         int64 [n] each, ascending.
@@ -194,7 +195,7 @@ def span_borders(
         if samples is None:
             return sample_base[low:high], byte_base[low:high]
         firsts = table.first_sample[low:high].astype(np.int64)
-        cuts = samples.span_starts if samples.num_spans else np.arange(samples.num_samples)
+        cuts = samples.span_starts
         cuts = np.union1d(firsts, cuts[(cuts > firsts[0]) & (cuts < firsts[-1] + table.num_samples[high - 1])])
         chunks = np.searchsorted(firsts, cuts, side="right") - 1
         inside = samples.record_starts[cuts] - table.byte_start[low + chunks]

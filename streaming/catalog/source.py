@@ -6,13 +6,14 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from streaming.arguments import checked_seed
+from streaming.arrays import sums
 from streaming.cache import NodeCache
 from streaming.catalog.open import OpenShards
 from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
@@ -50,6 +51,21 @@ other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB
 (docs/design/0023-filters.md)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Where the samples of some rows are stored: one of each row, or those of its pack.
+
+    Attributes:
+        splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
+        shards: int64 [n], shard of each sample, among those of its set.
+        numbers: int64 [n], its number in the shard.
+    """
+
+    splits: Int64Array
+    shards: Int64Array
+    numbers: Int64Array
+
+
 class OneOrder(ABC):
     """Order the chunks of a set, pass after pass, with the user's settings.
 
@@ -58,17 +74,31 @@ class OneOrder(ABC):
         shuffle_config: How they are shuffled.
         seed: Seed of the order.
         names: See ``Source``: a single set has none.
+        bad_samples_file: Where bad samples are recorded; None: nowhere.
     """
 
     shuffle: bool
     shuffle_config: ShuffleConfig
     seed: int
     names: tuple[str, ...] = ()
+    bad_samples_file: str | None
 
     @property
     @abstractmethod
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """The options that say how samples are dealt out, as given."""
+        chosen = replace(self.shuffle_config, seed=None)
+        shuffle = self.shuffle if chosen == ShuffleConfig() else chosen
+        return {"shuffle": shuffle, "seed": self.seed}
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """See ``ShardSet``."""
+        return {} if self.bad_samples_file is None else {"": self.bad_samples_file}
 
     def _order_by(self, shuffle: object, seed: object) -> None:
         """Apply the user's choice of order: True, False or a ``ShuffleConfig``, whose seed overrides ``seed``.
@@ -98,6 +128,28 @@ class OneOrder(ABC):
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the order of each pass."""
         return EpochOrders(self.chunk_samples, settings)
+
+    def ordered(
+        self, *, shuffle: bool | None = None, seed: int | None = None, lanes: int | None = None,
+        window: int | None = None,
+    ) -> Self:  # fmt: skip
+        """Return the same set in another order; None: as it is.
+
+        Raises:
+            ConfigError: A number is out of range.
+        """
+        made = copy.copy(self)
+        changes: dict[str, Any] = {"seed": seed, "lanes": lanes, "window": window}
+        made.shuffle = self.shuffle if shuffle is None else shuffle
+        made.shuffle_config = replace(
+            self.shuffle_config, **{name: value for name, value in changes.items() if value is not None}
+        )
+        made.seed = self.seed if seed is None else checked_seed("seed", seed)
+        return made
+
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:  # noqa: ARG002  as Source has it
+        """See ``Source``: nothing of its own."""
+        return ""
 
 
 class ChunkSource(OneOrder):
@@ -177,6 +229,42 @@ class ChunkSource(OneOrder):
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
         return self.table.num_samples
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``."""
+        return self.selection.stored_samples
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk that are delivered."""
+        return self.chunk_samples
+
+    @property
+    def stored_set(self) -> ChunkSource:
+        """The set whose shards hold the samples: this one."""
+        return self
+
+    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:  # noqa: ARG002
+        """Return where the samples at these offsets of chunks are stored, the same in all passes."""
+        numbers = self.table.first_sample[chunk_ids] + self.samples_of(chunk_ids, offsets)
+        splits = np.arange(len(chunk_ids) + 1)
+        return Places(splits=splits, shards=self.table.shard[chunk_ids].astype(np.int64), numbers=numbers)
+
+    def chunk_with(self, shard: int, number: int) -> int | None:
+        """Return the chunk that delivers a sample of a shard if no filter leaves it out; None: none does."""
+        low, high = self.table.rows_of(shard)
+        chunk = low + int(np.searchsorted(self.table.first_sample[low:high], number, side="right")) - 1
+        return chunk if chunk >= low else None
+
+    def numbers_of(self, shards: Int64Array, numbers: Int64Array) -> Int64Array:
+        """Return the number in this set of each sample, which it has, given by shard and number there; int64 [n]."""
+        starts, found = sums(self.chunk_samples), np.empty_like(numbers)
+        for shard in np.unique(shards).tolist():
+            low, _ = self.table.rows_of(shard)
+            rows = shards == shard
+            found[rows] = starts[low] + sums(self.selection.mask(shard))[numbers[rows]]
+        return found
 
     @property
     def chunk_bytes(self) -> Int64Array:
@@ -276,11 +364,10 @@ class ChunkSource(OneOrder):
         For less than the chunk this needs a sample table.
 
         The range consists of whole spans, so that it can be checked: it begins with ``lead`` other samples, and may end
-        with some. A sample table of format 1.0 has no spans: then the range is exactly these samples, unchecked. If the
-        table is missing, it is the whole chunk.
+        with some. If the table is missing, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
-        if first == 0 and stop == self.selection.stored_samples[chunk_id]:
+        if first == 0 and stop == self.stored_samples[chunk_id]:
             return whole
         samples = self._recent.table(self, int(self.table.shard[chunk_id]))
         if samples is None:

@@ -97,12 +97,24 @@ class Balanced(GroupedMixture):
             return made[-1]
 
         grouping = grouped(dataset, "Balanced", "by", [by], coding)
-        names = made[-1].names
+        self._classes = made[-1]
         super().__init__(
-            dataset, grouping, dict(enumerate(names)), made[-1].schedule(weights, power), name_sources=name_sources,
-            cure=resharding(dataset, by), quotas=quotas,
+            dataset, grouping, dict(enumerate(self._classes.names)), self._classes.schedule(weights, power),
+            name_sources=name_sources, cure=resharding(dataset, by), quotas=quotas,
         )  # fmt: skip
         _log.info("%s", self.shares_in_words())
+
+    def named_weights(self, weights: Any) -> dict[str, float]:
+        """See ``Mixture``: ``"balanced"``, or a dict by the values of the column, as for the constructor.
+
+        Raises:
+            ConfigError: The weights do not name exactly the classes of the column.
+        """
+        if isinstance(weights, str) and weights == "balanced":
+            weights = dict.fromkeys(self.names, 1)
+        elif isinstance(weights, Mapping):
+            weights = self._classes.named(weights)
+        return super().named_weights(weights)
 
     def shares_in_words(self) -> str:
         """Describe the number of classes, the smallest and largest of them, and their initial shares."""
@@ -163,14 +175,19 @@ class _Classes:
             ConfigError: ``weights`` does not name exactly the classes of the column.
         """
         if isinstance(weights, Mapping):
-            return Schedule.steps({0: self._named(weights)})
+            return Schedule.steps({0: self.named(weights)})
         if isinstance(weights, Schedule):
-            return Schedule.steps({row: self._named(shares) for row, shares in weights.segments()})
+            return Schedule.steps({row: self.named(shares) for row, shares in weights.segments()})
         most = max(self.counts)
         shares = [max(round((count / most) ** (power or 0.0) * _UNIT), 1) for count in self.counts]
         return Schedule.steps({0: dict(zip(self.names, shares, strict=True))})
 
-    def _named(self, weights: Any) -> dict[str, float]:
+    def named(self, weights: Any) -> dict[str, float]:
+        """Return weights by the values of the column as weights by source name.
+
+        Raises:
+            ConfigError: They do not name exactly the classes of the column.
+        """
         given = {_name(label): weight for label, weight in weights.items()}
         unknown, missing = [sorted(some) for some in (given.keys() - set(self.names), set(self.names) - given.keys())]
         if unknown or missing:

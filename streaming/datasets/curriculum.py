@@ -123,6 +123,7 @@ class Curriculum(GroupedMixture):
             )
         pools = self.grid.pools(list(cells))
         _check_pools(self.grid, pools)
+        _warn_if_never_open(self.grid, pools, sizes[list(cells)])
         weights = {
             row: {
                 name: int(sizes[cell]) * int(is_open) for (cell, name), is_open in zip(cells.items(), pool, strict=True)
@@ -158,7 +159,10 @@ class Curriculum(GroupedMixture):
     @shows
     def __repr__(self) -> str:
         metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
-        return f"Curriculum({self._source_in_words()}, {metrics}, a pool of {self._pools[0][1]:,} samples at first)"
+        parts = [self._source_in_words(), metrics]
+        if not self._is_reweighed:
+            parts.append(f"a pool of {self._pools[0][1]:,} samples at first")
+        return f"Curriculum({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +200,8 @@ class _Asked:
         # Of several borders without a value between them, keep the first: it opens everything below.
         below = [0, *(int(np.searchsorted(values, upper, side="right")) for upper, _ in borders)]
         kept = [one for one, (before, here) in zip(borders, pairwise(below), strict=True) if here > before]
-        return _Metric(name=self.name, by=self.by, schedule=self.schedule, borders=tuple(kept))
+        least = float(values[0]) if total else math.nan
+        return _Metric(name=self.name, by=self.by, schedule=self.schedule, borders=tuple(kept), least=least)
 
     def _shares(self) -> list[Fraction]:
         if isinstance(self.buckets, int):
@@ -213,12 +218,14 @@ class _Metric:
         by: Unit of the schedule.
         schedule: Difficulty by row.
         borders: For each bucket, its largest value, and the difficulty from which it is open.
+        least: The smallest value.
     """
 
     name: str
     by: By
     schedule: Schedule
     borders: tuple[tuple[float, float], ...]
+    least: float
 
     def bucket_of(self, values: Values) -> Int64Array:
         """Return the bucket of each value, or -1 for a missing value."""
@@ -387,3 +394,20 @@ def _check_pools(grid: _Grid, pools: Sequence[tuple[int, npt.NDArray[np.bool_]]]
                 f"Curriculum: schedule: at row {row:,} no sample is easy enough by {names} at once; start one of the "
                 "schedules at a higher difficulty"
             )
+
+
+def _warn_if_never_open(
+    grid: _Grid, pools: Sequence[tuple[int, npt.NDArray[np.bool_]]], sizes: npt.NDArray[np.integer[Any]]
+) -> None:
+    """Log a warning if a schedule of values stays below values that occur: perhaps it was meant in another unit."""
+    never = 1 - sizes[np.any([pool for _, pool in pools], axis=0)].sum() / sizes.sum()
+    for metric in grid.metrics:
+        values: list[Any] = [value for _, value in metric.schedule.segments()]
+        reached, largest = max(values), metric.borders[-1][0]
+        if metric.by == "value" and never and reached < metric.borders[-1][1]:
+            _log.warning(
+                'Curriculum: %.1f%% of the samples are never drawn. With by="value" the schedule of %r is in values of '
+                "that column, which go from %.6g to %.6g, but it reaches %.6g at most. For fractions of the samples "
+                'write by="percentile"; otherwise let it reach %.6g. (To leave hard samples out for good, filter the '
+                "data set with where=…)", 100 * never, metric.name, metric.least, largest, reached, largest,
+            )  # fmt: skip

@@ -87,8 +87,8 @@ class StreamingDataset(ChunkSource):
         urls: The shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or
             directory, a list, or several of these joined by ``::``.
         index: Directory that holds the index; default: beside the shards.
-        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. With an index of format 1.2,
-            other fields are not even fetched if they are large (128 KiB, or 1 MiB in an object store).
+        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others
+            are not even fetched if they are large (128 KiB, or 1 MiB in an object store).
         decode: ``"auto"``: by extension, with fields written by ``convert --tokenizer`` as arrays. None: raw bytes. A
             mapping such as ``{"jpg": "rgb8", "cls": int}``: these fields as given, the others as with ``"auto"``.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
@@ -128,8 +128,9 @@ class StreamingDataset(ChunkSource):
             replaces it; ``"skip"``: likewise, but the replacement is False in ``batch["__valid__"]``; ``"raise"``:
             raise the error.
         max_bad_samples: Stop the run when there are more bad samples than this number (int) or fraction of the epoch
-            (float), counted over all data-parallel ranks if torch.distributed is initialized, else on this rank; 1.0:
-            no limit.
+            (float, rounded up, at least 2 unless it is 0), counted over all data-parallel ranks. If torch.distributed
+            is not initialized, each rank counts for itself, and a fraction is one of its own part of the epoch. 1.0: no
+            limit.
         bad_samples_file: Path of a file to which bad samples are appended, one JSON object per line with the entries of
             ``loader.metrics()["bad"]``; ``{rank}`` is replaced by this process's rank. Each sample is written once per
             epoch. All processes of a machine may share one file; on a network file system give each its own.
@@ -294,6 +295,10 @@ class StreamingDataset(ChunkSource):
         before = as_chain(self.transform)
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made
+
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: a row is a sample."""
+        return num_rows
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:

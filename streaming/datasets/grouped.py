@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
@@ -12,7 +11,9 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import check_choice, checked_flag, option_names, some_names
+from streaming.arguments import check_choice, checked_flag, checked_number, option_names, some_names
+from streaming.arrays import sums
+from streaming.catalog.source import ChunkSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture, Quotas
 from streaming.errors import ConfigError, StateError
@@ -54,6 +55,7 @@ class GroupedMixture(Mixture):
         self.dataset = dataset
         self.name_sources = checked_flag("name_sources", name_sources)
         self._cure = cure
+        self._groups, self._group_names = grouping.groups, dict(names)
         chosen = {name: grouping.selected(number, dataset.fingerprint, name) for number, name in names.items()}
         self._piece_chunks = np.concatenate([chosen[name].rows for name in sorted(chosen)])
         members = {name: dataset.of_group(selected, name) for name, selected in chosen.items()}
@@ -82,6 +84,8 @@ class GroupedMixture(Mixture):
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
         """Return sample number ``index`` of the underlying dataset, in storage order; see ``StreamingDataset``.
 
+        With ``name_sources`` it has ``__source__``, as in batches, unless it is in no group.
+
         Raises:
             IndexError: There is no such sample.
             ConfigError: ``index`` is a slice.
@@ -90,7 +94,17 @@ class GroupedMixture(Mixture):
             raise ConfigError(
                 f"a {type(self).__name__} cannot be sliced; slice the data set: {type(self).__name__}(dataset[a:b])"
             )
-        return self.dataset[operator.index(index)]
+        number = checked_number(index, self.dataset.table.total_samples, "sample", "the data set has")
+        return self.dataset.sample_at(number, self._shown_name_of(number) if self.name_sources else "")
+
+    def _shown_name_of(self, number: int) -> str:
+        """Return the name of the group of a sample of the dataset; "" if it is in none."""
+        table = self.dataset.table
+        starts = sums(table.num_samples)
+        chunk = np.searchsorted(starts, [number], side="right") - 1
+        inside = table.first_sample[chunk] + self.dataset.samples_of(chunk, number - starts[chunk])
+        (group,) = self._groups.codes[self._groups.shard_places[table.shard[chunk]] + inside].tolist()
+        return self._group_names.get(group, "")
 
     def map(self, function: Transform) -> Self:
         """Return the same with ``function`` called on each sample, after the functions of the dataset."""
@@ -99,9 +113,18 @@ class GroupedMixture(Mixture):
         return made
 
     @property
+    def numbered(self) -> dict[str, ChunkSource | None]:
+        """See ``Mixture``: the dataset of all groups."""
+        return dict.fromkeys(self.names, self.dataset)
+
+    @property
     def shown_names(self) -> dict[str, str]:
         """See ``Mixture``: empty unless ``name_sources`` is set."""
         return {name: name if self.name_sources else "" for name in self.names}
+
+    def _limits_of(self, drawn: Mapping[str, float]) -> dict[str, int]:  # noqa: ARG002
+        """See ``Mixture``: groups are parts of one dataset, whose limit is that of all of them."""
+        return {}
 
     def check_ledger(self, ledger: Ledger) -> None:
         """See ``Mixture``.
@@ -148,6 +171,8 @@ class GroupedMixture(Mixture):
         said = [repr(self.dataset), f"{len(self.names)} groups"]
         if self.read_amplification > LARGE_AMPLIFICATION:
             said.append(f"about {self.read_amplification:.1f} bytes read for each one used")
+        if self._is_reweighed:
+            said.append(f"reweighted: {self._shares_in_words()}")
         return ", ".join(said)
 
 

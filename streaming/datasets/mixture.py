@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,12 +30,13 @@ from streaming.arrays import sums
 from streaming.batches.build import OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
+from streaming.catalog.source import ChunkSource, Places
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
-from streaming.datasets.mixture_file import arguments_of, read_description
+from streaming.datasets.mixture_file import names_of, open_described, read_description
 from streaming.datasets.packed import Packed
 from streaming.datasets.units import Unit, units_per_sample
-from streaming.errors import ConfigError, ShardstreamError, StateError
+from streaming.errors import ConfigError, StateError
 from streaming.index.chunk_table import ChunkTable
 from streaming.job.once import Peers
 from streaming.job.store import job_peers
@@ -47,8 +49,8 @@ from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
 from streaming.plan.ledger import START, Dealt, Entry, Even, Ledger
 from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule
-from streaming.plan.settings import ShuffleConfig
+from streaming.plan.schedule import Schedule, WeightSchedule
+from streaming.plan.settings import Shape, ShuffleConfig
 from streaming.types import Int64Array, Sample, Transform
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
@@ -64,7 +66,13 @@ _ELSEWHERE = {
     "proportions": "write weights={…: …}",
     "streams": "give the sources as a dict by name, the first argument",
     "epoch_size": "it belongs to the loader; write DataLoader(mixture, epoch_size=…)",
+    "batch_size": "it belongs to the loader; write DataLoader(mixture, batch_size=…)",
+    "global_batch_size": "it belongs to the loader; write DataLoader(mixture, global_batch_size=…)",
+    "packed": "pack each source: Mixture({…: Packed(…, length=…)})",
 }  # fmt: skip
+_DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
+"""Options that say how samples are dealt out, and their defaults."""
+_log = logging.getLogger("streaming")
 _SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/en"'
 
 
@@ -117,14 +125,19 @@ class Mixture(JoinedSource):
             (``"text/en"`` for a source of a nested mixture), and sources that it does not name are read in whole
             chunks. At least 64 KiB per source. The sample tables are read when the mixture is made. The sizes are part
             of a run: a resumed one keeps those that it began with.
-        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; each
-            source's own limit applies as well. None: only the sources' own limits and, over all ranks, their sum.
-        bad_samples_file: As for ``StreamingDataset``, for all sources.
+        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; the own
+            limit of each source, and of each mixture within this one, applies to its samples as well. None: only the
+            sources' own limits and, over all ranks, their sum.
+        bad_samples_file: As for ``StreamingDataset``, for all sources. A source with a file of its own, or a mixture
+            within this one, also records its samples there.
 
     Raises:
         ConfigError: An argument is invalid; the message lists source names that are unknown or missing.
         IndexMissingError: A source has no index.
     """
+
+    _is_reweighed = False
+    """Whether the weights are those that ``set_weights`` gave, unlike the arguments."""
 
     def __init__(
         self,
@@ -167,6 +180,27 @@ class Mixture(JoinedSource):
         )
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self._blend), job_peers(agent_store()))
+        self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        """Warn of settings of sources that have no effect, because all of them follow the order of this mixture."""
+        unused: dict[str, list[str]] = {}
+        for name, one in self.sources.items():
+            for option, value in one.dealing.items():
+                if value not in (_DEALING[option], self.dealing[option]):
+                    unused.setdefault(f"{option}={value!r}", []).append(repr(name))
+        if unused:
+            said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
+            _log.warning(
+                "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option "
+                "to the outermost Mixture", said
+            )  # fmt: skip
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """See ``OneOrder``."""
+        fetch_bytes = dict(self.fetch_bytes) or None
+        return super().dealing | {"quotas": self.quotas, "batches": self.batches, "fetch_bytes": fetch_bytes}
 
     @classmethod
     def from_file(
@@ -179,10 +213,11 @@ class Mixture(JoinedSource):
         """Make the mixture described by a JSON file; ``shard_tools plan`` reads the same files.
 
         The file holds the arguments of this class and, for each source, those of ``StreamingDataset``, with ``url`` for
-        the first one. A source may also be just a URL, or have ``sources`` of its own, which makes it a nested mixture
-        (docs/mixing.md)::
+        the first one, and of ``Packed``, ``Balanced`` or ``Curriculum`` under that name. A source may also be just a
+        URL, or have ``sources`` of its own, which makes it a nested mixture (docs/mixing.md)::
 
-            {"sources": {"web": {"url": "s3://bucket/web/", "where": "tokens >= 64"}, "code": "s3://bucket/code/"},
+            {"sources": {"web": {"url": "s3://bucket/web/", "packed": {"length": 8192}},
+                         "code": {"url": "s3://bucket/code/", "where": "tokens >= 64", "packed": {"length": 8192}}},
              "weights": {"web": 0.7, "code": 0.3}, "seed": 1}
 
         Args:
@@ -195,39 +230,13 @@ class Mixture(JoinedSource):
             ConfigError: The file is not a valid description; the message names the source and what is wrong.
             NotFoundError: There is no such file.
         """
-        options = dict(storage_options or {})
-        made = cls._described(read_description(path, options), "", options)
-        unknown = sorted(set(transforms or {}) - set(made.leaves))
+        content = read_description(path, storage_options)
+        names = names_of(content)
+        unknown = sorted(set(transforms or {}) - set(names))
         if unknown:
-            raise ConfigError(f"transforms: {unknown[0]!r} is not a source; they are {some_names(sorted(made.leaves))}")
-        return made._with_transforms(transforms or {}, "")
-
-    @classmethod
-    def _described(cls, content: Mapping[str, Any], place: str, storage_options: dict[str, object]) -> Mixture:
-        """Return the mixture that ``content`` describes; ``place`` is its location in the file, for messages."""
-        sources: dict[str, StreamingDataset | Mixture] = {}
-        for name, given in content["sources"].items():
-            here = f"{place}/{name}" if place else name
-            try:
-                if "sources" in given:
-                    sources[name] = cls._described(given, here, storage_options)
-                else:
-                    options = {"storage_options": storage_options, **given}
-                    sources[name] = StreamingDataset(options.pop("url"), **options)
-            except ShardstreamError as error:
-                error.add_note(f"of the source {here!r}")
-                raise
-        return cls(sources, **arguments_of(content))
-
-    def _with_transforms(self, transforms: Mapping[str, Transform], place: str) -> Mixture:
-        """Return the same mixture with these functions on its leaves, by their names below ``place``."""
-        made = copy.copy(self)
-        made.sources = {
-            name: one._with_transforms(transforms, f"{place}{name}/") if isinstance(one, Mixture)
-            else one.map(transforms[place + name]) if place + name in transforms else one
-            for name, one in self.sources.items()
-        }  # fmt: skip
-        return made._of_sources()
+            raise ConfigError(f"transforms: {unknown[0]!r} is not a source; they are {some_names(names)}")
+        made: Mixture = open_described(content, transforms=transforms, storage_options=storage_options or {})
+        return made
 
     # --- what users see ---
 
@@ -367,6 +376,10 @@ class Mixture(JoinedSource):
         """See ``Source``."""
         return super().has_packs(chunk_ids, self._companies(passes), seed)
 
+    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
+        """See ``JoinedSource``."""
+        return super().places(chunk_ids, offsets, self._companies(passes), seed)
+
     def _companies(self, passes: Int64Array) -> Int64Array:
         """Return the pass numbers that determine which documents share a pack.
 
@@ -379,6 +392,11 @@ class Mixture(JoinedSource):
         if any(quotas[name] % size for name, size in self.sizes.items()):
             return np.zeros_like(passes)
         return passes
+
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: by the sizes of the sources, whatever their weights."""
+        leaves = self.leaves.values()
+        return num_rows * sum(one.expected_samples(len(one)) for one in leaves) / max(sum(map(len, leaves)), 1)
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
@@ -397,6 +415,17 @@ class Mixture(JoinedSource):
                 found[name] = name
         return found
 
+    @property
+    def numbered(self) -> dict[str, ChunkSource | None]:
+        """The set in which the samples of each leaf have their numbers; None: packs, numbered in their own set."""
+        found: dict[str, ChunkSource | None] = {}
+        for name, one in self.sources.items():
+            if isinstance(one, Mixture):
+                found.update({f"{name}/{leaf}": numbered for leaf, numbered in one.numbered.items()})
+            else:
+                found[name] = None if isinstance(one, Packed) else one
+        return found
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
@@ -405,13 +434,32 @@ class Mixture(JoinedSource):
             found = replace(found, lanes=next(n for n in range(found.lanes, 0, -1) if global_batch_size % n == 0))
         return found
 
+    def check_shape(self, shape: Shape) -> None:
+        """Check that batches of this shape can be dealt out.
+
+        Raises:
+            ConfigError: ``batches="one_source"`` needs batches, and epochs, of another size.
+        """
+        if self.batches == "mixed":
+            return
+        if shape.ramp is not None:
+            raise ConfigError(
+                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
+                'global_batch_size an integer, or use batches="mixed"'
+            )
+        if (shape.epoch_size or 0) % shape.global_batch_size:
+            raise ConfigError(
+                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
+                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
+            )
+
     # --- shares, and what the ledger of a run says of them ---
 
     @property
     def _blends(self) -> dict[str, Blend]:
-        """What is drawn within each source, by the names of its leaves in this mixture."""
+        """What is drawn within each source."""
         return {
-            name: one._blend.within(name) if isinstance(one, Mixture) else Blend({name: int(one.chunk_samples.sum())})
+            name: one._blend if isinstance(one, Mixture) else Blend.of_dataset(int(one.chunk_samples.sum()))
             for name, one in self.sources.items()
         }
 
@@ -424,10 +472,8 @@ class Mixture(JoinedSource):
     def _unit_means(self) -> Units | None:
         return None if self.unit == "samples" else lambda: self.units_per_sample
 
-    def weighed(self, weights: Any) -> Schedule:
-        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
-
-        Nested mixtures keep their own schedules, which count the rows of the run.
+    def named_weights(self, weights: Any) -> dict[str, float]:
+        """Return what a user gave to ``set_weights``, as plain numbers by the names of the sources.
 
         Raises:
             ConfigError: The mixture has an end, or the weights are not valid for its sources.
@@ -441,7 +487,24 @@ class Mixture(JoinedSource):
             hint = "; give a Schedule when resuming: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
+        return {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
+
+    def weighed(self, weights: Mapping[str, float]) -> WeightSchedule:
+        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
+
+        Nested mixtures keep their own schedules, which count the rows of the run.
+        """
         return by_weight(self._blends, weights, self._unit_means)
+
+    def weighed_as(self, ledger: Ledger) -> Self:
+        """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
+        last = ledger.last
+        if last.quotas is not None or last.means == self.begun(last.batch_size).last.means:
+            return self
+        made = copy.copy(self)
+        made._is_reweighed = True
+        made._blend = Blend(weights=Schedule.steps({0: last.weights}) if last.schedule is None else last.schedule)
+        return made
 
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
         """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
@@ -597,17 +660,37 @@ class Mixture(JoinedSource):
             found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
         return Forecast(ledger, found)
 
-    def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows."""
-        drawn, found = self.forecast(ledger).drawn(row, num_samples), dict[str, list[str]]()
-        for name, shown in self.shown_names.items():
-            found.setdefault(shown, []).append(name)
+    def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float = 1.0) -> dict[str, int]:
+        """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
+
+        A mixture within this one has a number, too: its own limit, but no more than its sources have together. ``part``
+        of the samples are known to the one that counts.
+        """
+        drawn = self.forecast(ledger).drawn(row, num_samples)
+        return self._limits_of({name: part * self.leaves[name].expected_samples(drawn[name]) for name in self.leaves})
+
+    def _limits_of(self, expected: Mapping[str, float]) -> dict[str, int]:
+        """Return what ``bad_limits`` does, for so many samples of each leaf."""
         limits: dict[str, int] = {}
-        for shown, names in found.items():
-            if shown:
-                limit = self.leaves[names[0]].max_bad_samples
-                limits[shown] = most_bad(limit, sum(drawn[name] for name in names))
+        for name, one in self.sources.items():
+            if not isinstance(one, Mixture):
+                limits[name] = most_bad(one.max_bad_samples, expected[name])
+                continue
+            within = {leaf: expected[f"{name}/{leaf}"] for leaf in one.names}
+            inside = one._limits_of(within)
+            together = [limit for leaf, limit in inside.items() if "/" not in leaf]
+            own = most_bad(one.max_bad_samples, sum(within.values()))
+            limits[name] = min(own, sum(together)) if together else own
+            limits |= {f"{name}/{leaf}": limit for leaf, limit in inside.items()}
         return limits
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """See ``ShardSet``: this mixture's own file, and those of its sources."""
+        found = super().bad_files
+        for name, one in self.sources.items():
+            found |= {f"{name}/{leaf}" if leaf else name: path for leaf, path in one.bad_files.items()}
+        return found
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
         """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""

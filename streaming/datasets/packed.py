@@ -22,7 +22,6 @@ from streaming.arguments import (
     checked_number,
     checks_names,
     is_list,
-    most_bad,
     option_names,
     shows,
 )  # fmt: skip
@@ -223,7 +222,8 @@ class Packed(PackedSource):
         of_tokens = {"dtype": dtype, "mask_field": mask_field, "shift_labels": shift_labels or None, "stride": stride,
                      "labels_across": labels_across or None, "pad_id": pad_id or None}  # fmt: skip
         whole = field is None and _checked_whole(of_tokens, padded=padded, overlong=overlong)
-        _check_documents(documents, whole=whole)
+        fields = tuple(name for name in (field, mask_field) if name is not None)
+        _check_documents(documents, () if whole else fields)
         limits, kinds = _checked_budgets(budgets, column), _checked_alike(alike)
         rules = PackRules(
             length=length, overlong=overlong or ("drop" if whole or limits else "split"), multiple=multiple,
@@ -236,7 +236,6 @@ class Packed(PackedSource):
         _check_labels(rules, shift=shift_labels, across=labels_across, overlap_labels=overlap_labels)
         peers = job_peers(agent_store())
         shards = documents.shards
-        fields = tuple(name for name in (field, mask_field) if name is not None)
         check_fields(documents.storage, shards, fields, peers)
         columns = (column, *limits, *kinds)
         late = late_columns_of(documents.storage, shards, columns, peers)
@@ -339,6 +338,10 @@ class Packed(PackedSource):
 
     # --- what the engine needs ---
 
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: the documents of that many packs, on average."""
+        return num_rows * self.counts.documents / max(len(self), 1)
+
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
@@ -391,8 +394,7 @@ class Packed(PackedSource):
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
         self.transform = documents.transform
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
-        # The share is one of documents, whose number is the same in each epoch.
-        self.max_bad_samples = most_bad(documents.max_bad_samples, self.counts.documents)
+        self.max_bad_samples = documents.max_bad_samples
 
     def _tell(self) -> None:
         """Log what became of the documents, and whether groups are too small to be filled well."""
@@ -602,7 +604,12 @@ def _check_labels(rules: PackRules, *, shift: bool, across: bool, overlap_labels
         raise ConfigError("overlap_labels=False applies to windows that overlap; add stride=…, or leave it out")
 
 
-def _check_documents(documents: Any, *, whole: bool) -> None:
+def _check_documents(documents: Any, of_tokens: tuple[str, ...]) -> None:
+    """Check that documents can be packed; ``of_tokens`` are the fields that are read as tokens, () for whole samples.
+
+    Raises:
+        ConfigError, IndexMissingError: They cannot.
+    """
     if isinstance(documents, (JoinedSource, PackedSource)):
         raise ConfigError(
             f"Packed: expected a StreamingDataset, got a {type(documents).__name__}; pack each data set, and mix the "
@@ -614,8 +621,22 @@ def _check_documents(documents: Any, *, whole: bool) -> None:
         )
     if not documents.indexed:
         raise IndexMissingError(f"Packed needs an index; {documents.shards.missing_index}")
-    if documents.transform is not None and not whole:
+    if not of_tokens:
+        return
+    if documents.transform is not None:
         raise ConfigError(_NO_TRANSFORM)
+    unread = [name for name in of_tokens if documents.fields is not None and name not in documents.fields]
+    if unread:
+        raise ConfigError(
+            f"fields: Packed reads {unread[0]!r} of each document, which is not among fields={documents.fields}; leave "
+            "fields out, since packs read nothing else"
+        )
+    decoded = [name for name in of_tokens if isinstance(documents.decode, Mapping) and name in documents.decode]
+    if decoded:
+        raise ConfigError(
+            f"decode: Packed would not call the decoder of {decoded[0]!r}, since tokens go straight from the shards "
+            "into the batch. Leave it out; change tokens when shards are written"
+        )
 
 
 def _refuse_encoded(option: str, field: str) -> None:

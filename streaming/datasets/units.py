@@ -40,7 +40,7 @@ def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Uni
 def _mean_bytes(dataset: StreamingDataset | Packed) -> float:
     """Return the mean size from the chunk table; chunks include what a filter leaves out."""
     stored = dataset.documents if isinstance(dataset, Packed) else dataset
-    kept = stored.chunk_samples.sum() / stored.selection.stored_samples.sum()
+    kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
     return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
 
 

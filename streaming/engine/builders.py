@@ -6,15 +6,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
-from streaming.batches.draw_watch import DrawWatch, kept_generators, named_draw
-from streaming.batches.draws import BatchDraws
+from streaming.batches.draw_watch import DrawGuard, DrawSeenError, DrawWatch, named_draw
+from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
@@ -26,6 +27,7 @@ from streaming.engine.workers.ring import BatchRing, PageLocker
 from streaming.metrics import Metrics
 
 Substitutes = Callable[[int], Iterator[Rows]]
+Attempt = Callable[[frozenset[str], BadSampleReport], Any]
 Mask = npt.NDArray[np.bool_] | None
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,9 @@ class Builder(Protocol):
             seed: Key of the epoch, from which the random numbers of users' functions are derived; None: nothing is
                 seeded.
             batch: Number of the batch, for reports.
+
+        Raises:
+            DrawSeenError: Functions were about to draw random numbers. The consumer is to build the batch instead.
         """
 
     def page_lock(self, locker: PageLocker | None) -> None:
@@ -85,10 +90,12 @@ class LocalBuilder:
         self._under_way: dict[int, BatchWork] = {}
         self.allocate: Allocate | None = None
         self.holds_gil = False
-        functions = recipe.functions_of_user
-        self._watch = DrawWatch()
-        self._named_draw = named_draw(functions)
-        self._is_watching = bool(functions)  # until it is known that they draw no random numbers
+        self._functions = recipe.functions_of_user
+        self._watch = DrawWatch(self._functions)
+        self._is_watching = bool(self._functions)  # until it is known that they draw no random numbers
+        self._guard: DrawGuard | None = None  # they drew none in a batch, but code that they reach names a draw
+        self._stopped_at = ""
+        self._own_turn = threading.Lock()
 
     @property
     def in_consumer(self) -> bool:
@@ -112,34 +119,52 @@ class LocalBuilder:
         work = self._under_way[thread] = BatchWork(batch, rows.keys, rows.urls)
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
-            draws = BatchDraws(seed or 0, rows.positions, seeds)
+            draws = BatchDraws(seed or 0, rows.positions, seeds, self._watch.own)
             builder = BatchBuilder(self._recipe, substitutes, report, self.allocate, work.row, draws)
             return builder.build(rows, valid)
 
         try:
-            if seed is None or not self._is_watching:
+            if seed is None or not self._functions:
                 return attempt(frozenset(), report)
-            with kept_generators():
+            if not self._is_watching:
+                return self._beside_training(attempt, report)
+            with self._watch.kept():
                 built = self._watch.build(attempt, report)
         finally:
             del self._under_way[thread]
         self._conclude()
         return built
 
+    def _beside_training(self, attempt: Attempt, report: BadSampleReport) -> Any:
+        """Build, in any thread, with functions that have drawn nothing yet from the generators of the process."""
+        guard, own = self._guard, self._watch.own
+        if guard is None and not own:
+            return attempt(frozenset(), report)
+        build = partial(self._watch.build, attempt, report, is_alone=False)
+        try:
+            with self._own_turn if own else nullcontext():  # whoever has it is alone with the functions' own generators
+                return build() if guard is None else guard.call(build)
+        except DrawSeenError as error:
+            self._stopped_at = error.draw
+            self._is_watching = True  # from here on only the consumer begins batches, and builds this one again
+            raise
+
     def _conclude(self) -> None:
         """Keep building this way after a watched batch if functions draw random numbers, else in any thread."""
-        drawn = ", ".join(sorted(self._watch.found)) or self._named_draw
-        if not drawn:
+        drawn = sorted(self._watch.found & ALL_GENERATORS)
+        if not drawn and not self._stopped_at:
             self._is_watching = False
+            self._guard = DrawGuard() if named_draw(self._functions) else None
             return
         if not self._metrics.get("batches_in_turn"):
             _log.warning(
-                "transform, decode or collate_fn draws from process-wide random generators (%s). It is therefore "
-                "called on the thread that asks for batches, one batch after the other, seeded by each sample's "
-                "position, so that augmentations neither depend on timing nor disturb the training's own random "
-                "numbers. Two faster ways: give it a second argument, transform(sample, rng), and draw from rng only; "
-                "or use num_workers=%d processes, where it is seeded in the same way",
-                drawn, min(8, os.cpu_count() or 1),
+                "transform, decode or collate_fn %s process-wide random generators (%s). It is therefore called on "
+                "the thread that asks for batches, one batch after the other, seeded by each sample's position, so "
+                "that augmentations neither depend on timing nor disturb the training's own random numbers. Two faster "
+                "ways: give it a second argument, transform(sample, rng), and draw from rng only; or use "
+                "num_workers=%d processes, where it is seeded in the same way",
+                "draws from" if drawn else "may draw from", ", ".join(drawn) or self._stopped_at,
+                min(8, os.cpu_count() or 1),
             )  # fmt: skip
         self._metrics.add("batches_in_turn")
 
@@ -267,19 +292,33 @@ class Crew:
         self.recipe = recipe
         self.arena = Arena(arena_bytes, shared=num_workers > 0)
         self.ring: BatchRing | None = None
+        self._pool: WorkerPool | None = None
         self.builder: Builder = LocalBuilder(recipe, metrics)
         if not num_workers:
             return
         try:
             self.ring = BatchRing(depth + num_workers + 1, limit_bytes=batch_bytes)
             self._closing.callback(self.ring.close)
-            pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics)
-            self._closing.callback(pool.close)
-            self.builder = WorkerBuilder(recipe, pool)
+            self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics)
+            self._closing.callback(self._pool.close)
+            self.builder = WorkerBuilder(recipe, self._pool)
         except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()
             raise
+
+    def renew(self) -> bool:
+        """Start worker processes anew if what the user's functions refer to has changed since they started.
+
+        For between two runs.
+
+        Returns:
+            Whether it has.
+
+        Raises:
+            ConfigError: It cannot be sent to a process any more.
+        """
+        return self._pool is not None and self._pool.renew()
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """Page-lock batches from now on, whoever builds them; None turns this off."""

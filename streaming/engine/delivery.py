@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport
+from streaming.batches.draw_watch import DrawSeenError
 from streaming.engine.builders import Builder
 from streaming.engine.standing import thread_lines
 from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
@@ -156,7 +157,11 @@ class Delivery(ABC):
 
     @abstractmethod
     def _build(self, number: int) -> Any:
-        """Build a batch that was begun; in any thread, without the lock."""
+        """Build a batch that was begun; in any thread, without the lock.
+
+        Raises:
+            DrawSeenError: Only the consumer may build it. Another call does so.
+        """
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -222,6 +227,7 @@ class Delivery(ABC):
             self._consumer = None
             if self._closed:
                 with self._changed:
+                    # _closed is set, so whoever waits looks again and goes.
                     self._changed.notify_all()
         if self._closed:
             raise StopIteration
@@ -258,10 +264,13 @@ class Delivery(ABC):
     def _take(self, number: int) -> Any:
         """Return the batch, from a builder or, if none has begun it, built right here."""
         with self._changed:
+            # Each batch is built once: by whoever counts it in _started under this lock.
             while not self._closed:
                 self._go_on()
                 if number in self._results:
                     value, error = self._results.pop(number)
+                    if isinstance(error, DrawSeenError):
+                        break
                     if error is not None:
                         raise error
                     return value
@@ -274,9 +283,12 @@ class Delivery(ABC):
         return self._build_here(number)
 
     def _build_here(self, number: int) -> Any:
-        """Build, in the consumer's thread, a batch that ``_begin`` has counted."""
+        """Build, in the consumer's thread, a batch that was begun, here or by a builder that had to leave it."""
         with self._metrics.timed("build_in_consumer_s"):
-            value = self._build(number)
+            try:
+                value = self._build(number)
+            except DrawSeenError:
+                value = self._build(number)
         with self._changed:
             if not self._closed:  # otherwise the run releases everything at once
                 self._finish(number)
@@ -389,9 +401,10 @@ class Delivery(ABC):
             if self._closed:  # it is not wanted any more
                 return
             self._results[number] = value, error  # started and built; untouched until the consumer takes it
-            self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
+            if not isinstance(error, DrawSeenError):  # then the consumer builds it
+                self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
+                self._finish(number)
             least_bytes = self._depth.least_bytes
-            self._finish(number)
             self._go_on()
             self._changed.notify_all()
         if least_bytes > self._batch_bytes:

@@ -303,10 +303,12 @@ class Pipeline(Delivery):
 
     def _build(self, batch: int) -> Any:
         with self._changed:
+            # The block of a batch stays until that batch is released.
             block = self._block_of(batch)
             low, high = block.rows.row_splits[batch - block.first : batch - block.first + 2].tolist()
         span = np.arange(low, high) if low == high else self._in_order(block, np.arange(low, high))
         with self._changed:
+            # A unit is in memory (its first row is known) or damaged, since the batch is ready.
             first_rows = self._first_rows[block.units[span]]
             lost = np.flatnonzero(first_rows < 0).tolist()
             damage = {row: self._damage[int(block.units[span[row]])] for row in lost}

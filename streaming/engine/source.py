@@ -30,11 +30,17 @@ class ShardSet(Protocol):
     on_error: OnError
     max_bad_samples: float
     """A count (int) or a share of the epoch (float)."""
-    bad_samples_file: str | None
+
+    @property
+    def bad_files(self) -> Mapping[str, str]:
+        """Files in which bad samples are recorded, by the name in batches of the source they are in; "": of all."""
 
     @property
     def is_packed(self) -> bool:
         """Whether packs of samples are dealt out; see ``Source.packs``."""
+
+    def expected_samples(self, num_rows: float) -> float:
+        """Return how many samples ``num_rows`` rows of batches are made of: more than one each if rows are packs."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -149,6 +155,15 @@ class Source(ShardSet, Protocol):
 
         Args:
             room_bytes: int64 [C], room that each chunk takes there.
+        """
+
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
+        """Return what makes this set need less memory, for messages; "" if nothing of its own does.
+
+        Args:
+            lanes: Lanes of a rank.
+            room_bytes: Memory for chunks.
+            resumed: A state was loaded, which says how chunks are cut.
         """
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:

@@ -128,6 +128,7 @@ class Substitutes:
         if chunk not in self._held:
             wanted = self._source.chunk(chunk)
             with self._store.changed:
+                # The units are held, by count, until this object releases them.
                 self._held[chunk] = self._store.hold(wanted)
         return self._held[chunk]
 
@@ -162,6 +163,6 @@ class _Apart:
 
 def _has(unit: Unit, sample: int) -> bool:
     """Tell whether a unit holds a sample of the shard, in bytes verified by a checksum."""
-    if unit.first_row < 0 or not unit.wanted.sums:
+    if unit.first_row < 0:
         return False
     return 0 <= sample - unit.wanted.first_sample < unit.wanted.num_samples

@@ -123,6 +123,10 @@ class Loop(ABC):
         """Return the shape of the batch that comes after ``place``."""
         return self.shape
 
+    def now_read(self, dataset: Any) -> Any:
+        """Return what is read of the dataset that the loop was made with, if a state or a call changed it since."""
+        return dataset
+
     @property
     def is_endless(self) -> bool:
         """Whether an epoch has no end."""

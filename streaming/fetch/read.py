@@ -33,7 +33,7 @@ class ShardReading(NamedTuple):
         source: Source of a mixture; 0 for a single set.
         url: The shard.
         fields: Fields that are read; None: all.
-        kept: Identifies the samples that a filter keeps, as ``Selected.fingerprint`` does; "": all.
+        kept: Identifies the samples that a filter keeps, as ``Selection.filter`` does; "": all.
     """
 
     source: int
@@ -97,7 +97,7 @@ class FetchRange:
 
     @property
     def sums(self) -> tuple[tuple[int, int], ...]:
-        """End (relative) and CRC32C of each piece with a checksum; they cover the range, or there are none."""
+        """End (relative) and CRC32C of each piece with a checksum; they cover the range."""
         return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
 
     @property
@@ -183,11 +183,11 @@ def fetch_unit(
             f"fields cannot be left out, and there is no room for all of them. Rebuild it: "
             f"shard_tools index {wanted.shown_url}"
         )
-    later = part is None and cache is None and bool(wanted.sums)
+    later = part is None and cache is None
 
     def layout() -> UnitLayout:
         if part is None:
-            return taken_apart(known.apart(wanted) if wanted.sums else apart_later(wanted), out)
+            return taken_apart(known.apart(wanted), out)
         return layout_by_table(part.samples, rows, part.pieces, wanted.fields, {})
 
     try:
@@ -238,7 +238,7 @@ def _part_of(wanted: FetchRange, rows: range, known: ShardFacts) -> _Part | None
     if not has_large and (not hole or hole * mean_bytes < known.gap_bytes):
         return None
     table = known.samples()
-    if table is None or not (table.num_spans if hole else table.large.fields):
+    if table is None or (not hole and not table.large.fields):
         return None
     sums = sums_of(table, rows.start, rows.stop, wanted.fields, kept)
     pieces = pieces_of(sums, wanted.byte_start, wanted.byte_end, known.gap_bytes)
@@ -349,13 +349,10 @@ class _Read:
 
         Raises:
             IndexMismatchError: It was replaced by one that differs from the index.
-            ChangedError: It was replaced, and there are no checksums.
         """
         try:
             self._fill(out)
         except ChangedError as error:
-            if not self.plan.sums:
-                raise
             self._fill(out)
             if self._differing(out) is not None:
                 raise self._replaced(error) from error
@@ -387,7 +384,7 @@ class _Read:
     def _fill(self, out: memoryview) -> None:
         pieces = self.plan.pieces
         for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
-            self._storage.read_into(self._wanted.url, start, part, summed=bool(self.plan.sums))
+            self._storage.read_into(self._wanted.url, start, part, summed=True)
 
     def _differing(self, out: memoryview) -> tuple[Sum, int] | None:
         """Return the first checksum that the bytes do not match, and their actual one."""
@@ -399,7 +396,7 @@ class _Read:
 
 
 def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
-    """Tell whether the bytes of a range match the index; without checksums this cannot be known."""
+    """Tell whether the bytes of a range match the index."""
     start = 0
     for stop, expected in wanted.sums:
         if crc32c.crc32c(data[start:stop]) != expected:
@@ -420,9 +417,7 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
         TarError: They are not whole samples.
         IndexMismatchError: The number of samples differs.
     """
-    layout = parse_chunk(
-        out, url=wanted.shown_url, base=wanted.byte_start, verify_headers=not wanted.sums, repeats=True
-    )
+    layout = parse_chunk(out, url=wanted.shown_url, base=wanted.byte_start, repeats=True)
     if len(layout.keys) != wanted.num_samples:
         shown = wanted.shown_url
         raise IndexMismatchError(

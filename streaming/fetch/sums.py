@@ -52,11 +52,11 @@ def sums_of(
     spans; spans in which no sample has any of the fields are left out. With ``kept``, bool [stop - first], likewise
     those that these samples need.
 
-    Empty if the index has no spans, or these samples are not whole spans.
+    Empty if these samples are not whole spans.
     """
     low, high = np.searchsorted(samples.span_starts, [first, stop]).tolist()
     borders = samples.span_starts[low : high + 1]
-    if not samples.num_spans or borders.tolist()[:: max(1, len(borders) - 1)] != [first, stop]:
+    if borders.tolist()[:: max(1, len(borders) - 1)] != [first, stop]:
         return ()
     offsets = samples.record_starts[borders].tolist()
     sums = samples.span_crc32c[low:high].tolist()

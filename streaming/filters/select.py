@@ -44,10 +44,10 @@ from streaming.index.columns import (
     fitting,
     names_of,
     no_values,
+    places_in,
     read_sample_columns,
     sample_columns,
     type_named,
-    without,
 )
 from streaming.index.keys import key_array
 from streaming.index.layout import samples_directory
@@ -58,16 +58,18 @@ from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
 from streaming.recent import Recent
 from streaming.storage import Storage, join_url, redact, scheme_of
+from streaming.types import Int64Array
 
 Condition: TypeAlias = conditions.Condition
 Subset: TypeAlias = tuple[float, float]
-_Found: TypeAlias = tuple[Bits, list[str], list[str]]
-"""Bits of a shard, the requested columns that it has, and all columns that it has."""
+_Found: TypeAlias = tuple[Bits, list[str], list[str], Int64Array]
+"""Bits of a shard, the requested columns that it has, all columns that it has, and which excluded keys it has."""
 _log = logging.getLogger(__name__)
 _REQUESTS = 16
 _FEW_SHARDS = 16
 """Up to this many shards, sample tables are looked up one by one; for more, directories, which may hold others, are
 listed."""
+_NO_PLACES = np.zeros(0, np.int64)
 _KEPT_BYTES = 64 << 20
 """Bits kept of the most recently evaluated filters: of half a billion samples."""
 
@@ -230,7 +232,9 @@ def narrowed(
     if asked is not None and not asked.is_range:
         return select(storage, shards, asked, peers)
     if asked is not None and not asked.keeps_all:
-        return Everything.of(shards.chunks).between(*asked.bounds(shards.chunks.total_samples))
+        if shards.table is None:
+            raise IndexMissingError(f"{asked.words} needs an index; {shards.missing_index}")
+        return Everything.of(shards.table).between(*asked.bounds(shards.table.total_samples))
     return None if shards.table is None else Everything.of(shards.table)
 
 
@@ -415,7 +419,7 @@ class _Lifted:
 
 
 def _size_of(found: _Found) -> int:
-    return found[0].nbytes + 500  # including its names and its entry
+    return found[0].nbytes + found[3].nbytes + 500  # including its names and its entry
 
 
 _kept = Recent[tuple[str, str], _Found](_KEPT_BYTES, _size_of)
@@ -464,10 +468,13 @@ class _Work:
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-filter") as threads:
             found = list(threads.map(self._shard, mine))
         head = {
-            "found": sorted({name for _, names, _ in found for name in names}),
-            "there": sorted({name for _, _, there in found for name in there}),
+            "found": sorted({name for _, names, _, _ in found for name in names}),
+            "there": sorted({name for _, _, there, _ in found for name in there}),
         }
-        return framed(head, *(bits.tobytes() for bits, _, _ in found))
+        left_out = np.zeros(len(self.asked.excluded), np.bool_)
+        for _, _, _, places in found:
+            left_out[places] = True
+        return framed(head, *(bits.tobytes() for bits, _, _, _ in found), np.packbits(left_out).tobytes())
 
     def joined(self, parts: Sequence[bytes]) -> Kept:
         """Combine all parts.
@@ -476,6 +483,7 @@ class _Work:
             ConfigError: No shard has one of the columns.
         """
         found, there, bits = set[str](), set[str](), list[Bits]()
+        left_out = np.zeros(-(-len(self.asked.excluded) // 8), np.uint8)
         for rank, part in enumerate(parts):
             head, at = unframed(part)
             found, there = found | set(head["found"]), there | set(head["there"])
@@ -483,10 +491,25 @@ class _Work:
                 num_bytes = -(-self._sizes[shard] // 8)
                 bits.append(np.frombuffer(part, np.uint8, num_bytes, at))
                 at += num_bytes
+            left_out |= np.frombuffer(part, np.uint8, len(left_out), at)
+        self._tell_unknown(left_out)
         missing = sorted(self.names - found - self.late.keys())
         if missing and any(self._is_asked(shard) for shard in range(len(self._sizes))):
             raise unknown_column(missing[0], {*there, KEY, *_late_names(self.storage, self._homes())})
         return Kept(self.table, bits)
+
+    def _tell_unknown(self, left_out: Bits) -> None:
+        """Warn of excluded keys that no shard has, given the bits of those that one has, if all shards were read."""
+        excluded = self.asked.excluded
+        unknown = np.flatnonzero(np.unpackbits(left_out, count=len(excluded)) == 0).tolist()
+        if not unknown or not all(self._is_asked(shard) or not size for shard, size in enumerate(self._sizes)):
+            return
+        shown = ", ".join(repr(excluded[place]) for place in unknown[:3])
+        _log.warning(
+            "exclude: %s of %s keys are in none of the shards, which leaves nothing out: %s%s. A key is the whole "
+            '"__key__" of a sample, without its extension; `shard_tools ls` shows them',
+            f"{len(unknown):,}", f"{len(excluded):,}", shown, ", …" if len(unknown) > 3 else "",
+        )  # fmt: skip
 
     def _homes(self) -> list[str]:
         return homes_of(self.shards.urls, self.shards.index)
@@ -500,15 +523,15 @@ class _Work:
         """Return the bits of one shard, the requested columns that it has, and all columns that it has."""
         count = self._sizes[shard]
         if not self._is_asked(shard):
-            return np.zeros(-(-count // 8), np.uint8), [], []
+            return np.zeros(-(-count // 8), np.uint8), [], [], _NO_PLACES
         first, (low, high) = self._firsts[shard], self._samples
         inside = np.zeros(count, np.bool_)
         inside[max(0, low - first) : high - first] = True  # high > first: the shard overlaps the subset
         if self.seen:
-            bits, names, there = _kept.of((self.seen, self.shards.urls[shard]), lambda: self._fitting(shard))
+            bits, names, there, places = _kept.of((self.seen, self.shards.urls[shard]), lambda: self._fitting(shard))
         else:
-            bits, names, there = self._fitting(shard)
-        return bits & np.packbits(inside, bitorder="little"), names, there
+            bits, names, there, places = self._fitting(shard)
+        return bits & np.packbits(inside, bitorder="little"), names, there, places
 
     def _fitting(self, shard: int) -> _Found:
         """Return the same for all samples of a shard, ignoring the subset."""
@@ -519,9 +542,11 @@ class _Work:
             if self.asked.where is not None:
                 found = {**self._lacking(columns, shard), **columns}
                 bits = bits & fitting(self.asked.where, {name: found[name] for name in self.names}, count)
+            places = _NO_PLACES
             if self.asked.excluded:
-                bits = bits & without(columns[KEY], self._excluded)
-        return bits, sorted(columns), there
+                places = places_in(columns[KEY], self._excluded)
+                bits = bits & np.packbits(places < 0, bitorder="little")
+        return bits, sorted(columns), there, np.unique(places[places >= 0])
 
     def _lacking(self, columns: Mapping[str, Values], shard: int) -> dict[str, Values]:
         """Return columns that only other shards have, as NULLs.

@@ -184,11 +184,12 @@ def _bits(mask: pa.Array) -> Bits:
     return found
 
 
-def without(keys: Values, excluded: Values) -> Bits:
-    """Return which rows have none of the ``excluded`` keys; both as :func:`key_array` makes them."""
-    if keys.type != excluded.type:
-        keys, excluded = keys.cast(pa.binary()), excluded.cast(pa.binary())
-    return _bits(pc.invert(pc.is_in(keys, value_set=excluded)))
+def places_in(keys: Values, others: Values) -> Int64Array:
+    """Return the place of each key in ``others``, or -1, int64 [n]; both are made by :func:`key_array`."""
+    if keys.type != others.type:
+        keys, others = keys.cast(pa.binary()), others.cast(pa.binary())
+    places: Int64Array = pc.index_in(keys, value_set=others).cast(pa.int64()).fill_null(-1).to_numpy()
+    return places
 
 
 def kept_rows(bits: Bits, num_rows: int) -> npt.NDArray[np.bool_]:

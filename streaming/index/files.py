@@ -21,7 +21,7 @@ from crc32c import crc32c
 from streaming.errors import IndexFormatError
 from streaming.index.pages import begun_at_page
 
-FORMAT_VERSION = (1, 3)
+FORMAT_VERSION = (1, 0)
 """Major and minor. Readers accept any minor version of their major version and ignore what they do not know."""
 METADATA_KEY = b"shardstream"
 _FOOTER_TAIL_BYTES = 8

@@ -2,7 +2,7 @@
 
 THE rule, shared by the writer and the indexer: a member is *large* from 128 KiB on. Its bytes have a CRC32C of their
 own, and so has the *rest* of its span: the span without the bytes of its large members, end to end. Below that size a
-gap in a range costs more than it saves (docs/design/0010-partial-reads.md), and small records cost nothing more to
+gap in a range costs more than it saves (docs/design/0006), and small records cost nothing more to
 index.
 
 As for spans, nothing is summed twice: while a chunk is summed, the CRC32C so far is noted at the start and at the end

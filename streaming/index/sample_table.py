@@ -60,9 +60,9 @@ class SampleTable:
         fields: Per extension the offsets (-1: the sample lacks the field) and sizes of its bytes, each int64 ``[n]``.
         columns: Lifted columns: numbers or strings, Arrow arrays of ``n``, nulls allowed.
         span_starts: int64 ``[S + 1]``, the first sample of each span (:mod:`streaming.index.spans`), and ``n``. ``[0]``
-            if the index has no spans (format 1.0), and in an empty shard.
+            in an empty shard.
         span_crc32c: uint32 ``[S]``, CRC32C of the bytes of each span.
-        large: Checksums of large members and of the rest of their spans; none in indexes before format 1.2.
+        large: Checksums of large members and of the rest of their spans.
     """
 
     chunks: ChunkTable
@@ -71,8 +71,8 @@ class SampleTable:
     record_starts: Int64Array = field(repr=False)
     fields: FieldRanges = field(repr=False)
     columns: Mapping[str, pa.Array] = field(default_factory=dict, repr=False)
-    span_starts: Int64Array = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
-    span_crc32c: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32), repr=False)
+    span_starts: Int64Array = field(repr=False)
+    span_crc32c: NDArray[np.uint32] = field(repr=False)
     large: LargeSums = field(default_factory=LargeSums, repr=False)
 
     @classmethod
@@ -101,7 +101,7 @@ class SampleTable:
             chunk_bounds: int64 ``[C + 1]``: chunk ``c`` holds samples ``[chunk_bounds[c], chunk_bounds[c + 1])``.
             crc32c: CRC32C of the bytes of each of the ``C`` chunks.
             columns: As the attribute.
-            spans: ``span_starts`` and ``span_crc32c``, as the attributes; None: no spans.
+            spans: ``span_starts`` and ``span_crc32c``, as the attributes; None: each chunk is a span.
             large: As the attribute; None: no such sums.
 
         Raises:
@@ -124,8 +124,8 @@ class SampleTable:
             record_starts=record_starts,
             fields=dict(fields),
             columns=dict(columns or {}),
-            span_starts=np.zeros(1, np.int64) if spans is None else spans[0],
-            span_crc32c=np.empty(0, np.uint32) if spans is None else spans[1],
+            span_starts=np.asarray(chunk_bounds, np.int64) if spans is None else spans[0],
+            span_crc32c=np.asarray(crc32c, np.uint32) if spans is None else spans[1],
             large=large or LargeSums(),
         )
         for column in table.columns:
@@ -146,7 +146,7 @@ class SampleTable:
 
     @property
     def num_spans(self) -> int:
-        """Number of spans; 0 if the index has none."""
+        """Number of spans."""
         return self.span_crc32c.size
 
     def widened(self, first: int, stop: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
@@ -154,10 +154,8 @@ class SampleTable:
 
         Returns:
             First sample, one past the last, and per span its end (in bytes from the first sample's record on) and
-            CRC32C. Without spans: ``first``, ``stop`` and none.
+            CRC32C.
         """
-        if not self.num_spans:
-            return first, stop, ()
         low = int(np.searchsorted(self.span_starts, first, side="right")) - 1
         high = int(np.searchsorted(self.span_starts, stop, side="left"))
         borders = self.span_starts[low : high + 1]
@@ -225,9 +223,7 @@ class SampleTable:
         starts = self.span_starts
         if starts.shape != (self.num_spans + 1,) or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise damaged(source, f"column {_SPAN_CRC32C!r}: the spans do not follow each other")
-        if self.num_spans and (
-            starts[-1] != len(self.keys) or not np.isin(self.chunks.first_sample, starts, assume_unique=True).all()
-        ):
+        if starts[-1] != len(self.keys) or not np.isin(self.chunks.first_sample, starts, assume_unique=True).all():
             raise damaged(source, f"column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
     def _validate_large(self, source: str) -> None:
@@ -258,8 +254,7 @@ class SampleTable:
                 raise IndexFormatError(f"shard {self.shard.name!r}: extension {name!r} is not UTF-8; rename the files")
             arrays[_START + name] = pa.array(np.ascontiguousarray(starts))
             arrays[_SIZE + name] = pa.array(np.ascontiguousarray(sizes))
-        if self.num_spans:
-            arrays[_SPAN_CRC32C] = self._span_column(self.span_crc32c.astype(np.int64))
+        arrays[_SPAN_CRC32C] = self._span_column(self.span_crc32c.astype(np.int64))
         if self.large.fields:
             arrays[_REST_CRC32C] = self._span_column(self.large.rest)
             arrays |= {_CRC32C + name: _sum_column(sums) for name, sums in self.large.fields.items()}
@@ -307,7 +302,7 @@ class SampleTable:
         rows, facts = read_table(buffer, KIND, source)
         chunks = _chunks_of_facts(facts, source)
         with content_errors(source, "not a sample table"):
-            span_starts, span_crc32c = _spans(rows, facts)
+            span_starts, span_crc32c = _spans(rows)
             starts = numbers(rows.column("record_start"), np.int64)
             sizes = numbers(rows.column("record_size"), np.int64)
             table = cls(
@@ -383,7 +378,7 @@ class Spans:
 
     Attributes:
         chunks: The shard and its chunk rows.
-        firsts: int64 ``[S]``, the first sample of each span; none in an index of format 1.0.
+        firsts: int64 ``[S]``, the first sample of each span.
         byte_starts: int64 ``[S]``, offset of each span in the shard.
         crc32c: uint32 ``[S]``, CRC32C of the bytes of each span.
     """
@@ -409,20 +404,16 @@ class Spans:
             IndexFormatError: The bytes are damaged, not a sample table, or of a newer major version; or a chunk does
                 not begin with a span.
         """
-
-        def wanted(facts: dict[str, Any]) -> list[str]:
-            return ["record_start", *([_SPAN_CRC32C] if facts.get("version") != "1.0" else [])]
-
-        rows, facts = read_table(buffer, KIND, source, columns=wanted)
+        rows, facts = read_table(buffer, KIND, source, columns=lambda _: ["record_start", _SPAN_CRC32C])
         with content_errors(source, "not a sample table"):
             chunks = _chunks_of_facts(facts, source)
-            starts, sums = _spans(rows, facts)
+            starts, sums = _spans(rows)
             records = numbers(rows.column("record_start"), np.int64)
         firsts = starts[: sums.size]
         if len(records) != chunks.shards[0].num_samples:
             raise damaged(source, f"{chunks.shards[0].num_samples} samples, but {len(records)} records")
         byte_starts = records[firsts]
-        if sums.size and not (
+        if not (
             np.isin(chunks.first_sample, firsts).all() and np.isin(chunks.byte_start, byte_starts).all()
             and (np.diff(byte_starts) > 0).all()
         ):  # fmt: skip
@@ -466,13 +457,8 @@ def _ranges(rows: pa.Table, names: Sequence[str]) -> FieldRanges:
     }
 
 
-def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArray[np.uint32]]:
-    """Return ``span_starts`` and ``span_crc32c``.
-
-    Empty for a file of format 1.0, where a lifted column may have this name.
-    """
-    if _SPAN_CRC32C not in rows.column_names or _SPAN_CRC32C in facts["columns"]:
-        return np.zeros(1, np.int64), np.empty(0, np.uint32)
+def _spans(rows: pa.Table) -> tuple[Int64Array, NDArray[np.uint32]]:
+    """Return ``span_starts`` and ``span_crc32c``."""
     column = rows.column(_SPAN_CRC32C)
     firsts = numbers(pc.indices_nonzero(column.is_valid()), np.uint64)
     starts = np.append(firsts, len(column) if firsts.size else 0).astype(np.int64)
@@ -480,10 +466,9 @@ def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArra
 
 
 def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) -> LargeSums:
-    """Return sums of large members; empty before format 1.2, where lifted columns may have these names."""
-    lifted = set(facts["columns"])
-    names = [name for name in facts["fields"] if _CRC32C + name in set(rows.column_names) - lifted]
-    if not names or _REST_CRC32C not in rows.column_names or _REST_CRC32C in lifted or span_starts.size < 2:
+    """Return sums of large members, if there are any."""
+    names = [name for name in facts["fields"] if _CRC32C + name in rows.column_names]
+    if not names:
         return LargeSums()
     rest = _sums_of_column(rows.column(_REST_CRC32C))
     return LargeSums(

@@ -75,6 +75,11 @@ class Selection(ABC):
         """int64 [C], samples in the bytes of each row, including those that a filter leaves out."""
         return self.table.num_samples
 
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return the same of each run of rows ``[first, stop)`` and of what lies between them, int64 [n]."""
+        before = sums(self.table.num_samples)
+        return before[stops] - before[firsts]
+
     @abstractmethod
     def over(self, whole: ChunkTable) -> Selection:
         """Return the same samples, in the rows of another table of the same shards."""
@@ -228,6 +233,11 @@ class Chosen(Selection):
     def stored_samples(self) -> Int64Array:
         """See ``Selection``."""
         return self.whole.num_samples[self.rows]
+
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        before = sums(self.whole.num_samples)
+        return before[self.rows[stops - 1] + 1] - before[self.rows[firsts]]
 
     def between(self, first: int, stop: int) -> Self:
         """See ``Selection``."""

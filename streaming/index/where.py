@@ -234,8 +234,6 @@ def _literal(value: Any, refuse: Callable[[str], NoReturn]) -> _Value:
     kind: Any = {bool: pa.bool_(), str: pa.string(), float: pa.float64()}.get(type(value), pa.int64())
     shown = repr(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        if len(str(abs(value))) > _MOST_DIGITS:
-            refuse(f"a number of more than {_MOST_DIGITS} digits")
         value, kind = Decimal(value), pa.decimal128(_MOST_DIGITS, 0)
     return _Value(pc.scalar(pa.scalar(value, kind)), kind, shown, refuse, value)
 
@@ -588,5 +586,8 @@ class _Parser:
             value = token.kind == "true"
         elif token.kind == "number":
             digits = token.text if sign is None or sign.kind == "+" else f"-{token.text}"
-            value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
+            whole = digits.lstrip("-").isdigit()
+            if whole and len(digits.lstrip("-0")) > _MOST_DIGITS:
+                self._refuse_at(f"a number of more than {_MOST_DIGITS} digits; write it as a float, such as 1e40", at)
+            value = int(digits) if whole else float(digits)
         return _literal(value, self._refuser(at))

@@ -58,7 +58,9 @@ def agree(
 ) -> None:
     """Compare ``facts`` over ``ranks``.
 
-    The n-th call of a rank for a ``subject`` is matched with the n-th of the others.
+    At a start, the n-th call of a rank for a ``subject`` is matched with the n-th of the others, and one that comes
+    late is compared with what was found. Where absence is an error, calls are matched by rounds that the store counts:
+    after a call that some ranks missed, the next one is not out of step.
 
     Args:
         board: Where ranks leave entries.
@@ -73,13 +75,19 @@ def agree(
         AgreementError: Ranks differ (the same message on all of them), or some did not arrive.
     """
     home, turn = _home(board, rank, ranks, subject)
-    board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
-    verdict_key = f"{home}/{turn}/verdict"
+    if required:
+        home = f"{home}/required"
+        turn = _open_round(board, home)
+    own, verdict_key = f"{home}/{turn}/{rank}", f"{home}/{turn}/verdict"
+    board.set(own, json.dumps(dict(facts)))
     if rank == ranks[0]:
         verdict = _gather(board, f"{home}/{turn}", ranks, timeout_s)
         board.set(verdict_key, json.dumps(verdict))
+        if required:  # Invariant: the round that is named is open, or has a verdict that tells the next one
+            board.set(f"{home}/round", str(turn + 1))
         board.delete_key(f"{home}/{turn - 1}/verdict")
     elif not _came(board, [verdict_key], timeout_s + _MARGIN_S):
+        board.delete_key(own)  # in this round, which is still open, it would be what this rank knew then
         _absent([ranks[0]], timeout_s, required=required)
         return
     verdict = json.loads(board.get(verdict_key))
@@ -88,7 +96,7 @@ def agree(
     late = differences({rank: facts}, verdict["majority"])
     if late:  # arrived after the verdict
         raise AgreementError(_problem(late, len(ranks) - len(verdict["missing"])))
-    if verdict["missing"] and rank not in verdict["missing"]:
+    if verdict["missing"] and (required or rank not in verdict["missing"]):
         _absent(verdict["missing"], timeout_s, required=required)
 
 

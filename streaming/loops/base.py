@@ -12,10 +12,11 @@ from typing import Any
 from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import Recipe
-from streaming.batches.draw_watch import named_draw
+from streaming.batches.draw_watch import named_draw, own_generators
 from streaming.engine.builders import Crew
 from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
+from streaming.engine.workers.portable import Redefinitions
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Loop, Run, RunOver
 from streaming.epochs.position import Place
@@ -33,6 +34,7 @@ from streaming.replicas.options import Replicas
 _log = logging.getLogger(__name__)
 MOST_BUILDERS = 4096
 """Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
+_OWN_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class LoopConfig:
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
         balance: How packs of a global batch are balanced; None: not at all.
+        is_packed: Whether packs are dealt out, of tokens or of whole samples: the data that they are made from takes a
+            part of the memory.
     """
 
     shape: Shape
@@ -61,6 +65,12 @@ class LoopConfig:
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
     balance: BalanceRules | None = None
+    is_packed: bool = False
+
+    @property
+    def batches_limit_bytes(self) -> int:
+        """The part of the memory for batches that are built but not handed out."""
+        return budget.batches_limit_bytes(self.memory_limit_bytes, is_packed=self.is_packed)
 
     @property
     def exchanges(self) -> bool:
@@ -75,7 +85,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         config.recipe,
         arena_bytes=arena_bytes,
         depth=config.depth,
-        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes, is_packed=config.recipe.packs is not None),
+        batch_bytes=config.batches_limit_bytes,
         metrics=metrics,
     )
 
@@ -91,18 +101,33 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     if broadcast is None:
         return config, None
     pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
-    drawing = "" if config.num_workers else named_draw(recipe.functions_of_user)
+    functions = recipe.functions_of_user
+    drawing = "" if config.num_workers else named_draw(functions) or next(iter(own_generators(functions)), "")
     if drawing:  # the thread that reads for others runs in parallel with training, which draws from the same generators
         _log.warning(
-            "transform, decode or collate_fn draws from process-wide random generators (%s); with "
-            "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb the "
-            "training's own random numbers. To do without that process, give it a second argument, "
+            "transform, decode or collate_fn can draw from random generators of the process or of its own (it reaches "
+            "%s); with replicate='broadcast' it is called in a worker process (num_workers=1), so that it cannot "
+            "disturb the training's own random numbers. To do without that process, give it a second argument, "
             "transform(sample, rng), and draw from rng only", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
     return replace(config, recipe=recipe), Sharing.of_replicas(
         config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges
     )
+
+
+def tell_of_own_generators(recipe: Recipe) -> None:
+    """Log, if functions hold generators, that these are seeded anew: what they draw does not follow their own seeds."""
+    found = list(own_generators(recipe.functions_of_user))
+    if found:
+        _log.info(
+            "transform, decode or collate_fn holds random generators of its own (%s%s). Those that it draws from are "
+            "seeded before each sample by the loader's seed, the epoch and the sample's position, so that they give "
+            "the same on any number of ranks and workers, and no two samples the same. Their own seeds have no "
+            "effect: use StreamingDataset(seed=) or loader.seed(). Without worker processes, one batch is built at a "
+            "time",
+            ", ".join(found[:_OWN_SHOWN]), f" and {len(found) - _OWN_SHOWN} more" if len(found) > _OWN_SHOWN else "",
+        )  # fmt: skip
 
 
 class BaseLoop(Loop):
@@ -126,7 +151,7 @@ class BaseLoop(Loop):
             dataset.max_bad_samples,
             self.metrics,
             sample_in_shard=sample_in_shard,
-            file=dataset.bad_samples_file,
+            files=dataset.bad_files,
             rank=config.mesh.rank,
             on_error=dataset.on_error,
             part=dataset.recipe_parts[0],
@@ -136,6 +161,13 @@ class BaseLoop(Loop):
         self._counted_in: ProcessGroup | None = None
         self._left: ProcessGroup | None = None  # the group of an earlier world, whose ranks may all be gone
         in_children(self, BaseLoop._leave_behind)
+        self._redefinitions = Redefinitions(config.recipe.functions_of_user)
+        tell_of_own_generators(config.recipe)
+
+    @property
+    def _arena_limit_bytes(self) -> int:
+        """The most that chunks may take of the arena, as the current run was planned; 0: there are no chunks."""
+        return 0
 
     @abstractmethod
     def _start(self, place: Place) -> Run:
@@ -145,7 +177,21 @@ class BaseLoop(Loop):
         """See ``Loop``."""
         if seed is not None:
             self.order = replace(self.order, seed=seed)
+        self._follow_changes()
         return _Accounted(self._start(place), self._bad, self.shape.rows_of(self.config.mesh.data_rank))
+
+    def _follow_changes(self) -> None:
+        """Give worker processes what the user's functions refer to by now; name functions that were defined anew."""
+        for name in self._redefinitions.new():
+            _log.warning(
+                "%s was defined anew in __main__ after it was given to this loader, which keeps calling the earlier "
+                "one. Make the dataset and the loader again to use the new one", name,
+            )  # fmt: skip
+        if self._crew is not None and not self._crew.abandoned and self._crew.renew():
+            _log.info(
+                "globals or objects that transform, decode or collate_fn refers to have changed: worker processes "
+                "start anew with them"
+            )
 
     def _shared(self, read: Callable[[], Run], place: Place) -> Run:
         """Call ``read`` if this rank reads; otherwise return a run that receives the batches of the rank that does."""
@@ -198,14 +244,22 @@ class BaseLoop(Loop):
         self._crew = crew  # from here on the machinery is released together with this loop, or by an interrupt
         crew.page_lock(self._locker)
 
-    def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
-        """Begin accounting for the bad samples of an epoch of ``num_samples``, together with other known ranks."""
+    def _begin_account(
+        self, num_rows: int, epoch: int, allowed_of: Callable[[float], Mapping[str, int]] | None = None
+    ) -> None:
+        """Begin accounting for the bad samples of an epoch of ``num_rows``, together with other known ranks.
+
+        A rank that does not know what the others find allows itself its own part of what shares of the epoch allow, and
+        calls ``allowed_of`` with that part.
+        """
         mesh = self.config.mesh
         if self._tally is None and not (self._left is not None and self._left.is_current):
             self._counted_in = ProcessGroup()
             subject = "\n".join(["bad samples", *self._read_set.urls])
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
-        self._bad.start_epoch(num_samples, epoch, self._tally, allowed_of)
+        part = 1 / mesh.data_world_size if self._tally is None else 1.0
+        limits = None if allowed_of is None else allowed_of(part)
+        self._bad.start_epoch(self._read_set.expected_samples(num_rows) * part, epoch, self._tally, limits)
 
     def _gauges(self) -> dict[str, float]:
         """Return the current values of gauges, by name."""
@@ -213,6 +267,7 @@ class BaseLoop(Loop):
         crew = self._crew
         ring = None if crew is None else crew.ring
         return {
+            "arena_limit_bytes": 0 if crew is None else self._arena_limit_bytes,
             "arena_bytes": 0 if crew is None else crew.arena.used_bytes,
             "ring_bytes": 0 if ring is None else ring.held_bytes,
             "ring_slots_in_use": 0 if ring is None else ring.num_taken,

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from streaming.datasets.mixture import Mixture
 from streaming.engine.builders import Crew, is_surely_trivial
 from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
+from streaming.engine.memory.mapped import FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
@@ -28,7 +28,7 @@ from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
-from streaming.fetch.read import FetchRange, UnitKey
+from streaming.fetch.read import FetchRange
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.options import check_padded
@@ -40,12 +40,13 @@ from streaming.plan import memory as budget
 from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
+from streaming.plan.ramp import Ramp
+from streaming.plan.room import Room, Rooms
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.exchange import PackExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
-from streaming.types import Int64Array
 
 _log = logging.getLogger(__name__)
 
@@ -70,23 +71,6 @@ def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, Pac
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), peers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
-    """The memory for the chunks of one plan.
-
-    Attributes:
-        limit_bytes: See ``ChunkStore``.
-        sizes: See ``ChunkStore.room``.
-        retain: See ``ChunkStore``.
-        is_sliced: Whether units are slices of chunks.
-    """
-
-    limit_bytes: int
-    sizes: Mapping[UnitKey, int] = field(default_factory=dict)
-    retain: bool = False
-    is_sliced: bool = False
-
-
 class EpochLoop(BaseLoop):
     """Run the plan and engine of one rank, over a set with an index."""
 
@@ -99,21 +83,21 @@ class EpochLoop(BaseLoop):
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
-        ramp = config.shape.ramp
-        if ramp is not None and config.replicas.broadcast(config.mesh) is not None:
+        if config.shape.ramp is not None and config.replicas.broadcast(config.mesh) is not None:
             raise ConfigError(
                 'replicate: "broadcast" needs batches of one size; give global_batch_size an integer, or use '
                 'replicate="read" (with cache_dir= a node fetches once)'
             )
-        order = dataset.order_settings(config.shape.global_batch_size if ramp is None else ramp.size_for_lanes)
+        order = dataset.order_settings(config.shape.size_for_lanes)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         self.config, self._peers = open_exchange(self.config, self.metrics)
-        if dataset.is_packed:
+        if config.is_packed:
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
         self._is_resumed = self._keeps_chunks = False
+        self._sizes = self.shape.sizes_by_row
         self._loaded_at: Place | None = None
         self._seeded_at: Place | None = None
         self._num_runs = 0
@@ -127,12 +111,9 @@ class EpochLoop(BaseLoop):
         return self.shape.epoch_size or self._samples_per_pass
 
     @cached_property
-    def _room_bytes(self) -> Int64Array:
-        """int64 [C], memory that each chunk takes."""
-        sizes = self.dataset.chunk_bytes
-        if self._is_mapped:
-            sizes = sizes + np.where(sizes < LEAST_BYTES, 0, self.dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
-        return budget.whole_pages(sizes)
+    def _rooms(self) -> Rooms:
+        """The memory that chunks take."""
+        return Rooms(self.dataset, self.config.memory_limit_bytes, is_mapped=self._is_mapped)
 
     @property
     def _samples_per_pass(self) -> int:
@@ -157,6 +138,10 @@ class EpochLoop(BaseLoop):
         if self.shares is None:
             return super().seen()
         return self.shares.seen(self.order, self.row_of(self.position.place))
+
+    def now_read(self, dataset: Any) -> Any:
+        """See ``Loop``."""
+        return dataset if self.shares is None else self.shares.now_read
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
@@ -217,6 +202,7 @@ class EpochLoop(BaseLoop):
         """Keep the chunks that the current run releases, until the next run has chosen those that it needs."""
         if self._store is not None:
             with self._store.changed:
+                # From here on, released units stay in memory until keep_first() chooses.
                 self._store.retain = True
         self._keeps_chunks = self._store is not None
 
@@ -261,6 +247,7 @@ class EpochLoop(BaseLoop):
             epoch_size=self.shape.epoch_size,
             ledger=None if self.shares is None else self.shares.ledger,
             has_begun=self.position.place.has_begun,
+            batch_sizes=self._sizes,
         )
 
     def load(self, state: LoaderState, what: str = "load_state_dict()") -> None:
@@ -283,14 +270,30 @@ class EpochLoop(BaseLoop):
             self.shares.load(state, self.row_of(place))
             self._read_of(self.shares.mixture)
         self._loaded_at, self.order, self._is_resumed = place, state.order, True
+        self._sizes = self._sizes_behind(state.batch_sizes, self.row_of(place))
         return place
+
+    def _sizes_behind(self, was: Ramp | None, row: int) -> Ramp:
+        """Return the batch sizes of a run that had those of a state before a row; log once if others follow."""
+        own = self.shape.sizes_by_row
+        if was is None:
+            return own
+        found = was.followed_by(own, row)
+        if found != was.followed_by(was, row):
+            _log.info(
+                "the size of batches changes at row %d: the state had %s; this loader has %s. The samples and their "
+                "order stay the same; they come in other batches from that row on, so the number of steps left is "
+                "another one",
+                row, was, own,
+            )  # fmt: skip
+        return found
 
     def _read_of(self, mixture: Mixture) -> None:
         """Read ``mixture`` from the next run on: the same samples, cut into the fetch units of the loaded run."""
         if mixture is self.dataset:
             return
         self.dataset = self._read_set = mixture
-        self.__dict__.pop("_room_bytes", None)
+        self.__dict__.pop("_rooms", None)
         self.stop()  # what it holds are other units
         self._drop_machinery()
 
@@ -397,11 +400,9 @@ class EpochLoop(BaseLoop):
     def _plan(self, place: Place, orders: Orders | None = None) -> Plan:
         if orders is None:
             orders = (self.dataset if self.shares is None else self.shares).orders(self.order)
-        ramp, left = self.shape.ramp, self.samples_per_epoch - place.samples_seen
-        same = None if ramp is None else ramp.batches_of_size(self.row_of(place), left, self.shape.last_batch)
-        return Plan.of(
+        return Plan.behind(
             self.shape, self.dataset.chunk_samples, self.order, epoch=place.epoch, start=place.samples_seen,
-            orders=orders, most_batches=same,
+            orders=orders,
         )  # fmt: skip
 
     def _start(self, place: Place) -> Run:
@@ -438,12 +439,13 @@ class EpochLoop(BaseLoop):
             self._reading = weakref.ref(running)
         return running if self._peers is None else self._peers.run(running, place)
 
-    def _read(self, plan: Plan, room: _Room) -> Pipeline:
+    def _read(self, plan: Plan, room: Room) -> Pipeline:
         """Start reading this rank's share."""
         dp_rank = self.config.mesh.data_rank
         units: Units = (BatchSlices if room.is_sliced else WholeChunks)(plan, dp_rank, self.dataset)
         crew, store = self._open_store()
-        store.limit_bytes, store.room, store.retain = room.limit_bytes, room.sizes, room.retain
+        store.limit_bytes, store.retain = room.limit_bytes, room.retain
+        store.room = {self.dataset.chunk(number).key: size for number, size in room.pieces.items()}
         if self._keeps_chunks:
             self._keep_chunks(store, [] if room.is_sliced else self._first_units(plan, dp_rank, store.limit_bytes))
         return Pipeline(
@@ -458,34 +460,25 @@ class EpochLoop(BaseLoop):
                 fields=self.dataset.fields,
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
-                batch_bytes=budget.batches_limit_bytes(
-                    self.config.memory_limit_bytes, is_packed=self.dataset.is_packed
-                ),
+                batch_bytes=self.config.batches_limit_bytes,
                 balance=self.config.balance,
             ),
             metrics=self.metrics,
             report=self._bad.report,
         )
 
-    def _room_for(self, plan: Plan) -> _Room:
-        """Decide how much of memory_limit the arena uses, and whether units stay in it when they are no longer needed.
+    def _room_for(self, plan: Plan) -> Room:
+        """Decide how much of memory_limit the arena uses.
 
         Raises:
             MemoryLimitError: What is needed at once does not fit.
         """
-        limit, all_bytes = self.config.memory_limit_bytes, int(self._room_bytes.sum())
-        if self._reads_slices(plan):
-            return _Room(limit_bytes=self._slices_bytes(plan), is_sliced=True)
-        if budget.holds_all(limit, all_bytes):  # what is needed at once does not matter
-            return _Room(limit_bytes=budget.chunks_bytes(limit, all_bytes), retain=True)
-        dp_rank = self.config.mesh.data_rank
-        limit_bytes, sizes = self._arena_bytes(plan, dp_rank)
-        retain = limit_bytes >= int(self._room_bytes[plan.rank_chunks(dp_rank)].sum())
-        return _Room(limit_bytes=limit_bytes, sizes=sizes, retain=retain)
+        return self._rooms.of(plan, self.config.mesh.data_rank, resumed=self._is_resumed)
 
     def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
         """Keep those chunks released by the run before, of an earlier world or plan, that are wanted now."""
         with store.changed:
+            # What is kept and wanted is held again; everything else that was retained is free.
             num_kept = store.keep_first(wanted)
         self._keeps_chunks = False
         _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)
@@ -496,9 +489,11 @@ class EpochLoop(BaseLoop):
         For an endless order, look ahead by at most one pass.
         """
         found: list[FetchRange] = []
-        limit_bytes = min(2 * limit_bytes, int(self._room_bytes.sum()))  # twice: they may need less room than this
+        limit_bytes = min(
+            2 * limit_bytes, int(self._rooms.room_bytes.sum())
+        )  # twice: they may need less room than this
         for need in WholeChunks(plan, dp_rank, self.dataset).needs():
-            limit_bytes -= int(self._room_bytes[need.unit])
+            limit_bytes -= int(self._rooms.room_bytes[need.unit])
             if limit_bytes < 0:
                 break
             found.append(self.dataset.chunk(need.unit))
@@ -507,11 +502,15 @@ class EpochLoop(BaseLoop):
     def _account(self, place: Place) -> None:
         """Begin accounting for bad samples; an epoch without an end counts as one pass over the data."""
         num_samples = self._num_samples if self.is_endless else self.samples_per_epoch
-        allowed_of: Mapping[str, int] = {}
+        allowed_of: Callable[[float], Mapping[str, int]] | None = None
         if self.shares is not None and isinstance(self.dataset, Mixture):
             start = place.epoch * self.samples_per_epoch if not self.is_endless else place.samples_seen
-            allowed_of = self.dataset.bad_limits(self.shares.ledger, start, num_samples)
+            allowed_of = partial(self.dataset.bad_limits, self.shares.ledger, start, num_samples)
         self._begin_account(num_samples, place.epoch, allowed_of)
+
+    @property
+    def _arena_limit_bytes(self) -> int:
+        return 0 if self._store is None else self._store.limit_bytes
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
         """Return the chunk store and the builders of batches, for all runs."""
@@ -520,7 +519,7 @@ class EpochLoop(BaseLoop):
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
             keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order
-            room = min(budget.chunks_limit_bytes(limit), budget.most_room(int(self._room_bytes.sum())))
+            room = min(budget.chunks_limit_bytes(limit), budget.most_room(int(self._rooms.room_bytes.sum())))
             crew = open_crew(self.config, room, self.metrics)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,
@@ -544,62 +543,6 @@ class EpochLoop(BaseLoop):
     def _is_mapped(self) -> bool:
         """Whether local shards are memory-mapped, which requires that no other process needs to see the arena."""
         return not self.config.num_workers and self.dataset.can_be_mapped
-
-    def _reads_slices(self, plan: Plan) -> bool:
-        """Tell whether units are slices of chunks, because ranks share a storage order and it saves bytes."""
-        if self.order.shuffle or plan.dp_world_size == 1:
-            return False
-        limit = self.config.memory_limit_bytes
-        saves = budget.reads_slices(plan, self.dataset.chunk_bytes, memory_limit_bytes=limit)
-        return saves and self.dataset.has_sample_tables()
-
-    def _arena_bytes(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
-        """Return the arena's part of memory_limit, and ``ChunkStore.room``: the working set plus read-ahead.
-
-        Raises:
-            MemoryLimitError: The working set does not fit.
-        """
-        limit = self.config.memory_limit_bytes
-        live = plan.live_bytes(self._room_bytes, dp_rank)
-        room: dict[UnitKey, int] = {}
-        if live > budget.chunks_limit_bytes(limit):
-            live, room = self._pieces(plan, dp_rank)
-        budget.check_whole_chunks(
-            plan, self._room_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed,
-            more_cures=self._cure_of_mixture(plan),
-        )  # fmt: skip
-        return budget.chunks_bytes(limit, live), room
-
-    def _cure_of_mixture(self, plan: Plan) -> str:
-        if not isinstance(self.dataset, Mixture):
-            return ""
-        room_bytes = int(budget.chunks_limit_bytes(self.config.memory_limit_bytes) * budget.EPOCHS_VARY)
-        lanes = -(-plan.settings.lanes // plan.dp_world_size)
-        return self.dataset.memory_cure(lanes, room_bytes, resumed=self._is_resumed)
-
-    def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
-        """Return the working set if ``fields`` or a filter leave out much of the data, and ``ChunkStore.room``."""
-        needed = plan.rank_chunks(dp_rank)
-        read_bytes = self.dataset.unit_bytes(needed)
-        in_pieces = read_bytes < self.dataset.chunk_bytes[needed]
-        needed, read_bytes = needed[in_pieces], read_bytes[in_pieces]
-        sizes = self._room_bytes.copy()
-        skew_bytes = budget.PAGE_BYTES if self._is_mapped else 0
-        sizes[needed] = budget.whole_pages(np.maximum(read_bytes, 1)) + skew_bytes
-        keys = (self.dataset.chunk(chunk_id).key for chunk_id in needed.tolist())
-        return plan.live_bytes(sizes, dp_rank), dict(zip(keys, read_bytes.tolist(), strict=True))
-
-    def _slices_bytes(self, plan: Plan) -> int:
-        """Return the part of memory_limit that the arena uses if batches are read as slices of chunks.
-
-        Raises:
-            MemoryLimitError: One batch does not fit.
-        """
-        limit = self.config.memory_limit_bytes
-        spans = partial(self.dataset.span_borders, self._room_bytes)
-        batch_bytes = budget.slices_bytes(plan, self._room_bytes, spans, memory_limit_bytes=limit)
-        budget.check_slices(plan, batch_bytes, memory_limit_bytes=limit)
-        return budget.chunks_limit_bytes(limit)
 
 
 def _sample_in_shard(dataset: Source, number: int) -> int:

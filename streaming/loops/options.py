@@ -18,6 +18,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
+from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import MOST_BUILDERS, LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
@@ -26,6 +27,7 @@ from streaming.replicas.options import Replicas
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
+DEFAULT_MEMORY_LIMIT = "4GiB"
 Streamed: TypeAlias = StreamingDataset | Mixture | Packed
 STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
@@ -66,6 +68,18 @@ _STREAMING = {
     "script; leave it out",
 }
 _ALSO_HARMLESS: dict[str, tuple[object, ...]] = {"persistent_workers": (True,), "timeout": (0,)}
+
+_STREAMED_ONLY = {
+    "num_threads": "batches of a torch data set are built by the thread that asks for them, or by worker processes: "
+    "write num_workers=…",
+    "memory_limit": "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds "
+    "a few batches. Leave it out",
+    "agreement_timeout": "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
+}
+_HARMLESS_THERE: dict[str, tuple[object, ...]] = {
+    "num_threads": (None, 0), "memory_limit": (DEFAULT_MEMORY_LIMIT,), "agreement_timeout": (DEFAULT_TIMEOUT_S, None),
+}  # fmt: skip
+"""Values of options that a torch dataset does not have which ask for nothing but what is done."""
 
 ELSEWHERE = {
     name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
@@ -110,6 +124,17 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
     """
     for name, why in _NEVER.items():
         if options[name] not in _HARMLESS.get(name, (None,)):
+            raise ConfigError(f"{name}: {why}")
+
+
+def check_ordinary(options: Mapping[str, Any]) -> None:
+    """Refuse options that would have no effect with a torch dataset.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    for name, why in _STREAMED_ONLY.items():
+        if options[name] not in _HARMLESS_THERE[name]:
             raise ConfigError(f"{name}: {why}")
 
 
@@ -265,6 +290,7 @@ def streaming_config(
         depth=prefetch_factor * max(1, num_workers or threads),
         recipe=recipe,
         replicas=replicas,
+        is_packed=dataset.is_packed,
     )
 
 

@@ -43,6 +43,7 @@ class RunShares:
 
     Attributes:
         mixture: The mixture; after a state was loaded, with the fetch units of its run.
+        now_read: The mixture with the weights that apply now, if ``set_weights`` has changed them.
         ledger: Ledger of the run.
         samples_per_pass: Samples of an epoch without ``epoch_size``; ``ENDLESS`` if it has no end.
 
@@ -51,19 +52,10 @@ class RunShares:
     """
 
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
-        self.mixture = mixture
+        self.mixture = self.now_read = mixture
         self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
-        if mixture.batches == "one_source" and shape.ramp is not None:
-            raise ConfigError(
-                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
-                'global_batch_size an integer, or use batches="mixed"'
-            )
-        if mixture.batches == "one_source" and (shape.epoch_size or 0) % shape.global_batch_size:
-            raise ConfigError(
-                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
-                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
-            )
-        order = mixture.order_settings(shape.global_batch_size if shape.ramp is None else shape.ramp.size_for_lanes)
+        mixture.check_shape(shape)
+        order = mixture.order_settings(shape.size_for_lanes)
         self.ledger: Ledger = mixture.begun(shape.global_batch_size, order)
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
@@ -107,6 +99,7 @@ class RunShares:
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         if ledger != self.ledger or mixture is not self.mixture:
             self.mixture, self.ledger, self._orders = mixture, ledger, None
+            self.now_read = mixture.weighed_as(ledger)
 
     def said(self, weights: Any, at: Any, row: int) -> Facts:
         """Return what ranks compare before they change their weights, in plain numbers.
@@ -119,8 +112,8 @@ class RunShares:
         Raises:
             ConfigError: The mixture has an end, the weights are not valid for its sources, or ``at`` is no row.
         """
-        self.mixture.weighed(weights)
-        plain = {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
+        plain = self.mixture.named_weights(weights)
+        self.mixture.weighed(plain)
         at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
         return {"weights": plain, "at": at, "row": row}
 
@@ -169,6 +162,7 @@ class RunShares:
     def adopt(self, change: Change, row: int) -> int:
         """Make a change, on behalf of a program that has come to ``row``; return the row from which it applies."""
         self.ledger, self._orders = change.ledger, change.orders
+        self.now_read = self.mixture.weighed_as(change.ledger)
         start = self.ledger.last.start
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", change.weights, start, step, start - row)

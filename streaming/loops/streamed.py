@@ -47,6 +47,12 @@ class StreamedLoop(BaseLoop):
             )
         if not config.shape.num_batches:
             config.shape.check_enough(config.shape.epoch_size)
+        if dataset.cache is not None:
+            raise ConfigError(
+                f"cache_dir: {dataset.shards.missing_index}, and without an index nothing says which parts of a shard "
+                "are kept, and whether they are still the same. Index the shards (shard_tools index URL), or leave "
+                "cache_dir out"
+            )
         window = dataset.shuffle_config.window
         order = OrderSettings(
             seed=dataset.seed,
@@ -138,7 +144,7 @@ class StreamedLoop(BaseLoop):
             settings,
             self._open_crew(),
             num_builders=config.num_workers or config.num_threads,
-            batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes),
+            batch_bytes=config.batches_limit_bytes,
             metrics=self.metrics,
             report=self._bad.report,
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from infra import MeshFinder
+from infra import DeviceMesh, MeshFinder
 from streaming.arguments import format_bytes
 from streaming.datasets.dataset import StreamingDataset
 from streaming.epochs.position import Place
@@ -40,7 +41,13 @@ class Announcer:
         at = f"epoch {place.epoch} begins"
         if place.samples_seen:  # due to a checkpoint, or because an epoch without an end continues
             at = f"epoch {place.epoch} continues after {place.samples_seen} samples"
-        parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
+        parts = [
+            what_is_read(loop.now_read(self._dataset)),
+            *self._amount(loop),
+            *self._order(loop),
+            *self._builders(),
+            self._where(),
+        ]
         shares = getattr(loop, "shares", None)
         if shares is not None and loop.shape.ramp is None:  # rows cannot be converted to steps there
             parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])
@@ -80,10 +87,18 @@ class Announcer:
 
     def _where(self) -> str:
         mesh = self._finder.mesh
-        said = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "one rank"
-        if mesh.data_world_size != mesh.world_size:
-            said += f", {mesh.data_world_size} data-parallel"
+        if mesh.world_size == 1:
+            return f"one rank (found by: {self._finder.found_by})"
+        said = f"{mesh.world_size} ranks, {mesh.data_world_size} data-parallel: different data along "
+        said += _lengths(mesh, mesh.data_axes)
+        if mesh.replica_world_size > 1:
+            said += f", the same along {_lengths(mesh, mesh.replica_axes)}"
         return f"{said} (found by: {self._finder.found_by})"
+
+
+def _lengths(mesh: DeviceMesh, names: Sequence[str]) -> str:
+    """Format the lengths of axes, those of one rank left out."""
+    return " x ".join(f"{name}={mesh.axis_sizes[name]}" for name in names if mesh.axis_sizes[name] > 1) or "no axis"
 
 
 def what_is_read(dataset: Any) -> str:

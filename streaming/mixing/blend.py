@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
-from streaming.arguments import some_names
+from streaming.arguments import MAX_COUNT, some_names
 from streaming.errors import ConfigError
-from streaming.plan.schedule import Schedule, checked_weights, value_at
+from streaming.plan.schedule import Nested, Schedule, WeightSchedule, checked_weights, leaf_name
 
 Ends: TypeAlias = Literal["first", "all"]
 Units: TypeAlias = Callable[[], Mapping[str, float]]
@@ -22,11 +22,12 @@ _SHORT = 60
 class Blend:
     """What is drawn from each source: ``quotas`` in a pass, or weights per sample, without an end.
 
-    Sources are leaves, which hold samples; those of a nested mixture have names such as ``"web/en"``.
+    Sources are leaves, which hold samples; those of a nested mixture have names such as ``"web/en"``. A dataset by
+    itself is one leaf without a name, of which a pass draws everything.
     """
 
     quotas: Mapping[str, int] | None = None
-    weights: Schedule | None = None
+    weights: WeightSchedule | None = None
 
     def segments(self) -> list[tuple[int, Mapping[str, float]]]:
         """Return rows, and the weights per sample from each on; those of quotas never change."""
@@ -34,12 +35,17 @@ class Blend:
             return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
         return [(0, dict(self.quotas or {}))]
 
-    def within(self, name: str) -> Blend:
-        """Return what is drawn from each source of a mixture that is itself a source, by their outer names."""
-        if self.quotas is not None:
-            return Blend({f"{name}/{leaf}": count for leaf, count in self.quotas.items()})
-        steps = {row: {f"{name}/{leaf}": share for leaf, share in found.items()} for row, found in self.segments()}
-        return Blend(weights=Schedule.steps(steps))
+    @classmethod
+    def of_dataset(cls, num_samples: int) -> Blend:
+        """Return what is drawn from a dataset that is no mixture."""
+        return cls({"": num_samples})
+
+    @property
+    def as_weights(self) -> WeightSchedule | None:
+        """Weights of the leaves; quotas never change. None: this is a dataset."""
+        if self.quotas is None:
+            return self.weights
+        return None if "" in self.quotas else Schedule.steps({0: self.quotas})
 
 
 def blend_of(
@@ -90,41 +96,25 @@ def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None
                 f"the source {name!r} is a mixture without end, which has no passes to count. Give this mixture "
                 "weights=, or that one ends="
             )
-        quotas.update({leaf: _rounded(exact[name] * count) for leaf, count in within.quotas.items()})
+        quotas |= {leaf_name(name, leaf): _rounded(exact[name] * count) for leaf, count in within.quotas.items()}
     if not sum(quotas.values()):
         raise ConfigError(f"repeats: got {dict(times)}, which makes an empty epoch; give a source a larger number")
-    return Blend(dict(sorted(quotas.items())))
+    return Blend(_checked_quotas(dict(sorted(quotas.items())), f"repeats: got {dict(times)}"))
 
 
-def by_weight(sources: Mapping[str, Blend], weights: Mapping[str, float] | Schedule, units: Units | None) -> Schedule:
+def by_weight(
+    sources: Mapping[str, Blend], weights: Mapping[str, float] | Schedule, units: Units | None
+) -> WeightSchedule:
     """Convert weights per unit of each source into weights per sample of each leaf.
 
     Raises:
         ConfigError: They are not weights, or do not name the sources.
     """
     given = _schedule_of(weights, sources)
-    if units is None and all(within.quotas is not None and name in within.quotas for name, within in sources.items()):
-        return given  # all sources are datasets, none a mixture
-    per_sample = None if units is None else units()
-    parts = {name: within.segments() for name, within in sources.items()}
-    rows = sorted({row for row, _ in given.segments()} | {row for steps in parts.values() for row, _ in steps})
-    return Schedule.steps({row: _weights_at(given, parts, per_sample, row) for row in rows})
-
-
-def _weights_at(
-    given: Schedule, parts: Mapping[str, list[tuple[int, Mapping[str, float]]]], per_sample: Mapping[str, float] | None,
-    row: int,
-) -> dict[str, float]:  # fmt: skip
-    wanted: Any = given.at(row)
-    made: dict[str, float] = {}
-    for name, steps in parts.items():
-        within = value_at(steps, row)
-        total = sum(within.values())
-        inside = {leaf: weight / total for leaf, weight in within.items()}
-        mean = sum(share * (1.0 if per_sample is None else per_sample[leaf]) for leaf, share in inside.items())
-        made.update({leaf: wanted[name] / mean * share for leaf, share in inside.items()})
-    whole = sum(made.values())
-    return {leaf: weight / whole for leaf, weight in sorted(made.items())}
+    within = {name: one.as_weights for name, one in sources.items()}
+    if units is None and not any(one is not None for one in within.values()):
+        return given
+    return Nested(outer=given, within=within, means=None if units is None else dict(units()))
 
 
 def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -135,7 +125,22 @@ def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, 
         raise ConfigError(f'ends="all": {some_names(unread)} with the weight 0 would never end; leave them out')
     lengths = [sizes[name] / weight for name, weight in exact.items()]
     length = min(lengths) if ends == "first" else max(lengths)
-    return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
+    quotas = {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
+    return _checked_quotas(quotas, f"weights: got {dict(weights)}, ends={ends!r}")
+
+
+def _checked_quotas(quotas: dict[str, int], what: str) -> dict[str, int]:
+    """Return the samples of each source in an epoch.
+
+    Raises:
+        ConfigError: They are more than a state can count.
+    """
+    if sum(quotas.values()) > MAX_COUNT:
+        raise ConfigError(
+            f"{what}, which makes an epoch of more than {MAX_COUNT:,} samples. Give smaller numbers, or weights= with "
+            "ends=None for a mixture without end"
+        )
+    return quotas
 
 
 def _rounded(number: Fraction) -> int:

@@ -135,6 +135,7 @@ class Endless(ABC):
     def frontier(self) -> int:
         """The first time, in samples of a lane, from which nothing is planned: other weights may still apply."""
         with self._lock:
+            # Grows only: what was below it once stays planned.
             return self._frontier
 
     def append(self, *weights: Weights) -> None:
@@ -144,6 +145,7 @@ class Endless(ABC):
             ConfigError: Something is already planned there, or the weights are invalid.
         """
         with self._lock:
+            # Nothing planned is touched: check and change are one step, and the frontier cannot pass between them.
             start = weights[0].start
             self._check_free(start)
             self.reschedule((*(entry for entry in self.schedule if entry.start < start), *weights))

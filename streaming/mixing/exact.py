@@ -398,6 +398,7 @@ class EvenLanes(ExactLanes):
     def frontier(self) -> int:
         """See ``Endless``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
         with self._lock:
+            # Both parts are of one moment, and grow only.
             laid = 0 if self._laid is None else self._laid.frontier
             return max(self._frontier, self._behind(laid) if laid else 0)
 

@@ -144,6 +144,7 @@ class MixedLanes(Endless):
         reach = max(self.settings.window - 1, 0)
         found = []
         with self._lock:
+            # All that is returned is stamped below the frontier: later weights cannot change it.
             for group in range(low // self._group, -(-high // self._group)):
                 lanes = slice(max(low - group * self._group, 0), min(high - group * self._group, self._group))
                 found += list(self._blocks_of(group, lanes, max(start - reach, 0), stop + reach))
@@ -194,6 +195,7 @@ class MixedLanes(Endless):
         """Return the runs at positions ``[start, stop)`` of a lane as laid out, before the window moves samples."""
         group, within = lane // self._group, lane % self._group
         with self._lock:
+            # What is returned is stamped below the frontier, as in lane_parts().
             found = list(self._blocks_of(group, slice(within, within + 1), start, stop))
             rows = [slice(*block.splits[within : within + 2].tolist()) for block in found]
             runs = Runs.joined([block.runs.taken(row) for block, row in zip(found, rows, strict=True)])
@@ -219,6 +221,7 @@ class MixedLanes(Endless):
             ):  # all of it is before any position that can be requested
                 counts[number] = self.sources.laid[name][lane]
         with self._lock:
+            # What is counted is stamped below the frontier: the counts hold whatever the weights do later.
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
             drawn = self._drawn(group, block.time, block.time)
             here = drawn.runs.lanes == lane
@@ -244,6 +247,7 @@ class MixedLanes(Endless):
     def free_pass(self, name: str) -> int:
         """See ``Endless``."""
         with self._lock:
+            # due follows from the frontier of one moment; a later frontier only makes it later.
             due = self._growths[name].due(self._frontier)
         # Everything laid out is stamped before the frontier, so it begins before what is due there.
         return self._lanes[name].free_pass(int(due) + 2) if due else 0
@@ -265,6 +269,7 @@ class MixedLanes(Endless):
     def _block(self, group: int, number: int) -> LaneBlock:
         """Return what a group of lanes lays out in one stretch of time; the latest blocks are cached."""
         with self._lock:
+            # A block is laid once, or again alike: it depends on weights below the frontier only.
             found = self._blocks.get((group, number))
             if found is None:
                 start, stop = number * self._block_time, (number + 1) * self._block_time

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.arguments import MAX_COUNT, check_choice, checked_count
 from streaming.errors import ConfigError, StateError
-from streaming.plan.schedule import Schedule, checked_weights, value_at
+from streaming.plan.schedule import WeightSchedule, checked_weights, value_at, weights_from_dict
 
 START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", "grown"
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
@@ -79,7 +79,7 @@ class Entry:
     weights: Mapping[str, float]
     sources: Mapping[str, str]
     why: str
-    schedule: Schedule | None = None
+    schedule: WeightSchedule | None = None
     quotas: Mapping[str, int] | None = None
     dealt: Dealt = "chunks"
     batch_size: int | None = None
@@ -182,7 +182,7 @@ class Entry:
                 weights={} if data["weights"] is None else data["weights"],
                 sources=data["sources"],
                 why=data["why"],
-                schedule=Schedule.from_dict(data["schedule"]) if "schedule" in data else None,
+                schedule=weights_from_dict(data["schedule"]) if "schedule" in data else None,
                 quotas=data.get("quotas"),
                 dealt=data.get("dealt", "chunks"),
                 batch_size=data.get("batch_size"),
@@ -222,21 +222,6 @@ class Ledger:
     def last(self) -> Entry:
         """The last entry."""
         return self.entries[-1]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether releases that support only ``dealt="chunks"`` read it correctly."""
-        return all(entry.dealt == "chunks" for entry in self.entries)
-
-    @property
-    def grows(self) -> bool:
-        """Whether a source has grown."""
-        return any(entry.joins for entry in self.entries)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether chunks of a source are cut into fetch units."""
-        return any(entry.fetch_bytes for entry in self.entries)
 
     @property
     def fetch_bytes(self) -> dict[str, int | None]:
@@ -303,7 +288,7 @@ class Ledger:
         """
         return Ledger((*self.entries, entry))
 
-    def changed(self, weights: Schedule, row: int) -> Ledger:
+    def changed(self, weights: WeightSchedule, row: int) -> Ledger:
         """Return the ledger with other weights from a row on, taken at that row from a schedule of the whole run.
 
         Raises:
@@ -311,8 +296,7 @@ class Ledger:
         """
         made = replace(self.last, start=row, schedule=weights, why=CHANGED, laid={})
         (_, now), *later = _rows_of(made)
-        schedule = Schedule.steps({0: now, **dict(later)}) if later else None
-        return self.appended(replace(made, weights=dict(now), schedule=schedule))
+        return self.appended(replace(made, weights=dict(now), schedule=weights if later else None))
 
     def segments(self) -> list[Segment]:
         """Return the rows at which weights change, and the weights from each on, over all entries.

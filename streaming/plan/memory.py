@@ -29,6 +29,8 @@ from streaming.types import Int64Array
 
 Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE
+LEAST_MAPPED_BYTES = 256 << 10
+"""Smaller chunks of files are copied: that costs no more than the system calls for mapping them."""
 READ_AHEAD_BYTES = 256 << 20
 """How far the reader runs ahead, if memory allows. More is slow at the start, because first-touch page faults take
 longer than filling the memory."""

@@ -46,6 +46,7 @@ due."""
 _MANY_USES = 2**15  # of chunks: by then what they need at once has converged, unless it still grows
 _HARDLY_MORE = 1.01
 _CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more because reader and consumer may be apart
+_RowPlaces = tuple[Int64Array, npt.NDArray[np.bool_], Int64Array, Int64Array, Int64Array]
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
 
@@ -159,6 +160,34 @@ class Plan:
             last_batch=shape.last_batch, epoch_size=shape.epoch_size, **where,
         )  # fmt: skip
 
+    @classmethod
+    def behind(
+        cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, *, epoch: int, start: int,
+        orders: Orders,
+    ) -> Self:  # fmt: skip
+        """Return the batches from sample ``start`` of an epoch on that have the size of the first of them."""
+        num_samples = orders.samples_per_pass if shape.epoch_size is None else shape.epoch_size
+        row, left, ramp = epoch * num_samples + start, num_samples - start, shape.ramp
+        return cls.of(
+            shape.at(row), chunk_samples, settings, epoch=epoch, start=start, orders=orders,
+            most_batches=None if ramp is None else ramp.batches_of_size(row, left, shape.last_batch),
+        )  # fmt: skip
+
+    @classmethod
+    def of_epoch(
+        cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, *, epoch: int, start: int = 0,
+        orders: Orders | None = None,
+    ) -> Iterator[Self]:  # fmt: skip
+        """Yield the plans of an epoch from sample ``start`` on: one for each run of batches of equal size."""
+        orders = EpochOrders(chunk_samples, settings) if orders is None else orders
+        here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
+        while here.num_batches:
+            yield here
+            start += here.num_batches * here.global_batch_size
+            if shape.ramp is None or start >= here.num_samples:
+                return
+            here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
+
     @property
     def passes(self) -> range:
         """The passes of the stream that the remaining batches touch."""
@@ -194,15 +223,7 @@ class Plan:
         Raises:
             ConfigError: The range or the rank does not exist.
         """
-        self._check_range(first, last, dp_rank)
-        cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
-        row_splits = sums(cut.rows)
-        # For each row: its batch, its number in the batch, its slot among the batch's positions by lane.
-        batch = np.repeat(np.arange(last - first), cut.rows)
-        number = np.arange(row_splits[-1]) - row_splits[batch]
-        valid = number < cut.counts[batch]
-        slots = cut.lows[batch] + (number if valid.all() else number % np.maximum(cut.counts, 1)[batch])
-        passes, lanes, places = self._places(cut, batch, slots)
+        row_splits, valid, passes, lanes, places = self._rows(first, last, dp_rank)
         chunk_ids, offsets = self._locate(passes, lanes, places)
         positions = places * self.settings.lanes + lanes + passes * self.samples_per_pass
         return RankBatches(
@@ -353,6 +374,18 @@ class Plan:
             passes[rows], within = np.divmod(chosen, self.samples_per_pass)
             places[rows], lanes[rows] = np.divmod(within, self.settings.lanes)
         return passes, lanes, places
+
+    def _rows(self, first: int, last: int, dp_rank: int) -> _RowPlaces:
+        """Return where the rows of each batch begin, which rows are no padding, and pass, lane and place of each."""
+        self._check_range(first, last, dp_rank)
+        cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
+        row_splits = sums(cut.rows)
+        # For each row: its batch, its number in the batch, its slot among the batch's positions by lane.
+        batch = np.repeat(np.arange(last - first), cut.rows)
+        number = np.arange(row_splits[-1]) - row_splits[batch]
+        valid = number < cut.counts[batch]
+        slots = cut.lows[batch] + (number if valid.all() else number % np.maximum(cut.counts, 1)[batch])
+        return row_splits, valid, *self._places(cut, batch, slots)
 
     def _locate(self, passes: Int64Array, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return chunk ids and offsets inside them, int64[n] each."""
@@ -514,8 +547,9 @@ class Plan:
         return stop <= self._stop and start // self.samples_per_pass == (stop - 1) // self.samples_per_pass
 
     def _odd_uses(self, pass_number: int, batch: int, dp_rank: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        rows = self.rank_batches(batch, batch + 1, dp_rank)
-        ids = np.unique(rows.chunk_ids[rows.passes == pass_number])
+        _, _, passes, lanes, places = self._rows(batch, batch + 1, dp_rank)
+        of_pass = passes == pass_number  # a batch may span many passes, of which each asks
+        ids = np.unique(self._locate(passes[of_pass], lanes[of_pass], places[of_pass])[0])
         at = np.full(len(ids), batch, dtype=np.int64)
         return ids, at, at
 

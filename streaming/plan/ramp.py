@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Self
 
-from streaming.arguments import is_whole, resolve_batch_size
+from streaming.arguments import checked_count, checked_int, is_list, is_whole, resolve_batch_size
 from streaming.errors import ConfigError
 from streaming.plan.order import default_lanes
 from streaming.plan.schedule import Schedule, value_at
@@ -48,6 +49,41 @@ class Ramp:
             }  # fmt: skip
             steps.append((row, resolve_batch_size(num_ranks=num_ranks, **sizes)))  # type: ignore[arg-type]
         return cls(tuple(steps))
+
+    @classmethod
+    def from_text(cls, text: object) -> Self:
+        """Return the ramp of ``to_text``.
+
+        Raises:
+            ConfigError: The text is of no ramp.
+        """
+        try:
+            found = json.loads(text) if isinstance(text, str) else None
+        except (ValueError, RecursionError):
+            found = None
+        if not is_list(found) or not found or not all(is_list(step) and len(step) == 2 for step in found):
+            raise ConfigError(f"batch_sizes: expected rows and sizes as JSON, such as '[[0, 256]]', got {text!r}")
+        steps = [(checked_count("batch_sizes", row), checked_int("batch_sizes", size, 1, 2**31 - 1))
+                 for row, size in found]  # fmt: skip
+        if [row for row, _ in steps] != sorted({row for row, _ in steps} | {0}):
+            raise ConfigError(f"batch_sizes: expected rows that increase, the first 0, got {text!r}")
+        return cls(tuple(steps))
+
+    def to_text(self) -> str:
+        """Return the ramp as a single value: programs that save states take lists apart."""
+        return json.dumps(self.steps)
+
+    def followed_by(self, other: Ramp, row: int) -> Ramp:
+        """Return the sizes of a run that had these before a row, and has those of ``other`` from there on."""
+        later = [(row, other.size_at(row)), *(step for step in other.steps if step[0] > row)]
+        found: list[tuple[int, int]] = []
+        for step in [*(step for step in self.steps if step[0] < row), *later]:
+            if not found or found[-1][1] != step[1]:
+                found.append(step)
+        return Ramp(tuple(found))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{size:,} from row {row:,} on" for row, size in self.steps)
 
     def size_at(self, row: int) -> int:
         """Return the size of a batch that begins at a row."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -192,6 +193,103 @@ class Schedule:
         if isinstance(low, Mapping):
             return {name: low[name] + (high[name] - low[name]) * way for name in low}
         return float(low + (high - low) * way)
+
+
+def leaf_name(source: str, within: str) -> str:
+    """Return the name in a mixture of a leaf of one of its sources; a dataset is its own leaf, without a name."""
+    return f"{source}/{within}" if within else source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """Weights per sample of the leaves of a mixture, as what they are the product of: a schedule of each level.
+
+    A state holds this tree, not the products, which change with every level: a curriculum within a linear ramp has as
+    many rows as both together, and a value for each bucket in each.
+
+    Attributes:
+        outer: Weights of the sources, per unit.
+        within: What is drawn within each source, by its own names; None: it is a dataset, not a mixture.
+        means: What a sample of each leaf counts on average, by its name; None: each counts one.
+    """
+
+    outer: Schedule
+    within: Mapping[str, WeightSchedule | None]
+    means: Mapping[str, float] | None = None
+
+    shape = "nested"
+
+    def __post_init__(self) -> None:
+        if self.outer.names != tuple(sorted(self.within)):
+            raise ConfigError(f"Nested: within: expected {list(self.outer.names)}, got {sorted(self.within)}")
+        if any(one is not None and not one.names for one in self.within.values()):
+            raise ConfigError("Nested: within: expected weights by name, got numbers")
+        if self.means is not None and (set(self.means) != set(self.names) or not all(self.means.values())):
+            raise ConfigError(f"Nested: means: expected what a sample of each of {list(self.names)} counts")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The leaves, sorted."""
+        return tuple(sorted(self._segments[0][1]))
+
+    def segments(self) -> list[tuple[int, Value]]:
+        """See ``Schedule``."""
+        return list(self._segments)
+
+    @cached_property
+    def _segments(self) -> list[tuple[int, Mapping[str, float]]]:
+        parts: dict[str, list[tuple[int, Any]]] = {}
+        for name, one in self.within.items():
+            steps: list[tuple[int, Any]] = [(0, {"": 1.0})] if one is None else one.segments()
+            parts[name] = [(row, {leaf_name(name, leaf): share for leaf, share in found.items()})
+                           for row, found in steps]  # fmt: skip
+        rows = sorted({row for steps in (self.outer.segments(), *parts.values()) for row, _ in steps})
+        found: list[tuple[int, Mapping[str, float]]] = []
+        for row in rows:
+            weights = self._weights_at(parts, row)
+            if not found or found[-1][1] != weights:
+                found.append((row, weights))
+        return found
+
+    def _weights_at(self, parts: Mapping[str, list[tuple[int, Any]]], row: int) -> dict[str, float]:
+        wanted: Any = self.outer.at(row)
+        made: dict[str, float] = {}
+        for name, steps in parts.items():
+            within = value_at(steps, row)
+            total = sum(within.values())
+            inside = {leaf: weight / total for leaf, weight in within.items()}
+            mean = sum(share * (1.0 if self.means is None else self.means[leaf]) for leaf, share in inside.items())
+            made.update({leaf: wanted[name] / mean * share for leaf, share in inside.items()})
+        whole = sum(made.values())
+        return {leaf: weight / whole for leaf, weight in sorted(made.items())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """See ``Schedule``."""
+        within = {name: None if one is None else one.to_dict() for name, one in sorted(self.within.items())}
+        means = None if self.means is None else dict(sorted(self.means.items()))
+        return {"shape": self.shape, "outer": self.outer.to_dict(), "within": within, "means": means}
+
+
+WeightSchedule: TypeAlias = Schedule | Nested
+"""Weights by name and row."""
+
+
+def weights_from_dict(data: Any) -> WeightSchedule:
+    """Rebuild what ``to_dict`` of either kind of weights returned.
+
+    Raises:
+        StateError: The dict is malformed.
+    """
+    try:
+        if data["shape"] != Nested.shape:
+            return Schedule.from_dict(data)
+        within = {name: None if one is None else weights_from_dict(one) for name, one in data["within"].items()}
+        means = None if data["means"] is None else dict(data["means"])
+        for mean in (means or {}).values():
+            checked_weights({"mean": mean})
+        return Nested(outer=Schedule.from_dict(data["outer"]), within=within, means=means)
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise StateError(f"state: a schedule of the ledger: {error}") from error
 
 
 def value_at(steps: Sequence[tuple[int, _T]], row: int) -> _T:

@@ -157,9 +157,19 @@ class Shape:
         return self if self.ramp is None else replace(self, global_batch_size=self.ramp.size_at(row))
 
     @property
+    def sizes_by_row(self) -> Ramp:
+        """The sizes that global batches of the run have, as a ramp, which may have a single one."""
+        return Ramp(((0, self.global_batch_size),)) if self.ramp is None else self.ramp
+
+    @property
+    def size_for_lanes(self) -> int:
+        """The batch size that determines the default number of lanes."""
+        return self.global_batch_size if self.ramp is None else self.ramp.size_for_lanes
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Every size that a global batch of the run has."""
-        return (self.global_batch_size,) if self.ramp is None else tuple(size for _, size in self.ramp.steps)
+        return tuple(size for _, size in self.sizes_by_row.steps)
 
     def batches_from(self, row: int, num_samples: int) -> int:
         """Return batches that so many samples from a row of the run on make."""
@@ -232,9 +242,14 @@ class Shape:
                 f"{num_samples} samples cannot be dealt to {self.num_ranks} data-parallel ranks: some would get none "
                 f'all epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the data'
             )
-        if not self.batches_in(num_samples):
+        row, size = next(
+            ((row, size) for row, size in self.sizes_by_row.steps if self.last_batch == "drop" and size > num_samples),
+            (0, 0),
+        )
+        if size:
+            when = f"an epoch that begins at row {row:,} or later" if row else "the epoch"
             raise ConfigError(
-                f"{num_samples} samples do not fill one global batch of {self.global_batch_size} ({self.num_ranks} "
-                f'ranks), and last_batch="drop" drops incomplete batches: the epoch would be empty. Use '
+                f"{num_samples} samples do not fill one global batch of {size} ({self.num_ranks} "
+                f'ranks), and last_batch="drop" drops incomplete batches: {when} would be empty. Use '
                 f'last_batch="pad" or "partial", a smaller batch, or epoch_size to repeat the data'
             )

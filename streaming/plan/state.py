@@ -14,16 +14,15 @@ from streaming.arguments import MAX_COUNT, checked_count, checked_flag, checked_
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
+from streaming.plan.ramp import Ramp
 
-STATE_VERSION = 5
-"""Of a mixture whose chunks are cut into fetch units; 4: of one of which a source grew; 3: whose shares are not dealt
-in chunks; 2: of one that deals chunks; 1: of one dataset. So older releases read what they know."""
+STATE_VERSION = 1
 _TEXT = "ledger_text"
 """The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
-_BEGUN = "has_begun"  # in a state only where it is so: older releases read all others
 _NAMES = (
-    "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
+    "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size", "has_begun",
+    "batch_sizes", "ledger", _TEXT,
 )  # fmt: skip
 
 
@@ -42,6 +41,7 @@ class LoaderState:
         ledger: Of a mixture; None: of one dataset.
         has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
             one after it.
+        batch_sizes: Sizes of the global batches of the run by row, those to come included; None: not recorded.
     """
 
     epoch: int
@@ -53,6 +53,7 @@ class LoaderState:
     epoch_size: int | None = None
     ledger: Ledger | None = None
     has_begun: bool = False
+    batch_sizes: Ramp | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -63,24 +64,13 @@ class LoaderState:
             if self.epoch_size is not None:
                 checked_count("epoch_size", self.epoch_size, 1)
             checked_int("samples_seen", self.samples_seen, 0, self._epoch_samples)
-            checked_flag(_BEGUN, self.has_begun)
+            checked_flag("has_begun", self.has_begun)
         except ConfigError as error:
             raise StateError(f"state: {error}; was it edited, or cut short when it was saved?") from error
         if not isinstance(self.order, OrderSettings):
             raise StateError(f"state: order: expected order settings, got {self.order!r}")
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise StateError(f"state: fingerprint: expected a non-empty string, got {self.fingerprint!r}")
-
-    @property
-    def version(self) -> int:
-        """Layout of this state."""
-        if self.ledger is None:
-            return 1
-        if self.ledger.is_cut:
-            return STATE_VERSION
-        if self.ledger.grows:
-            return 4
-        return 2 if self.ledger.is_plain else 3
 
     def check_fits(self, *, epoch_size: int | None, shuffle: bool) -> None:
         """Refuse to go on under another epoch size or kind of order.
@@ -108,8 +98,9 @@ class LoaderState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a small JSON-able dict, equal on every rank."""
-        made = {
-            "version": self.version,
+        entries = None if self.ledger is None else self.ledger.to_list()
+        return {
+            "version": STATE_VERSION,
             "epoch": int(self.epoch),
             "samples_seen": int(self.samples_seen),
             "order": self.order.to_dict(),
@@ -117,11 +108,11 @@ class LoaderState:
             "fingerprint": self.fingerprint,
             "num_samples": int(self.num_samples),
             "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
-        } | ({_BEGUN: True} if self.has_begun else {})
-        if self.ledger is None:
-            return made
-        entries = self.ledger.to_list()
-        return {**made, "ledger": entries, _TEXT: json.dumps(entries)}
+            "has_begun": self.has_begun,
+            "batch_sizes": None if self.batch_sizes is None else self.batch_sizes.to_text(),
+            "ledger": entries,
+            _TEXT: None if entries is None else json.dumps(entries),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
@@ -139,30 +130,33 @@ class LoaderState:
                 f"state: expected what state_dict() of a loader returned, got a dict of {found}; if it was saved "
                 'beside other states, pass its own part: loader.load_state_dict(checkpoint["loader"])'
             )
-        if isinstance(version, bool) or version not in range(1, STATE_VERSION + 1):
+        if isinstance(version, bool) or version != STATE_VERSION:
             raise StateError(
-                f"state version: this release reads versions 1 to {STATE_VERSION}, got {version!r}; "
-                "load it with the release that saved it"
+                f"state version: this release reads version {STATE_VERSION}, got {version!r}; load it with the release "
+                "that saved it"
             )
-        names = _NAMES if version == 1 else (*_NAMES, "ledger")
-        if set(data) - {_TEXT, _BEGUN} != set(names):
-            missing, unknown = sorted(set(names) - set(data)), sorted(map(str, set(data) - set(names)))
-            raise StateError(f"state: expected the keys {list(names)}; missing {missing}, unknown {unknown}")
-        given = {**data, "order": OrderSettings.from_dict(data["order"])}
-        del given["version"]
-        text = given.pop(_TEXT, None)
-        if version == 1:
-            return cls(**given)
-        return cls(**{**given, "ledger": Ledger.from_list(_whole_ledger(data["ledger"], text))})
+        if set(data) != set(_NAMES):
+            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - set(_NAMES)))
+            raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
+        given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}
+        given["order"] = OrderSettings.from_dict(data["order"])
+        if data["batch_sizes"] is not None:
+            try:
+                given["batch_sizes"] = Ramp.from_text(data["batch_sizes"])
+            except ConfigError as error:
+                raise StateError(f"state: {error}") from error
+        if data["ledger"] is not None or data[_TEXT] is not None:
+            given["ledger"] = Ledger.from_list(_whole_ledger(data["ledger"], data[_TEXT]))
+        return cls(**given)
 
 
-def _whole_ledger(entries: Any, text: str | None) -> Any:
+def _whole_ledger(entries: Any, text: Any) -> Any:
     """Return the entries, or those of ``text`` where a program that restores values one by one lost some of them.
 
     Raises:
         StateError: They say different things.
     """
-    if text is None:  # of earlier releases
+    if text is None:
         return entries
     try:
         whole = json.loads(text)
@@ -170,7 +164,7 @@ def _whole_ledger(entries: Any, text: str | None) -> Any:
     except (TypeError, ValueError) as error:
         raise StateError(f"state: {_TEXT}: expected the ledger's JSON: {error}") from error
     if not _is_part(entries, whole):
-        raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger only after removing {_TEXT}")
+        raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger where {_TEXT} is None")
     return whole
 
 

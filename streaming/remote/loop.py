@@ -213,12 +213,21 @@ class RemoteLoop(Loop):
             raise ConfigError(NO_OTHER_SEED)
         super().set_seed(seed)
 
-    def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:  # noqa: ARG002
+    def seen(self) -> dict[str, dict[str, float]]:
+        """See ``Loop``: a reader counts."""
+        if not self._latest().get("ledger"):
+            return super().seen()
+        found: dict[str, dict[str, float]] = self._asked("seen", self.state().values)
+        return found
+
+    def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """Refuse to change weights, which the readers' loaders hold.
 
         Raises:
             ConfigError: Always.
         """
+        if not self._latest().get("ledger"):
+            return super().set_weights(weights, at=at, timeout_s=timeout_s)
         raise ConfigError(
             "set_weights: not with remote_group, whose readers hold the mixture. Make a loader over a function that "
             "makes the Mixture with the other weights, and give it the state: load_state_dict(loader.state_dict())"
@@ -319,11 +328,10 @@ class RemoteLoop(Loop):
         order = (
             state["order"] if self._known is None else self._known["order"]
         )  # in force since the latest begin or load
-        made = {
+        return {
             **state, "order": order, "epoch": place.epoch, "samples_seen": place.samples_seen, "next_seed": next_seed,
+            "has_begun": place.has_begun,
         }  # fmt: skip
-        made.pop("has_begun", None)
-        return made | ({"has_begun": True} if place.has_begun else {})
 
     def _latest(self) -> State:
         """Return the latest state of a reader; asks for one if none is known."""

@@ -121,6 +121,14 @@ class Reader:
             loader.load_state_dict(state)
             return int(loader.batches_left)
 
+    def seen(self, state: State) -> dict[str, dict[str, float]]:
+        """Return the counts drawn from each source of a mixture before ``state``."""
+        self._open()
+        with self._make(device_mesh=self._meshes[0]) as loader:
+            loader.load_state_dict(state)
+            found: dict[str, dict[str, float]] = loader.seen()
+            return found
+
     def reports(self) -> list[dict[str, Any]]:
         """Return the metrics of each data rank."""
         return [loader.metrics() for loader in self._open()]

@@ -133,6 +133,7 @@ class _Consumer(ABC):
     def __next__(self) -> Any:
         """Return the next batch."""
         with self._changed:
+            # A batch is handed out once, in order, and counted in _num_taken.
             while not self._changed.wait_for(lambda: self._waiting or self._ended or self._left, LOOK_UP_S):
                 pass
             if self._waiting and not self._left:
@@ -148,6 +149,7 @@ class _Consumer(ABC):
     def close(self) -> None:
         """Leave the run; waits until the other ranks know."""
         with self._changed:
+            # Nothing is handed out after _left; batches that wait are dropped once.
             self._left = True
             self._waiting.clear()
             self._changed.notify_all()
@@ -173,6 +175,7 @@ class _Consumer(ABC):
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
+            # The first error stays; after _ended nothing is added to _waiting.
             self._ended, self._error = True, self._error or error
             self._changed.notify_all()
 
@@ -229,6 +232,7 @@ class _SourceRun(_Consumer):
             except BaseException as error:  # noqa: BLE001  thread boundary: all ranks get it
                 item = (FAILED, error)
             with self._changed:
+                # At most one item waits to be told; after the end, or after _left, nothing follows.
                 self._changed.wait_for(lambda: self._left or not self._built)
                 self._built.append(item)
                 self._changed.notify_all()
@@ -255,6 +259,7 @@ class _SourceRun(_Consumer):
                 return
             self._heard(self._group.tell(BATCH, number, payloads))
             with self._changed:
+                # What the other ranks were told is here too, unless this one has left.
                 if not self._left:
                     self._waiting.append(value)
                 self._changed.notify_all()
@@ -263,6 +268,7 @@ class _SourceRun(_Consumer):
         """Return the next item, once there is room for it on every rank."""
         while True:
             with self._changed:
+                # The item is out of _built before the others are told of it: it is told once.
                 if self._changed.wait_for(lambda: self._left or self._decided(), BEAT_S):
                     if self._left:
                         return FAILED, _left(self._sharing.ranks[0], number)
@@ -332,6 +338,7 @@ class _InlineRun(_SourceRun):
         except Exception as error:  # noqa: BLE001  all ranks get it, in its place after the batches before
             item, self._num_read = (FAILED, error), _NO_MORE
         with self._changed:
+            # _built is in the order of batches, and ends with what ended the run.
             self._built.append(item)
             self._changed.notify_all()
 
@@ -362,6 +369,7 @@ class _ReplicaRun(_Consumer):
             if kind == BATCH and payload is not None:
                 batch = self._decode(decode(payload))
                 with self._changed:
+                    # Waiting batches are in the order in which they were heard; none after _left.
                     if not self._left:
                         self._waiting.append(batch)
                     self._changed.notify_all()
@@ -369,6 +377,7 @@ class _ReplicaRun(_Consumer):
                 note = f"raised on rank {self._sharing.ranks[0]}, which reads for this one"
                 self._error = error_from_json(bytes(payload.numpy()), note)
             with self._changed:
+                # The reply is of one moment: nothing is counted as waiting that this rank has dropped.
                 has_left, waiting = self._left, len(self._waiting)
             self._group.reply(has_left, waiting, self._place.epoch, self._place.samples_seen)
             if kind in {END, FAILED}:

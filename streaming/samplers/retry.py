@@ -115,7 +115,8 @@ class RetrySampler(Sampler[Any]):
             ``max_substitutes`` others have failed too; this is not possible with torch's ``batch_size=None``, and a
             batch that becomes empty is an error. ``"raise"``: raise its error after the retries.
         max_bad_samples: Stop the iteration when there are more bad samples than this number (int) or fraction of the
-            epoch (float, rounded up), counted over all ranks if torch.distributed is initialized, else on this rank.
+            epoch (float, rounded up, at least 2 unless it is 0), counted over all ranks. If torch.distributed is not
+            initialized, each rank counts for itself, and a fraction is one of its own part of the epoch.
         metrics: Where to count ``bad_samples``; default: a new ``Metrics``.
 
     Attributes:
@@ -169,7 +170,6 @@ class RetrySampler(Sampler[Any]):
         self._take_reports()
         self._bad.clear()
         num_samples = getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
-        self._allowed = most_bad(self._limit, num_samples)
         self._log.start(getattr(self.sampler, "epoch", 0))
         mesh = self._mesh
         if mesh is not None and self._tally is None:
@@ -177,6 +177,8 @@ class RetrySampler(Sampler[Any]):
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
         if self._tally is not None:
             self._tally.begin()
+        num_ranks = 1 if mesh is None or self._tally is not None else mesh.data_world_size  # whose samples are counted
+        self._allowed = most_bad(self._limit, num_samples / num_ranks)
         return Lasting(self._indices())
 
     def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:

@@ -175,6 +175,7 @@ class Store:
             return None
         name = f"{scheme}://{split_query(url)[0].partition('://')[2].partition('/')[0]}"
         with self._lock:
+            # One account of traffic per bucket or host, for all its callers.
             if name not in self._traffic:
                 self._traffic[name] = Traffic(name, self._options, self._threads, self._count)
             return self._traffic[name]
@@ -190,6 +191,7 @@ class Pins:
     def get(self, url: str) -> str | None:
         """Return the version of ``url`` that was seen first, if any."""
         with self._lock:
+            # The first version that was kept, unless it was dropped.
             return self._versions.get(url)
 
     def keep(self, url: str, version: str | None) -> None:
@@ -197,6 +199,7 @@ class Pins:
         if version is None:
             return
         with self._lock:
+            # The first version stays; at most _MOST_PINS, the latest seen.
             self._versions.setdefault(url, version)
             self._versions.move_to_end(url)
             if len(self._versions) > _MOST_PINS:
@@ -205,4 +208,5 @@ class Pins:
     def drop(self, url: str) -> None:
         """Forget ``url``, so that the next version counts as the first."""
         with self._lock:
+            # The next version that is kept counts as the first.
             self._versions.pop(url, None)

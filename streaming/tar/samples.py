@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from streaming.errors import TarError
-from streaming.tar.blocks import BytesLike
+from streaming.tar.blocks import BytesLike, decode_name, split_name
 from streaming.tar.group import ChunkLayout
 from streaming.tar.scanner import TarScanner
 
@@ -29,6 +29,7 @@ def iter_samples(
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     max_gzip_ratio: float = MAX_GZIP_RATIO,
     repeats: bool = False,
+    left_out: Callable[[str], None] | None = None,
     larger: str = "cut it into smaller samples, or read the archive by other means",
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield key and fields of each sample of a tar that arrives in ``pieces``, in the order of the archive.
@@ -43,6 +44,7 @@ def iter_samples(
         max_sample_bytes: Larger samples raise.
         max_gzip_ratio: A gzip stream that inflates to more than this multiple of its size raises, from 64 MiB on.
         repeats: As in :class:`TarScanner`.
+        left_out: Called with the name of each regular file that belongs to no sample.
         larger: What to do about a sample that is too large, for its message.
 
     Raises:
@@ -55,6 +57,10 @@ def iter_samples(
         if not scanner.ended:  # zeros that follow belong to no sample, however many
             held.add(piece)
         layout = scanner.feed(piece)
+        if left_out is not None and scanner.members is not None:
+            for name in map(decode_name, scanner.members.names):
+                if split_name(name) is None:
+                    left_out(name)
         del piece  # so that what is cut out of it can free it
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)

@@ -73,9 +73,9 @@ def test_a_ledger_that_was_edited_is_refused(sources: dict[str, SampleSet]) -> N
         with pytest.raises(StateError, match=r"ledger and ledger_text say different things"):
             new.load_state_dict(longer)
         state["ledger"][1]["weights"]["web"] = 9
-        with pytest.raises(StateError, match=r"ledger and ledger_text say different things.*removing ledger_text"):
+        with pytest.raises(StateError, match=r"ledger and ledger_text say different things.*ledger_text is None"):
             new.load_state_dict(state)
-        del state["ledger_text"]  # as earlier releases wrote it
+        state["ledger_text"] = None
         new.load_state_dict(state)
         assert new.state_dict()["ledger"] == state["ledger"]
 
@@ -93,7 +93,7 @@ def test_what_is_no_loader_or_no_whole_state_is_refused(sources: dict[str, Sampl
     with mixture(sources) as loader:
         with pytest.raises(ConfigError, match=r"WholeState: expected a loader, got a dict; write WholeState\(loader\)"):
             WholeState(loader.state_dict())  # type: ignore[arg-type]  # as users do
-        with pytest.raises(StateError, match=r"expected what its state_dict\(\) returned, got the keys \['epoch'"):
+        with pytest.raises(StateError, match=r"expected what its state_dict\(\) returned, got the keys .*'epoch'"):
             WholeState(loader).load_state_dict(loader.state_dict())
 
 

@@ -8,6 +8,7 @@ batch. What the ranks of all legs received, put together step by step, has to be
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -17,13 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from data_sets import SampleSet, write_set
 from forked import Forked, all_end
 from test_packed import write as write_documents
 from test_readme import blocks
 
+from shard_tools import ShardWriter
 from streaming import DataLoader
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -168,8 +172,8 @@ def running(forked: Forked) -> Iterator[Ranks]:
     ranks.close()
 
 
-def code_of(heading: str) -> str:
-    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def code_of(heading: str, level: str = "##") -> str:
+    section = PAGE.read_text().split(f"\n{level} {heading}\n")[1].split("\n### ")[0].split("\n## ")[0]
     (block,) = blocks(section)
     return block.code
 
@@ -294,3 +298,98 @@ def test_packs_under_the_trainer_of_transformers_on_two_ranks(running: Ranks, tm
     environ = {"TRAINER_TEST": json.dumps(told)}
     status = running.fork(HERE / "packs_transformers.py", 2, tmp_path / "errors", environ)
     assert status == 0, (tmp_path / "errors").read_text()[-6000:]
+
+
+# --- validation: on two ranks, the metric of one process; of the last batch, a single sample, one rank has nothing ---
+
+NUM_SAMPLES = 37  # three batches of twelve, and one sample
+HEADER = "from trainer_names import *\n"
+BY_TORCHRUN = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+report(validate(DistributedDataParallel(model), valid))
+"""
+BY_SPAWN = """
+def train(rank, world_size):
+    dist.init_process_group("gloo", init_method=f"file://{RENDEZVOUS}", rank=rank, world_size=world_size)
+    report(validate(model, valid))
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, args=(RANKS,), nprocs=RANKS)
+"""
+BY_ACCELERATE = """
+from accelerate import Accelerator
+report(validate(Accelerator().prepare(model), valid))
+"""
+BY_FSDP = """
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+fully_shard(model, mesh=mesh["dp_shard"])
+valid = DataLoader(StreamingDataset(URL, shuffle=False), global_batch_size=12, last_batch="pad", device_mesh=mesh)
+report(validate(model, valid))
+"""
+OWN_LOOP, LIGHTNING, TRANSFORMERS = "In a loop of your own", "In Lightning", "In transformers.Trainer"
+RECIPES: dict[str, tuple[str, str, str, bool, dict[str, Any]]] = {  # heading, before, after, starts ranks itself, quiet
+    "torchrun": (OWN_LOOP, "", BY_TORCHRUN, False, {}),
+    "spawn": (OWN_LOOP, "", BY_SPAWN, True, {}),
+    "Accelerate": (OWN_LOOP, "", BY_ACCELERATE, False, {}),
+    "FSDP2": (OWN_LOOP, "", BY_FSDP, False, {}),
+    "Lightning": (LIGHTNING, "Module = type(module)\n", 'report(metrics["valid_loss"])\n', True, NO_LOGS),
+    "transformers": (TRANSFORMERS, "", 'report(metrics["eval_accuracy"])\n', False, NO_REPORTS),
+}
+
+
+@pytest.fixture(scope="module")
+def valid_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("validation")
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=16) as writer:
+        for number, vector in enumerate(vectors()):
+            out = io.BytesIO()
+            np.save(out, vector)
+            writer.write({"__key__": f"{number:03d}", "vec.npy": out.getvalue(), "cls": str(label(number)).encode()})
+    return f"{folder}/"
+
+
+def vectors() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(NUM_SAMPLES, 4)).astype(np.float32)
+
+
+def label(number: int) -> int:
+    return number % 3 % 2
+
+
+def metric_of(name: str) -> float:
+    """The metric without a loader and without ranks, of the model that trainer_names makes."""
+    torch.manual_seed(0)
+    logits = torch.nn.Linear(4, 2)(torch.from_numpy(vectors())).detach()
+    if name != "transformers":
+        return float(logits.square().mean())
+    labels = torch.tensor([label(number) for number in range(NUM_SAMPLES)])
+    return float((logits.argmax(-1) == labels).float().mean())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_ranks_find_the_metric_of_one_process(running: Ranks, valid_url: str, tmp_path: Path, name: str) -> None:
+    heading, before, after, by_itself, quiet = RECIPES[name]
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        script, errors = folder / "program.py", folder / "errors"
+        script.write_text((FORKS if by_itself else "") + HEADER + before + code_of(heading, "###") + after)
+        told = {
+            "program": name, "url": valid_url, "folder": str(folder / "checkpoint"), "log": str(folder / "log"),
+            "epochs": 1, "rendezvous": str(folder / "rendezvous"), "ranks": ranks, "quiet": quiet, "kill_at": None,
+            "deadline_s": DEADLINE_S,
+        }  # fmt: skip
+        environ = {"TRAINER_TEST": json.dumps(told), "STAND_IN": running.origin.python}
+        if by_itself:
+            status = running.start(script, errors=errors, environ=environ)
+        else:
+            status = running.fork(script, ranks, errors, environ)
+        assert status == 0, errors.read_text()[-6000:]
+        found[ranks] = [json.loads((folder / f"log-metric-{rank}").read_text()) for rank in range(ranks)]
+    assert found[1] == pytest.approx([metric_of(name)], rel=1e-5)
+    assert found[2] == pytest.approx(found[1] * 2, rel=1e-5)

@@ -25,7 +25,20 @@ QUIET: dict[str, Any] = _TOLD["quiet"]
 
 faulthandler.dump_traceback_later(_TOLD["deadline_s"], exit=True)
 
-__all__ = ["CHECKPOINT", "EPOCHS", "FOLDER", "QUIET", "RANKS", "RENDEZVOUS", "URL", "model", "module", "train_step"]  # noqa: F822
+__all__ = [
+    "CHECKPOINT",
+    "EPOCHS",
+    "FOLDER",
+    "QUIET",
+    "RANKS",
+    "RENDEZVOUS",
+    "URL",
+    "model",
+    "module",  # noqa: F822  by __getattr__
+    "report",
+    "sample_losses",
+    "train_step",
+]
 
 
 class Log:
@@ -53,7 +66,8 @@ class Net(torch.nn.Module):
 
     def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
         self.log.note(list(batch["__key__"]))
-        return {"loss": self.head(batch["vec.npy"]).square().mean()}
+        logits = self.head(batch["vec.npy"])
+        return {"loss": logits.square().mean(), "logits": logits}
 
 
 model = Net()
@@ -63,6 +77,17 @@ def train_step(net: torch.nn.Module, batch: dict[str, Any]) -> None:
     net(**batch)["loss"].backward()
     torch.optim.SGD(net.parameters(), 1e-9).step()
     net.zero_grad()
+
+
+def sample_losses(net: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return net(**batch)["logits"].square().mean(-1)
+
+
+def report(metric: float) -> None:
+    """For tests of validation: what this rank came to."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with open(f"{_TOLD['log']}-metric-{rank}", "w") as file:
+        json.dump(float(metric), file)
 
 
 def __getattr__(name: str) -> Any:
@@ -79,6 +104,9 @@ def _module() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.net = model
+
+        def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+            return self.net(**batch)
 
         def training_step(self, batch: dict[str, Any], _: int) -> torch.Tensor:
             return self.net(**batch)["loss"]

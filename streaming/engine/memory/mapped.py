@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 
 from streaming.engine.memory.arena import PAGE_BYTES, Arena
 from streaming.fetch.read import FetchRange, matches_sums
+from streaming.plan.memory import LEAST_MAPPED_BYTES
 from streaming.platforms import will_need
 from streaming.storage import local_path
 
-LEAST_BYTES = 256 << 10
-"""Below this size a copy costs no more than the system calls for mapping."""
+LEAST_BYTES = LEAST_MAPPED_BYTES
 _DESCRIPTORS_SHARE = 4
 """All loaders together map at most this fraction of the open file limit (``ulimit -n``). Chunks of other files are
 read."""
@@ -163,7 +163,7 @@ class FileMaps:
 
     def _take(self, wanted: FetchRange, first: int, stop: int, *, is_whole: bool) -> tuple[_File | None, bool]:
         """Return the file to map a range from (None: read it), and whether another file is mapped at its place."""
-        maps = is_whole and wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
+        maps = is_whole and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
         with self._lock:
             was_left = self._forget(first, stop)
             file = (self._files.get(wanted.url) or self._open(wanted.url)) if maps else None
@@ -238,6 +238,7 @@ class _Descriptors:
         """Count one more, if there is room; the rest of the limit is left to the user and everything else."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
+            # _num_taken descriptors are open or about to be, never more than their share of the limit.
             if soft != resource.RLIM_INFINITY and self._num_taken >= soft // _DESCRIPTORS_SHARE:
                 return False
             self._num_taken += 1
@@ -246,6 +247,7 @@ class _Descriptors:
     def give(self) -> None:
         """Count one less."""
         with self._lock:
+            # Only for a descriptor that take() counted.
             self._num_taken -= 1
 
 

@@ -28,6 +28,7 @@ class RowTable:
         """Enter a chunk whose bytes start at ``base`` in the arena; return the row of its first sample."""
         num_samples = len(layout.keys)
         with self._lock:
+            # The rows are whole before anyone knows their number; fields that the chunk lacks have size -1.
             while (first := self._extents.take(num_samples)) is None:
                 self._grow(num_samples)
             rows = slice(first, first + num_samples)
@@ -50,6 +51,7 @@ class RowTable:
     def remove(self, first: int, num_samples: int) -> None:
         """Free the rows of a chunk."""
         with self._lock:
+            # Freed rows have no damage: the next chunk that gets them begins without.
             self._extents.give(first, num_samples)
             for row in [row for row in self._damage if first <= row < first + num_samples]:
                 del self._damage[row]
@@ -57,6 +59,7 @@ class RowTable:
     def damage(self, rows: Int64Array) -> dict[int, DataError]:
         """Return which of the given rows hold damaged bytes, by index into ``rows``, and why."""
         with self._lock:
+            # The caller holds the chunks of these rows, so none of them goes meanwhile.
             if not self._damage:
                 return {}
             known = self._damage
@@ -68,6 +71,7 @@ class RowTable:
         The result does not depend on other rows: a field that is given is present even if no row has it.
         """
         with self._lock:
+            # Columns may be enlarged, and replaced, by add(); copies are taken of one state of them.
             found: list[str] = self._keys[rows].tolist()
             ranges: dict[str, FieldRange] = {}
             for name in sorted(self._fields) if fields is None else fields:

@@ -19,6 +19,7 @@ import numpy as np
 
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSampleReport, BatchBuilder, Mask
+from streaming.batches.draw_watch import DrawSeenError
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
 from streaming.engine.builders import Crew
@@ -202,7 +203,12 @@ class ShardStream(Delivery):
                 replace(batch.rows, positions=positions), batch.valid, lambda row: neighbors(batch.rows, row),
                 self._report, seed=self._draw_key, batch=number,
             )  # fmt: skip
+        except DrawSeenError:
+            with self._changed:
+                self._gathered[number] = batch  # belongs to the consumer from here on, which builds it
+            raise
         finally:
             with self._changed:  # the next batch may take its room
-                self._free(batch)
+                if number not in self._gathered:
+                    self._free(batch)
                 self._changed.notify_all()

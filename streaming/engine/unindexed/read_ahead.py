@@ -105,6 +105,7 @@ class ReadAhead:
 
     def _result(self, answer: _Answer[_T]) -> _T:
         with self._changed:
+            # The answer is there for good, or the stream is closed for good.
             self._changed.wait_for(lambda: answer.is_there or self._closed)
             if self._closed:
                 raise StreamClosedError

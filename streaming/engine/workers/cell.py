@@ -64,6 +64,7 @@ class Cell:
     def row(self) -> int:
         """Return the row that the worker is decoding; -1: none."""
         with self._lock:
+            # fd is open while it is read: close() takes the same lock.
             if self.fd < 0:
                 return -1
             return int(_ROW.unpack(os.pread(self.fd, _ROW.size, 0))[0])

@@ -120,6 +120,7 @@ class ForkServer:
 
     def _fork(self, what: bytes, number: int, sock: socket.socket, preload: str = "") -> None:
         with self._lock:
+            # One message at a time on the control socket: requests do not mix.
             try:
                 socket.send_fds(self._control, [_REQUEST.pack(what, number) + preload.encode()], [sock.fileno()])
             except OSError as error:
@@ -168,6 +169,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         with self._lock:
+            # Nobody is in the middle of a request; later ones fail with an OSError.
             self._control.close()
 
 

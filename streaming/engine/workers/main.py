@@ -192,8 +192,9 @@ class _Worker:
                 f"Import what it needs inside it, or use num_workers=0"
             )
             self._broken.__cause__ = error
-        self._watch = DrawWatch()
-        self._watches = self._broken is None and bool(self._recipe.functions_of_user)
+        functions = [] if self._broken is not None else self._recipe.functions_of_user
+        self._watch = DrawWatch(functions)
+        self._watches = bool(functions)
         self._found: dict[int, list[WireRows | None]] = {}
         channel.send((HELLO, os.getpid()))
 
@@ -240,7 +241,7 @@ class _Worker:
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
             writer = SlotWriter(slot)
-            draws = BatchDraws(order.seed or 0, rows.positions, seeds)
+            draws = BatchDraws(order.seed or 0, rows.positions, seeds, self._watch.own)
             builder = BatchBuilder(self._recipe, self._substitutes, report, writer.allocate, self._row, draws)
             return builder.build(rows, order.valid), writer
 

@@ -33,7 +33,7 @@ from streaming.engine.workers.main import (
     BatchOrder,
     describe_rows,
 )
-from streaming.engine.workers.portable import dumps
+from streaming.engine.workers.portable import dumps, fingerprint
 from streaming.engine.workers.processes import Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
@@ -127,7 +127,8 @@ class WorkerPool:
         self._ring = ring
         self._metrics = metrics or Metrics()
         self._metrics.add("worker_restarts", 0)
-        self._processes = Processes(num_workers, _pickled(recipe), arena.fd, len(arena.memory), server)
+        self._sent = self._fingerprint()
+        self._processes = Processes(num_workers, self._pickled(dumps), arena.fd, len(arena.memory), server)
         self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -144,6 +145,24 @@ class WorkerPool:
     def start(self) -> None:
         """Start the processes unless they are running, without waiting until they are ready."""
         self._processes.start()
+
+    def renew(self) -> bool:
+        """Replace the processes if the recipe, with the globals of the main script that it names, is another by now.
+
+        No ``build`` may be running.
+
+        Returns:
+            Whether it is.
+
+        Raises:
+            ConfigError: It cannot be sent to a process any more.
+        """
+        now = self._fingerprint()
+        if now == self._sent or now != self._fingerprint():  # or it is another one each time that it is pickled
+            return False
+        self._sent = now
+        self._processes.renew(self._pickled(dumps))
+        return True
 
     def start_if_up(self) -> bool:
         """Start the processes unless they are running; tell whether they are up, or never will be."""
@@ -303,6 +322,18 @@ class WorkerPool:
         )
         worker.channel.send((ORDER, order), [slot.fd] if is_new else [])
 
+    def _fingerprint(self) -> bytes:
+        return self._pickled(fingerprint)
+
+    def _pickled(self, how: Callable[[Any], bytes]) -> bytes:
+        try:
+            return how(replace(self._recipe, finish=None))
+        except Exception as error:  # a user's object may raise anything
+            raise ConfigError(
+                f"decode, transform or collate_fn cannot be sent to worker processes: {type(error).__name__}: {error}. "
+                f"Open files, locks and connections inside the function, at its first call, or use num_workers=0"
+            ) from error
+
     def _await_parcel(self, worker: Worker, job: _Job) -> Parcel:
         dialogue = _Dialogue(job, self._arena)
         while True:
@@ -374,13 +405,3 @@ def _abort(worker: Worker) -> None:
     worker.channel.send((ABORT,))
     while worker.channel.receive()[0][0] != ABORTED:
         pass
-
-
-def _pickled(recipe: Recipe) -> bytes:
-    try:
-        return dumps(replace(recipe, finish=None))
-    except Exception as error:  # a user's object may raise anything
-        raise ConfigError(
-            f"decode, transform or collate_fn cannot be sent to worker processes: {type(error).__name__}: {error}. "
-            f"Open files, locks and connections inside the function, at its first call, or use num_workers=0"
-        ) from error

@@ -8,17 +8,19 @@ names are sent along.
 
 from __future__ import annotations
 
+import functools
 import io
 import mmap
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pickle import PickleBuffer
 from typing import Any
 
 import cloudpickle
+import crc32c
 import numpy as np
 import torch
 
@@ -60,6 +62,49 @@ def dumps(thing: Any) -> bytes:
     out = io.BytesIO()
     Pickler(out).dump(thing)
     return out.getvalue()
+
+
+def fingerprint(thing: Any) -> bytes:
+    """Return bytes that differ if ``dumps`` does; large memory is summed up, not copied.
+
+    Raises:
+        Exception: Whatever pickling a part of it raised.
+    """
+    out = io.BytesIO()
+
+    def sum_up(buffer: PickleBuffer) -> bool:
+        try:
+            data = buffer.raw()
+        except BufferError:  # not contiguous: part of the pickle
+            return True
+        sums.append(crc32c.crc32c(data))
+        return False
+
+    sums: list[int] = []
+    Pickler(out, sum_up).dump(thing)
+    return out.getvalue() + repr(sums).encode()
+
+
+class Redefinitions:
+    """Notice functions and classes of the main script, or of a notebook, that are defined anew.
+
+    Args:
+        functions: Those that are used, or objects of classes that are.
+    """
+
+    def __init__(self, functions: Iterable[Any]) -> None:
+        things = [one.func if isinstance(one, functools.partial) else one for one in functions]
+        defined = [one if hasattr(one, "__qualname__") else type(one) for one in things]
+        main = vars(sys.modules["__main__"])
+        named = {str(getattr(one, "__name__", "")): one for one in defined}
+        self._used = {name: one for name, one in named.items() if main.get(name) is one}
+
+    def new(self) -> list[str]:
+        """Return the names of those that were defined anew since this was last asked."""
+        main = vars(sys.modules["__main__"])
+        found = [name for name, one in self._used.items() if main.get(name, one) is not one]
+        self._used |= {name: main[name] for name in found}
+        return found
 
 
 class SentOnce:

@@ -56,6 +56,7 @@ class Processes:
         self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int, server: ForkServer | None = None
     ) -> None:
         self._num_workers = num_workers
+        self._arena_bytes = arena_bytes
         self._setup = (SETUP, recipe, arena_bytes)
         self._arena_fd = arena_fd
         self._changed = Monitor()  # reentrant
@@ -75,6 +76,7 @@ class Processes:
     def all(self) -> list[Worker]:
         """Return all workers, oldest first."""
         with self._changed:
+            # A copy: workers may start and end while the caller goes through it.
             return list(self._workers.values())
 
     def start(self) -> None:
@@ -87,6 +89,14 @@ class Processes:
             self._check_open()
             while len(self._workers) < self._num_workers:  # afterwards each of num_workers is idle or one caller's
                 self._spawn()
+
+    def renew(self, recipe: bytes) -> None:
+        """End all workers, none of which may be in use, and give another recipe to those that start from now on."""
+        with self._changed:
+            self._setup = (SETUP, recipe, self._arena_bytes)
+            idle, self._idle = self._idle, []  # nobody can take a worker that has the earlier recipe
+        for worker in idle:
+            self.retire(worker)
 
     def are_starting(self) -> bool:
         """Tell whether no worker can be up yet, because the server is still importing what they need."""

@@ -151,6 +151,7 @@ class FsspecAdapter:
     def _at(self, url: str) -> tuple[Any, str]:
         scheme = scheme_of(url)
         with self._lock:
+            # One file system per scheme, connected once.
             system = self._systems.get(scheme)
             if system is None:
                 with self._errors(url, "connecting to"):

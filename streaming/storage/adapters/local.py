@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
-import secrets
+import platform
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,7 @@ from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, Store
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 
 _TEMPORARY = ".~shardstream-"  # not listed: such files belong to writers that are running, or were killed
+_NAME_CHARACTERS, _HOST_CHARACTERS = 80, 40  # of a file's name, and this machine's, in that of a temporary file
 _READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call
 _HELD_BYTES = 256 << 10  # of small pieces to be written together
 
@@ -161,7 +164,9 @@ def _unless_missing(error: OSError) -> None:
 
 
 class _FileWriter(StoreWriter):
-    """Write beside the target, then rename over it; a killed process leaves at most a hidden temporary file.
+    """Write beside the target, then rename over it.
+
+    A killed process leaves at most a hidden temporary file, which the next writer of the same file removes.
 
     A writer that is dropped before it is closed aborts: Ctrl-C can come before ``with`` has begun, or after its body.
 
@@ -177,20 +182,42 @@ class _FileWriter(StoreWriter):
         self._held = bytearray()
         self._descriptor: int | None = None
         self._is_done = True  # nothing to remove
-        directory, name = os.path.split(self._path)
-        self._directory = directory or "."
-        self._temporary = os.path.join(self._directory, f"{_TEMPORARY}{name[:80]}.{secrets.token_hex(6)}.tmp")
+        self._directory = os.path.dirname(self._path) or "."
         with _os_errors(url, "creating"):
             os.makedirs(self._directory, exist_ok=True)
             if os.path.isdir(self._path):
                 raise StorageError(f"creating {url}: a directory has this name; choose another name")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._create()
+
+    def _create(self) -> None:
+        """Create a temporary file, and lock it; its name holds the smallest number that no other writer uses.
+
+        The system releases the lock with the process, so a file that is not locked was left by a killed one, and is
+        removed. Only files of this machine are, because some network file systems keep locks apart on each.
+        """
+        name = os.path.basename(self._path)[:_NAME_CHARACTERS]
+        host = platform.node().replace("/", "_")[:_HOST_CHARACTERS]
+        for number in itertools.count():
+            self._temporary = os.path.join(self._directory, f"{_TEMPORARY}{name}.{host}-{number}.tmp")
             self._is_done = False
+            while (descriptor := self._try_to_create()) is not None:
+                if _lock(descriptor) is not False and _is_at(descriptor, self._temporary):
+                    return  # from here on nobody else removes or replaces this file
+                self._release()  # another writer found it before it was locked, and removes it
+
+    def _try_to_create(self) -> int | None:
+        """Create the file, and return its descriptor; None if another writer is using it."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        while True:
             try:
                 self._descriptor = os.open(self._temporary, flags, 0o666)
             except FileNotFoundError:  # the directory was empty, and somebody removed it just now
                 os.makedirs(self._directory, exist_ok=True)
-                self._descriptor = os.open(self._temporary, flags, 0o666)
+            except FileExistsError:
+                if not _remove_left(self._temporary):
+                    return None
+            else:
+                return self._descriptor
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """See :class:`StoreWriter`."""
@@ -236,10 +263,16 @@ class _FileWriter(StoreWriter):
 
     def abort(self) -> None:
         """See :class:`StoreWriter`."""
-        if not self._is_done and self._maker.is_here:
-            self._release()
+        if self._is_done or not self._maker.is_here:
+            return
+        try:
             with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
-                os.unlink(self._temporary)
+                if self._descriptor is None:  # interrupted where it is not known whether the file was made
+                    _remove_left(self._temporary)
+                elif _is_at(self._descriptor, self._temporary):  # not if it is published
+                    os.unlink(self._temporary)
+        finally:
+            self._release()
             self._is_done = True
 
     def __del__(self) -> None:
@@ -250,6 +283,47 @@ class _FileWriter(StoreWriter):
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
+
+
+def _remove_left(path: str) -> bool:
+    """Remove a temporary file that no writer has locked; tell whether it is gone."""
+    try:
+        # For writing, which locks of network file systems need. Without O_NOFOLLOW, a link could name any file.
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:  # another user's, or no file
+        return False
+    try:
+        if not _lock(descriptor):
+            return False
+        if _is_at(descriptor, path):
+            os.unlink(path)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock a file until its last descriptor is closed; False if somebody else has, None if that is not possible."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Tell whether ``path`` is the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_directory(path: str) -> None:

@@ -171,6 +171,7 @@ class ObjectAdapter:
             bucket, key = bucket_and_key(url)
             root = f"{scheme}://{bucket}"
         with self._lock:
+            # At most _MAX_STORES, the latest used; one that goes stays valid for whoever has it.
             found = self._stores.get((root, patient))
             if found is None:
                 found = self._stores[root, patient] = self._connect(scheme, root, patient=patient)

@@ -56,16 +56,19 @@ class ActiveCalls:
         """List a call until the block ends."""
         call = Call(url, start, stop)
         with self._lock:
+            # Listed exactly as long as the block lasts.
             self._calls[id(call)] = call
         try:
             yield call
         finally:
             with self._lock:
+                # Gone from the list before anyone learns the outcome.
                 del self._calls[id(call)]
 
     def snapshot(self) -> list[ActiveRequest]:
         """Return the calls in progress, oldest first."""
         with self._lock:
+            # A copy: calls may begin and end meanwhile.
             calls = list(self._calls.values())
         now_s = time.monotonic()
         return [

@@ -119,11 +119,13 @@ class Route:
     def rests(self) -> bool:
         """Whether the primary failed and has not worked since."""
         with self._lock:
+            # True of this moment only.
             return self._rests_until_s is not None
 
     def turn(self) -> tuple[bool, bool]:
         """Tell whether this call is to ask the primary, and whether it is the one trial after the primary's rest."""
         with self._lock:
+            # After the rest, exactly one caller tries the primary; the others use mirrors until it says how that went.
             if self._rests_until_s is None:
                 return True, False
             if self._tried or self._clock() < self._rests_until_s:
@@ -134,6 +136,7 @@ class Route:
     def failed(self, error: Exception) -> None:
         """Note that the primary failed for good: mirrors are used from now on. Warns the first time."""
         with self._lock:
+            # The rest begins again, and its trial is free; one caller warns.
             self._rests_until_s, self._tried = self._clock() + REST_S, False
             first, self._warned = not self._warned, True
         if first:
@@ -145,11 +148,13 @@ class Route:
     def worked(self) -> None:
         """Note that the primary answered."""
         with self._lock:
+            # All callers ask the primary again.
             self._rests_until_s, self._tried = None, False
 
     def undecided(self) -> None:
         """Note that the call to the primary was given up, for a reason of the caller's."""
         with self._lock:
+            # The trial is free for the next caller.
             self._tried = False
 
     def at(self, mirror: Mirror, url: str) -> str:

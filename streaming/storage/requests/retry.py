@@ -44,11 +44,13 @@ class TokenBucket:
     def earn(self) -> None:
         """Note an ordinary request."""
         with self._lock:
+            # At most a burst is saved up.
             self._tokens = min(self._burst, self._tokens + self._share)
 
     def take(self) -> bool:
         """Count an extra request if one may be made now; tell whether."""
         with self._lock:
+            # A token is taken once, and only if there is a whole one.
             self._refill()
             if self._tokens < 1:
                 return False
@@ -58,6 +60,7 @@ class TokenBucket:
     def reserve(self) -> float:
         """Count an extra request unconditionally; return in how many seconds it may be made."""
         with self._lock:
+            # Below zero by as many tokens as requests wait for: each waits for its own.
             self._refill()
             self._tokens -= 1
             return max(0.0, -self._tokens / self._per_s)
@@ -65,6 +68,7 @@ class TokenBucket:
     def give_back(self) -> None:
         """Take back an extra request that was counted but not made."""
         with self._lock:
+            # Undoes exactly one take() or reserve().
             self._tokens += 1
 
     def _refill(self) -> None:

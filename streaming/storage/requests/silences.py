@@ -34,6 +34,7 @@ class Silences:
     def note(self, silence_s: float) -> None:
         """Note a silence of this kind."""
         with self._lock:
+            # The limit is of the silences that are noted: it is found again when asked for.
             self._silences_s.append(silence_s)
             self._limit_s = None
 
@@ -41,6 +42,7 @@ class Silences:
     def limit_s(self) -> float:
         """Duration from which on a silence is too long."""
         with self._lock:
+            # _limit_s is None, or that of all silences noted so far.
             if self._limit_s is None:
                 self._limit_s = self._found_limit_s()
             return self._limit_s

@@ -28,6 +28,7 @@ class RequestThreads:
 
     def __enter__(self) -> Self:
         with self._changed:
+            # Threads may be idle only while there are users.
             self._users += 1
         return self
 
@@ -35,6 +36,7 @@ class RequestThreads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._changed:
+            # Without users nobody is idle: who is dismissed ends, and a job goes to a new thread.
             self._users -= 1
             if self._users:
                 return
@@ -50,6 +52,7 @@ class RequestThreads:
         leave.
         """
         with self._changed:
+            # No more jobs wait than threads are idle, so each is begun at once.
             if len(self._idle) > len(self._jobs):
                 self._jobs.append(job)
                 self._changed.notify()
@@ -64,11 +67,13 @@ class RequestThreads:
         while True:
             tell = jobs.pop()()
             with self._changed:
+                # Idle before the job's outcome is told, so that whoever hears of it finds this thread free.
                 if self._users:
                     self._idle.add(me)
             tell()
             del tell
             with self._changed:
+                # A job is taken by one thread, which is idle no more; one that was dismissed ends.
                 while not self._jobs and me in self._idle:
                     self._changed.wait()
                 if me not in self._idle:

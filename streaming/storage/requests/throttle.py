@@ -91,6 +91,7 @@ class Gate:
     def limit(self) -> int:
         """Requests allowed at once now; at least 1."""
         with self._changed:
+            # From the share of this moment.
             return self._limit(self._share())
 
     def enter(self, until_s: float) -> float:
@@ -100,6 +101,7 @@ class Gate:
             ThrottledError: It still may not be sent at ``until_s`` (monotonic).
         """
         with self._changed:
+            # _under_way counts every request admitted and not yet left, never more than the limit at its start.
             self._waiting += 1
             try:
                 self._most = max(self._most, self._under_way + self._waiting)
@@ -120,6 +122,7 @@ class Gate:
     def try_enter(self) -> bool:
         """Admit one more request beside one that stalls, if that is allowed now; tell whether it was."""
         with self._changed:
+            # Counted as under way only if admitted; who is refused leaves no trace.
             share = self._share()
             if self._under_way >= self._limit(share) and share < _RIVALS_SHARE:
                 return False
@@ -135,12 +138,14 @@ class Gate:
     def answered(self) -> None:
         """Note that a request was not refused."""
         with self._changed:
+            # The share grows, up to 1.
             if self._share() < 1:
                 self._given_back += GIVEN_BACK
 
     def refused(self, sent_at: float) -> None:
         """Note that a request was refused by a busy store; ``sent_at`` is what :meth:`enter` returned for it."""
         with self._changed:
+            # All refusals of one round trip together at most halve the share.
             self._change(sent_at)
 
     def _limit(self, share: float) -> int:

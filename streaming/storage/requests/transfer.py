@@ -168,6 +168,7 @@ class Transfer:
             _LostError: It is not ahead any more.
         """
         with self._changed:
+            # One request is ahead: only its bytes are counted, from where the last one stopped, all of one version.
             if request.lost:
                 raise _LostError
             for other in self._requests:
@@ -191,6 +192,7 @@ class Transfer:
             self._opened(request, body)
             body.fill(request)
         with self._changed:
+            # A lost request's short answer is nobody's concern.
             if not request.lost and not self.is_done:
                 got = self.start + self._received - request.first
                 raise PassingError(self._short(request.first, got, "the answer ended early"))
@@ -220,6 +222,7 @@ class Transfer:
         """
         hedging.threads.run(partial(self._work, self._requests[0]))
         with self._changed:
+            # At most _MOST_AT_ONCE requests are in the race; it ends when one has everything, or all have failed.
             try:
                 while not self._is_over():
                     left = [request for request in self._requests if not request.lost and not request.ended]
@@ -250,6 +253,7 @@ class Transfer:
 
     def _ended(self, request: _Request, error: BaseException | None) -> None:
         with self._changed:
+            # Ended for good, with its error, before the waiting caller looks.
             request.ended, request.error = True, error
             self._changed.notify_all()
 

@@ -1,0 +1,213 @@
+"""Read keys and values of a table, batch by batch, as often as needed: files of Parquet, JSONL or CSV."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shard_tools.convert.files import SourceFile, find_files
+from shard_tools.convert.parquet import open_parquet
+from shard_tools.convert.records import SourceOptions
+from shard_tools.convert.sources import LAYOUTS, kind_of_name, open_source
+from streaming.errors import ConfigError
+from streaming.index.where import is_comparable
+from streaming.storage import Storage, redact
+
+_KINDS = ("parquet", "jsonl", "csv")
+_BATCH_ROWS = 1 << 18
+_LINES = 1 << 16  # rows of text in a batch: their values are objects of Python
+_LOOKED_AT = 1000  # lines, each of which may have columns of its own
+_HASH_BYTES = 8 << 20
+_TYPES_OF_TEXT = (pa.int64(), pa.float64(), pa.bool_())  # the first that fits all values of a CSV file
+
+
+class TableRows(Protocol):
+    """Keys and values of a table.
+
+    Attributes:
+        value: Column that holds the values.
+        kind: Their type.
+        num_rows: TableRows of all files.
+    """
+
+    value: str
+    kind: pa.DataType
+    num_rows: int
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        """Yield keys, as bytes, and values."""
+
+
+def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str | None) -> tuple[TableRows, str]:
+    """Open the table at ``source``: a file, a folder or a pattern; return its rows, and a digest of its bytes.
+
+    Args:
+        source: The files. Names that end in ``.jsonl``, ``.csv`` and the like say their format; others are Parquet.
+        storage: Their store.
+        name: The late column that is added.
+        on: Column that holds keys.
+        value: Column that holds values; None: ``name``, or the only other one.
+
+    Raises:
+        NotFoundError: There is no file.
+        DataError: A file is damaged.
+        ConfigError: The files are of several formats, a column does not exist, or its values cannot be compared.
+    """
+    files = find_files(source, storage)
+    known = {kind for file in files if (kind := kind_of_name(file.name)) in _KINDS}
+    kind = next(iter(known), "parquet")
+    if len(known) > 1:
+        raise ConfigError(f"{redact(source)}: tables of several formats ({', '.join(sorted(known))}); name one")
+    if len(files) > 1:  # of a folder that holds other files, too
+        files = [file for file in files if file.name.lower().endswith(LAYOUTS[kind].suffixes)] or files
+    digest = _digest(files, storage)
+    if kind == "parquet":
+        return _ParquetRows(files, storage, name, on, value), digest
+    return _TextRows(kind, source, storage, name, on, value), digest
+
+
+class _ParquetRows:
+    """TableRows of Parquet files."""
+
+    def __init__(self, files: Sequence[SourceFile], storage: Storage, name: str, on: str, value: str | None) -> None:
+        self._files, self._storage, self._on = files, storage, on
+        self.value, self.num_rows = "", 0
+        kinds: list[pa.DataType] = []
+        for file in files:
+            with _opened(file, storage) as parquet:
+                schema = parquet.schema_arrow
+                self.value = self.value or _value_column(schema.names, name, on, value)
+                _check_columns(file.url, schema.names, on, self.value)
+                _check_key(file.url, on, _plain_type(schema.field(on).type))
+                kinds.append(_plain_type(schema.field(self.value).type))
+                self.num_rows += parquet.metadata.num_rows
+        self.kind = _joined_kind(kinds, files[0].url, self.value)
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        columns = list(dict.fromkeys([self._on, self.value]))
+        for file in self._files:
+            with _opened(file, self._storage) as parquet:
+                for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
+                    keys, values = (batch.column(batch.schema.get_field_index(name)) for name in (self._on, self.value))
+                    yield keys.cast(pa.binary()), values.cast(self.kind)
+
+
+class _TextRows:
+    """TableRows of JSONL or CSV files, whose types are known only when all of them were looked at."""
+
+    def __init__(self, kind: str, source: str, storage: Storage, name: str, on: str, value: str | None) -> None:
+        self._reader = open_source(source, storage, kind=kind, options=SourceOptions(named_only=True))
+        self._url, self._on, self._is_csv = source, on, kind == "csv"
+        with closing(self._reader.records(0)) as records:
+            names = list(dict.fromkeys(name for one in itertools.islice(records, _LOOKED_AT) for name in one.metadata))
+        self.value = _value_column(names, name, on, value)
+        _check_columns(source, names, on, self.value)
+        self.num_rows = 0
+        kinds: list[pa.DataType] = []
+        fitting = list(_TYPES_OF_TEXT)
+        for _, values in self._lines():
+            self.num_rows += len(values)
+            if self._is_csv:
+                fitting = [one for one in fitting if _fits(values, one)]
+            else:
+                kinds.append(values.type)
+        self.kind = next(iter(fitting), pa.string()) if self._is_csv else _joined_kind(kinds, source, self.value)
+
+    def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
+        for keys, values in self._lines():
+            yield keys.cast(pa.binary()), values.cast(self.kind)
+
+    def _lines(self) -> Generator[tuple[pa.Array, pa.Array], None, None]:
+        """Yield keys and values as they stand there; an empty one in CSV is missing."""
+        with closing(self._reader.records(0)) as records:
+            while rows := [record.metadata for record in itertools.islice(records, _LINES)]:
+                keys = self._array([row.get(self._on) for row in rows], self._on)
+                values = [row.get(self.value) for row in rows]
+                if self._is_csv:
+                    values = [None if one == "" else one for one in values]
+                _check_key(self._url, self._on, keys.type)
+                yield keys, self._array(values, self.value)
+
+    def _array(self, values: list[object], column: str) -> pa.Array:
+        try:
+            return pa.array(values, pa.string() if self._is_csv else None)
+        except (pa.ArrowException, OverflowError) as error:
+            raise ConfigError(f"{redact(self._url)}: column {column!r}: values of several types ({error})") from error
+
+
+@contextmanager
+def _opened(file: SourceFile, storage: Storage) -> Iterator[pq.ParquetFile]:
+    parquet = open_parquet(file, storage)
+    try:
+        yield parquet
+    finally:
+        parquet.close(force=True)
+
+
+def _value_column(names: Sequence[str], name: str, on: str, value: str | None) -> str:
+    others = [one for one in names if one != on]
+    return value or (name if name in others or len(others) != 1 else others[0])
+
+
+def _check_columns(url: str, names: Sequence[str], *wanted: str) -> None:
+    for column in wanted:
+        if column not in names:
+            raise ConfigError(
+                f"{redact(url)}: no column {column!r}; there are: {', '.join(names)}. The samples' keys are in --on, "
+                "the values in --value"
+            )
+
+
+def _check_key(url: str, on: str, kind: pa.DataType) -> None:
+    is_text = pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if not is_text and not pa.types.is_null(kind):
+        raise ConfigError(
+            f"{redact(url)}: column {on!r} holds {kind}; keys of samples are text, such as '000017'. Write them as text"
+        )
+
+
+def _joined_kind(kinds: Sequence[pa.DataType], url: str, column: str) -> pa.DataType:
+    """Return the type that holds the values of all files.
+
+    Raises:
+        ConfigError: They are of types that cannot be compared.
+    """
+    found = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)] or [pa.int64()]
+    numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in found)
+    kind = found[0] if len(found) == 1 else pa.float64()
+    if (len(found) > 1 and not numbers) or not is_comparable(kind) or pa.types.is_binary(kind):
+        raise ConfigError(
+            f"{redact(url)}: column {column!r} holds {', '.join(map(str, found))}; late columns hold numbers, text or "
+            f"booleans"
+        )
+    return kind
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Remove dictionary encoding; give text 32-bit offsets."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.string() if pa.types.is_large_string(kind) else kind
+
+
+def _fits(texts: pa.Array, kind: pa.DataType) -> bool:
+    try:
+        texts.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _digest(files: Sequence[SourceFile], storage: Storage) -> str:
+    """Return a digest of the files' bytes, so that the same table gives the same column version."""
+    digest: Any = hashlib.sha256()
+    for file in files:
+        for start in range(0, file.size_bytes, _HASH_BYTES):
+            digest.update(storage.read(file.url, start, min(start + _HASH_BYTES, file.size_bytes)))
+    return str(digest.hexdigest())

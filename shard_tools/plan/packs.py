@@ -1,0 +1,79 @@
+"""Sum up what became of the documents of packed sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shard_tools.plan.sources import sets_of
+from shard_tools.running.report import Report
+from streaming.arguments import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackTotals(Report):
+    """The packs of a packed set, or of all sources of a mixture, which are alike.
+
+    Attributes:
+        length: Tokens per pack, or the budget of a padded one.
+        padded: Packs are batches of documents of similar length.
+        unit: What lengths count: ``"tokens"``, or the column of whole samples.
+        packs: Number of packs.
+        fill: Part of all places that holds tokens, 0 to 1.
+        documents: Documents in the datasets.
+        tokens: Their tokens.
+        packed: Tokens that are in a pack.
+        split: Documents longer than a pack that were split.
+        truncated: Those that were truncated.
+        dropped: Those that were left out.
+        empty: Documents without tokens.
+    """
+
+    length: int
+    padded: bool
+    unit: str
+    packs: int
+    fill: float
+    documents: int
+    tokens: int
+    packed: int
+    split: int
+    truncated: int
+    dropped: int
+    empty: int
+
+    @classmethod
+    def of(cls, planned: Any) -> PackTotals:
+        """Sum up all sets of a packed dataset."""
+        sets = [one for _, one in sets_of(planned)]
+        counts = [asdict(one.counts) for one in sets]
+        total = {name: sum(one[name] for one in counts) for name in counts[0]}
+        places = total.pop("places")
+        return cls(
+            length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit,
+            packs=sum(map(len, sets)), fill=total["packed"] / places, **total,
+        )  # fmt: skip
+
+    def warnings(self, sizes: Mapping[int, int], num_ranks: int) -> list[str]:
+        """Return what training would refuse of global batches of these sizes, by row."""
+        most = max(sizes.values())
+        if not self.padded or most <= num_ranks:
+            return []
+        return [
+            (
+                f"a padded pack is already a batch; a rank gets up to {-(-most // num_ranks)} of them: "
+                "training would refuse this without collate_fn=list; use --batch-size 1"
+            )
+        ]
+
+    def in_words(self, sample_bytes: float) -> str:
+        """Describe the packs in a line, with the mean size of what one is made from."""
+        left_out = {"split": self.split, "truncated": self.truncated, "dropped": self.dropped, "empty": self.empty}
+        told = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        kind = "padded packs of at most" if self.padded else "packs of"
+        what = "samples" if self.unit != "tokens" else "documents"
+        return (
+            f"{self.packs:,} {kind} {self.length:,} {self.unit} ({format_bytes(sample_bytes)}), "
+            f"{self.fill:.1%} filled, of {self.documents:,} {what}{told}"
+        )
