@@ -114,6 +114,7 @@ def test_other_rows_and_ranges_compose(case: Case, size: int, other: int, data: 
     part = selection.between(low, high)
     assert listed(case, part) == case.expected[low:high]
     assert listed(case, part.between(*inner)) == case.expected[low:high][slice(*inner)]
+    assert not selection.between(low, low).table.num_chunks
     assert part.between(*inner).identity == selection.between(low + inner[0], low + inner[1]).identity
     if not selection.can_be_cut:
         with pytest.raises(TypeError, match="groups are not cut"):

@@ -121,6 +121,14 @@ def test_a_sample_that_cannot_be_read_is_replaced_by_one_of_the_view(samples: Sa
     assert entry["key"] == bad
 
 
+@pytest.mark.parametrize("tables", [True, False])
+def test_an_empty_view_has_no_spans(samples: SampleSet, no_tables: SampleSet, tables: bool) -> None:
+    view = (samples if tables else no_tables).open()[5:5]
+    firsts, begins = view.span_borders(np.zeros(0, np.int64))
+    assert (firsts.tolist(), begins.tolist()) == ([], [])
+    assert firsts.dtype == begins.dtype == np.int64
+
+
 def test_take_is_the_beginning(samples: SampleSet) -> None:
     dataset = samples.open()
     assert [sample["__key__"] for sample in dataset.take(4)] == list(samples.keys[:4])

@@ -185,7 +185,7 @@ def span_borders(
         samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span.
 
     Returns:
-        int64 [n] each, ascending.
+        int64 [n] each, ascending; without chunks none.
     """
     sample_base, byte_base = np.cumsum(table.num_samples) - table.num_samples, np.cumsum(room_bytes) - room_bytes
 
@@ -203,7 +203,7 @@ def span_borders(
         return sample_base[low + chunks] + cuts - firsts[chunks], byte_base[low + chunks] + inside
 
     with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
-        found = list(threads.map(of_shard, np.unique(table.shard).tolist()))
+        found = [(sample_base[:0], byte_base[:0]), *threads.map(of_shard, np.unique(table.shard).tolist())]
     return np.concatenate([firsts for firsts, _ in found]), np.concatenate([begins for _, begins in found])
 
 

@@ -244,7 +244,8 @@ class Chosen(Selection):
         low, high = self.first + first, self.first + max(first, stop)
         begins = np.maximum(self.begins, self.first)
         ends = begins + self.table.num_samples
-        rows = slice(int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(begins, high)))
+        row = int(np.searchsorted(ends, low, side="right"))
+        rows = slice(row, int(np.searchsorted(begins, high)) if low < high else row)
         counts = np.minimum(ends[rows], high) - np.maximum(begins[rows], low)
         table = self.table.rows(np.arange(len(ends))[rows], counts)
         return replace(self, table=table, rows=self.rows[rows], begins=self.begins[rows], first=low, stop=high)
