@@ -460,8 +460,7 @@ class Case:
         """Play a run without end from its beginning, by the ledger of its last state alone."""
         if self.has_passes or not self.is_drawn_from or not self.received:
             return
-        state = self.state() | {"samples_seen": 0}
-        state.pop("has_begun", None)
+        state = self.state() | {"samples_seen": 0, "has_begun": False}
         with self.loader(1, 0) as loader:
             loader.load_state_dict(state)
             assert [rows_of(batch) for batch in islice(loader, len(self.received))] == self.received

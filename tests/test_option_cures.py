@@ -81,6 +81,7 @@ NO_CURES = {
     "limit": "in the description of a cache",
     "samples": "in a digest",
     "val": "the name of a set, in the example of --split",
+    "view": "one of what may leave a key out, in `plan --when`",
 }
 """Options that messages name and that are no cures, each with what they are."""
 

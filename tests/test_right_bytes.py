@@ -151,6 +151,7 @@ class Kind:
         indexed: Whether there is an index before the damage.
         streams: Whether the shards are streamed: then no substitute is the same on every world size.
         alike: Whether other kinds show the same mechanism, so that this one is left to ``make matrix``.
+        fields: What is read where not all fields are: two of them.
     """
 
     make: Callable[[Open], Any]
@@ -158,6 +159,7 @@ class Kind:
     indexed: bool = True
     streams: bool = False
     alike: bool = False
+    fields: tuple[str, ...] = ("txt", "cls")
 
 
 def pair(one: Any, other: Any, **options: Any) -> Mixture:
@@ -170,6 +172,7 @@ SMALL: Mapping[str, Any] = {"fields": ("txt", "cls")}
 LARGE: Mapping[str, Any] = {"fields": ("txt", "bin")}
 STREAM = {"epoch_size": 36, "global_batch_size": 12}  # more rows a rank than are lost: only these replace each other
 PACKS = {"global_batch_size": 3}
+TOKENS = ("txt", "tok")
 BY_SIZE: Mapping[str, Any] = {"column": "tokens", "padded": True, "field": None}
 
 
@@ -228,12 +231,18 @@ KINDS = {
         ),
         loader=ENDLESS,
     ),
-    "packed": Kind(make=pack, loader=PACKS),
-    "packed, truncated": Kind(make=lambda open_: pack(open_, overlong="truncate"), loader=PACKS, alike=True),
-    "packed, dropped": Kind(make=lambda open_: pack(open_, overlong="drop"), loader=PACKS, alike=True),
-    "packed in windows": Kind(make=lambda open_: pack(open_, stride=20), loader=PACKS),
-    "packed, padded": Kind(make=lambda open_: pack(open_, BUDGET, padded=True), loader={"batch_size": 1}),
-    "packed, mixed": Kind(make=lambda open_: pair(pack(open_), Packed(open_(where="kind = 0"), 40)), loader=PACKS),
+    "packed": Kind(make=pack, loader=PACKS, fields=TOKENS),
+    "packed, truncated": Kind(
+        make=lambda open_: pack(open_, overlong="truncate"), loader=PACKS, fields=TOKENS, alike=True
+    ),
+    "packed, dropped": Kind(make=lambda open_: pack(open_, overlong="drop"), loader=PACKS, fields=TOKENS, alike=True),
+    "packed in windows": Kind(make=lambda open_: pack(open_, stride=20), loader=PACKS, fields=TOKENS),
+    "packed, padded": Kind(
+        make=lambda open_: pack(open_, BUDGET, padded=True), loader={"batch_size": 1}, fields=TOKENS
+    ),
+    "packed, mixed": Kind(
+        make=lambda open_: pair(pack(open_), Packed(open_(where="kind = 0"), 40)), loader=PACKS, fields=TOKENS
+    ),
     "by size": Kind(make=lambda open_: Packed(open_(), BUDGET, **BY_SIZE), loader={"batch_size": 1}),
     "by size, some left out": Kind(make=lambda open_: Packed(open_(), 45, **BY_SIZE), loader={"batch_size": 1}),
     "by size, other budgets": Kind(
@@ -473,7 +482,7 @@ def opened(case: Case, damage: Damage, folders: Callable[..., Path], scratch: Pa
         "max_bad_samples": 1.0,
         "on_error": case.on_error,
         "transform": Drop(damage.dropped) if damage.dropped else None,
-        "fields": ("txt", "cls") if case.fields else None,
+        "fields": kind.fields if case.fields else None,
         "cache_dir": scratch / "cache" if case.cached else None,
     }
 

@@ -667,13 +667,13 @@ def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.M
     sent: list[bytes] = []
     import streaming.engine.workers.pool as workers  # noqa: PLC0415
 
-    original = workers._pickled
+    original = workers.dumps
 
     def spy(recipe: Any) -> bytes:
         sent.append(original(recipe))
         return sent[-1]
 
-    monkeypatch.setattr(workers, "_pickled", spy)
+    monkeypatch.setattr(workers, "dumps", spy)
     write_set(tmp_path)
     options = {"key": "hunter2", "secret": "swordfish", "token": "abcdef0123"}
     dataset = StreamingDataset(str(tmp_path), storage_options=options)

@@ -285,7 +285,11 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
     most = max(num_samples, *options.shape.sizes) if mixture.is_endless else None
     plans = epoch_plans(mixture.chunk_samples, order, options, mixture.orders(order, ledger), most)
     drawn = mixture.forecast(ledger).drawn(options.epoch * plans[0].num_samples, plans[0].num_samples)
-    loads = Loads(plans, Reads.of_sets(mixture, drawn), _rooms(mixture, options))
+    run: Sequence[Plan] = ()
+    if mixture.is_endless and options.epoch_size is None:
+        orders = mixture.orders(order, ledger)
+        run = list(Plan.of_epoch(options.shape, mixture.chunk_samples, order, epoch=0, orders=orders))
+    loads = Loads(plans, Reads.of_sets(mixture, drawn), _rooms(mixture, options), run)
     report = _report(mixture, loads, options)
     mixed = shares_of(mixture, ledger, loads, report.loads, plans[0].dp_world_size / len(report.loads))
     return replace(report, shares=mixed, has_end=not mixture.is_endless or options.epoch_size is not None)

@@ -174,7 +174,7 @@ def running(forked: Forked) -> Iterator[Ranks]:
 
 def code_of(heading: str, level: str = "##") -> str:
     section = PAGE.read_text().split(f"\n{level} {heading}\n")[1].split("\n### ")[0].split("\n## ")[0]
-    (block,) = blocks(section)
+    (block,) = (one for one in blocks(section) if one.language == "python")
     return block.code
 
 
