@@ -176,16 +176,23 @@ def test_a_document_in_several_packs_comes_in_the_step_of_each(docs: str, tmp_pa
     assert all("key" not in row for row in found)
 
 
-def test_steps_before_a_state_of_other_batches_are_refused(docs: str, tmp_path: Path) -> None:
+def test_steps_before_a_state_had_the_batches_that_it_records(docs: str, tmp_path: Path) -> None:
     saved = tmp_path / "state.json"
-    got = state_of(StreamingDataset(docs), saved, batch_size=4, steps=4)  # sample 16
+    got = state_of(StreamingDataset(docs), saved, batch_size=4, steps=4)  # sample 20
     more = (docs, "--state", saved, "--who", "--step")
+    for size in (4, 7):
+        report = json.loads(run(*more, 1, "--batch-size", size, "--json").stdout)
+        assert sorted(row["key"] for row in report["rows"]) == sorted(got[1])
+        behind = json.loads(run(*more, 5, "--batch-size", size, "--json").stdout)
+        assert (behind["at_step"], len(behind["rows"])) == (5, size)
+    unknown = tmp_path / "unknown.json"
+    unknown.write_text(json.dumps({**json.loads(saved.read_text()), "batch_sizes": None}))
+    more = (docs, "--state", unknown, "--who", "--step")
     result = run(*more, 1, "--batch-size", 7)
     assert (result.exit_code, "batches before it had another size" in result.output) == (2, True)
     assert "steps from 3 on" in result.output
     assert run(*more, 3, "--batch-size", 7).exit_code == 0
-    report = json.loads(run(*more, 1, "--batch-size", 4, "--json").stdout)
-    assert sorted(row["key"] for row in report["rows"]) == sorted(got[1])
+    more = (docs, "--state", saved, "--who", "--step")
     refused = run(*more, 1, "--batch-size", 4, "--lanes", 4)
     assert (refused.exit_code, "--lanes has no effect with --state" in refused.output) == (2, True)
     beyond = run(docs, "--state", saved, "--who", "--step", 10**9, "--batch-size", 4, "--json")

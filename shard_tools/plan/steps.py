@@ -116,8 +116,8 @@ class _Rows:
 class PlannedRun:
     """The steps of a run over a dataset, of a mixture with the state's ledger. Reads sample tables for keys.
 
-    Batches before the state are taken to have had the sizes that are given; those of the state's epoch before its
-    place are only known if they fit.
+    Batches before the state have the sizes that it records, those behind it the sizes that are given. Without a record,
+    earlier ones are taken to have had the given sizes, too; those of the state's epoch are then only known if they fit.
 
     Attributes:
         planned: What the run reads.
@@ -159,9 +159,12 @@ class PlannedRun:
     @cached_property
     def _shape(self) -> Shape:
         """The shape of the global batches: with a single rank, they are that rank's."""
+        sizes, was = self.ramp or Ramp(((0, self.global_batch_size),)), self.state.batch_sizes
+        if was is not None:
+            sizes = was.followed_by(sizes, self.state.epoch * self.num_samples + self.state.samples_seen)
         return Shape(
-            global_batch_size=self.global_batch_size, num_ranks=1, last_batch=self.last_batch,
-            epoch_size=self.state.epoch_size, ramp=self.ramp,
+            global_batch_size=sizes.steps[0][1], num_ranks=1, last_batch=self.last_batch,
+            epoch_size=self.state.epoch_size, ramp=sizes if len(sizes.steps) > 1 else None,
         )  # fmt: skip
 
     @cached_property
@@ -202,7 +205,8 @@ class PlannedRun:
         first = epoch = 0
         while True:
             count = self.batches_of(epoch)
-            settled = self.ramp is None or epoch * self.num_samples >= self.ramp.steps[-1][0]
+            ramp = self._shape.ramp
+            settled = ramp is None or epoch * self.num_samples >= ramp.steps[-1][0]
             yield epoch, first, count, settled and (self._before[1] or epoch > self.state.epoch)
             first, epoch = first + count, epoch + 1
 

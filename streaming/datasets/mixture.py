@@ -784,8 +784,10 @@ def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
             if getattr(shape, option) != getattr(other, option):
                 raise ConfigError(
                     f"sources: Packed {first!r} has {option}={getattr(shape, option)!r}, but {name!r} has "
-                    f"{option}={getattr(other, option)!r}; packs of one batch must be alike: give both the same"
-                )
+                    f"{option}={getattr(other, option)!r}; packs of one batch must be alike: "
+                    + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
+                       "the width" if option == "dtype" else "give both the same")
+                )  # fmt: skip
 
 
 def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> None:

@@ -371,7 +371,16 @@ class Packed(PackedSource):
         name = digest_of([list(self.urls), field])
         found = float(shared(peers, f"tokens/{name}", look))
         if dtype is not None:
-            if found not in (0, width := np.dtype(_DTYPES[dtype]).itemsize):
+            width = np.dtype(_DTYPES[dtype]).itemsize
+            stored = [name for name, one in _DTYPES.items() if found == np.dtype(one).itemsize]
+            if stored and stored != [dtype]:
+                raise ConfigError(
+                    f"dtype: field {field!r} has {found:g} bytes for each token of column {self.column!r}: it holds "
+                    f"{stored[0]}, got dtype={dtype!r}, which would read other ids. Leave dtype out. To mix it with a "
+                    f"set of {dtype}, convert its source again with the --tokenizer of that set; the vocabulary sets "
+                    f"the width"
+                )
+            if found not in (0, width):
                 _log.warning(
                     "Packed: field %r has %g bytes for each token of column %r, but dtype=%r has %d: of each document "
                     "only as many tokens are read as the column says", field, found, self.column, dtype, width,
