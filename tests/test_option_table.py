@@ -222,7 +222,7 @@ CASES: dict[str, dict[str, Case]] = {
         "length": Case(By(lambda kind, _: 30 if kind in OF_TEXT else 250)),
         "column": Case("n", base=TYPED),
         "field": Case(By(lambda kind, _: "mask" if kind in OF_TEXT else "tok"), base=TYPED),
-        "dtype": Case("uint32"),
+        "dtype": Case("uint32", acts_by=(ConfigError,), acts_if="it holds uint16"),
         "overlong": Case(By(lambda kind, _: "drop" if kind in OF_TEXT else "split"),
                          base=By(lambda kind, _: {"Packed": {"length": 8 if kind in OF_TEXT else 43}})),
         "mask_field": Case("mask"),
