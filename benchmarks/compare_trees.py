@@ -68,7 +68,7 @@ import sys, time
 import numpy as np
 from bench_where import CHUNK_ROWS, CONDITIONS, SHARD_ROWS
 from shard_tools.plan.keys import keys_at
-from streaming.storage import Storage
+from streaming import StreamingDataset
 
 folder, name = f"{sys.argv[1]}/index", sys.argv[2]
 begun_s = time.perf_counter()
