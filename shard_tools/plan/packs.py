@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
 from streaming.arguments import format_bytes
+from streaming.datasets.packed import PackCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,40 +23,33 @@ class PackTotals(Report):
         padded: Packs are batches of documents of similar length.
         unit: What lengths count: ``"tokens"``, or the column of whole samples.
         packs: Number of packs.
-        fill: Part of all places that holds tokens, 0 to 1.
-        documents: Documents in the datasets.
-        tokens: Their tokens.
-        packed: Tokens that are in a pack.
-        split: Documents longer than a pack that were split.
-        truncated: Those that were truncated.
-        dropped: Those that were left out.
-        empty: Documents without tokens.
+        counts: What became of the documents.
     """
 
     length: int
     padded: bool
     unit: str
     packs: int
-    fill: float
-    documents: int
-    tokens: int
-    packed: int
-    split: int
-    truncated: int
-    dropped: int
-    empty: int
+    counts: PackCounts
 
     @classmethod
     def of(cls, planned: Any) -> PackTotals:
         """Sum up all sets of a packed dataset."""
         sets = [one for _, one in sets_of(planned)]
-        counts = [asdict(one.counts) for one in sets]
-        total = {name: sum(one[name] for one in counts) for name in counts[0]}
-        places = total.pop("places")
         return cls(
-            length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit,
-            packs=sum(map(len, sets)), fill=total["packed"] / places, **total,
+            length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit, packs=sum(map(len, sets)),
+            counts=reduce(add, (one.counts for one in sets)),
         )  # fmt: skip
+
+    @property
+    def fill(self) -> float:
+        """Part of all places that holds tokens, 0 to 1."""
+        return self.counts.packed / self.counts.places
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form, with the counts beside the rest."""
+        found = {**asdict(self), "fill": round(self.fill, 3)}
+        return {**found, **found.pop("counts")}
 
     def warnings(self, sizes: Mapping[int, int], num_ranks: int) -> list[str]:
         """Return what training would refuse of global batches of these sizes, by row."""
@@ -69,11 +65,11 @@ class PackTotals(Report):
 
     def in_words(self, sample_bytes: float) -> str:
         """Describe the packs in a line, with the mean size of what one is made from."""
-        left_out = {"split": self.split, "truncated": self.truncated, "dropped": self.dropped, "empty": self.empty}
+        left_out = {name: getattr(self.counts, name) for name in ("split", "truncated", "dropped", "empty")}
         told = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         kind = "padded packs of at most" if self.padded else "packs of"
         what = "samples" if self.unit != "tokens" else "documents"
         return (
             f"{self.packs:,} {kind} {self.length:,} {self.unit} ({format_bytes(sample_bytes)}), "
-            f"{self.fill:.1%} filled, of {self.documents:,} {what}{told}"
+            f"{self.fill:.1%} filled, of {self.counts.documents:,} {what}{told}"
         )

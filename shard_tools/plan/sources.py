@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streaming.catalog.packed import PackedSource
 from streaming.catalog.random_access import span_borders
-from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OneOrder
+from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OfTable
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.select import parse_subset
 from streaming.index.chunk_table import ChunkTable
@@ -27,7 +27,7 @@ Planned: TypeAlias = "Leaf | Mixture"
 MIXTURE_SUFFIX = ".json"
 
 
-class TableSet(OneOrder):
+class TableSet(OfTable):
     """A dataset of which only the chunk table is known, and whose spans are its chunks.
 
     Args:
@@ -35,29 +35,22 @@ class TableSet(OneOrder):
         sliced: There are sample tables: in storage order, ranks read slices of chunks if that saves bytes.
     """
 
-    is_packed = can_be_mapped = False
+    can_be_mapped = False
 
     def __init__(self, table: ChunkTable, *, sliced: bool) -> None:
-        self.table, self._sliced = table, sliced
+        self._table, self._sliced = table, sliced
         self.urls = [shard.name for shard in table.shards]
         self._order_by(shuffle=True, seed=0)
 
     @property
-    def chunk_samples(self) -> Int64Array:
-        """int64 [C], samples of each chunk."""
-        return self.table.num_samples
-
-    used_samples = stored_samples = chunk_samples
+    def table(self) -> ChunkTable:
+        """See ``OfTable``."""
+        return self._table
 
     @property
-    def chunk_bytes(self) -> Int64Array:
-        """int64 [C], bytes of each chunk."""
-        return self.table.chunk_bytes
-
-    @property
-    def byte_starts(self) -> Int64Array:
-        """int64 [C], where each chunk begins in its shard."""
-        return self.table.byte_start
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``: all are delivered."""
+        return self.chunk_samples
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: all bytes."""

@@ -152,7 +152,38 @@ class OneOrder(ABC):
         return ""
 
 
-class ChunkSource(OneOrder):
+class OfTable(OneOrder):
+    """A set whose chunks are the rows of a chunk table."""
+
+    is_packed = False
+
+    @property
+    @abstractmethod
+    def table(self) -> ChunkTable:
+        """The chunk table: the rows that this set reads."""
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64 [C], samples of each chunk."""
+        return self.table.num_samples
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk that are delivered."""
+        return self.chunk_samples
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64 [C], bytes of each chunk."""
+        return self.table.chunk_bytes
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """int64 [C], where each chunk begins in its shard."""
+        return self.table.byte_start
+
+
+class ChunkSource(OfTable):
     """Read shards with a chunk table, or a range of their samples: the engine's view of a ``StreamingDataset``.
 
     A ``streaming.engine.source.Source``. Thread-safe.
@@ -164,7 +195,6 @@ class ChunkSource(OneOrder):
         fields: Fields to read; None: all.
     """
 
-    is_packed = False
     storage: Storage
     shards: OpenShards
     cache: NodeCache | None
@@ -187,7 +217,7 @@ class ChunkSource(OneOrder):
 
     @property
     def table(self) -> ChunkTable:
-        """The chunk table: the rows that this set reads. See ``selection``."""
+        """See ``OfTable`` and ``selection``."""
         return self.selection.table
 
     def selecting(self, selection: Selection) -> Self:
@@ -226,19 +256,9 @@ class ChunkSource(OneOrder):
         return self.selection.rows_when(fingerprint, num_shards)
 
     @property
-    def chunk_samples(self) -> Int64Array:
-        """int64[C], samples of each chunk."""
-        return self.table.num_samples
-
-    @property
     def stored_samples(self) -> Int64Array:
         """See ``Selection``."""
         return self.selection.stored_samples
-
-    @property
-    def used_samples(self) -> Int64Array:
-        """int64 [C], samples in the bytes of each chunk that are delivered."""
-        return self.chunk_samples
 
     @property
     def stored_set(self) -> ChunkSource:
@@ -265,16 +285,6 @@ class ChunkSource(OneOrder):
             rows = shards == shard
             found[rows] = starts[low] + sums(self.selection.mask(shard))[numbers[rows]]
         return found
-
-    @property
-    def chunk_bytes(self) -> Int64Array:
-        """int64[C], bytes of each chunk."""
-        return self.table.chunk_bytes
-
-    @property
-    def byte_starts(self) -> Int64Array:
-        """int64[C], where each chunk begins in its shard."""
-        return self.table.byte_start
 
     @property
     def is_local(self) -> bool:

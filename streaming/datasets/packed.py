@@ -98,6 +98,9 @@ class PackCounts:
     empty: int
     places: int
 
+    def __add__(self, other: PackCounts) -> PackCounts:
+        return PackCounts(**{name: getattr(self, name) + getattr(other, name) for name in _COUNTS})
+
 
 @checks_names(_ELSEWHERE)
 class Packed(PackedSource):
