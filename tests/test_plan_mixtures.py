@@ -169,7 +169,13 @@ def test_a_mixture_is_planned_as_training_draws_it(described: Any) -> None:
     assert most * 0.85 <= sum(one["live_bytes"] for one in shares.values()) <= 3 * most  # each at its own worst moment
     shown = run(path, "--dp", RANKS, "--global-batch-size", G)
     assert "of a mixture without end" in shown.output
-    assert re.search(r'quotas="exact" would hold .*\. With fetch_bytes="\d+MiB" it would fit into', shown.output)
+    assert 'quotas="exact" would hold' in shown.output
+    assert "which fits into the memory_limit" in shown.output
+    tight = run(path, "--dp", RANKS, "--global-batch-size", G, "--memory-limit", "256KiB").output
+    assert re.search(r'quotas="exact" would hold .*lane\. (With fetch_bytes="\d+KiB" it|Even the smallest)', tight)
+    asked = ("--dp", RANKS, "--global-batch-size", G)
+    of_exact = told(described(weights=weights, quotas="exact"), *asked)
+    assert told(path, *asked)["shares"]["exact_live_bytes"] == of_exact["data_ranks"][0]["live_bytes"]
     assert {"web", "code", "math"} <= set(shown.output.split())
 
 

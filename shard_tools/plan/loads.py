@@ -81,7 +81,7 @@ class Loads:
         self.chunk_bytes = rooms.chunk_bytes
         self._in_slices = [plan for plan in self.plans if rooms.reads_slices(plan)]
         self._in_chunks = [plan for plan in self.plans if plan not in self._in_slices]
-        self._held = list(run) or self._in_chunks
+        self.held = list(run) or self._in_chunks
         self._slices_bytes = max(map(rooms.slices_bytes, self._in_slices), default=0)
 
     @property
@@ -149,8 +149,8 @@ class Loads:
         """
         for plan in self._in_slices:
             self.rooms.check(plan, load.dp_rank, self.rooms.slices_bytes(plan))
-        for plan in self._held:
-            live_bytes = load.live_bytes if len(self._held) == 1 else self.rooms.live(plan, load.dp_rank).num_bytes
+        for plan in self.held:
+            live_bytes = load.live_bytes if len(self.held) == 1 else self.rooms.live(plan, load.dp_rank).num_bytes
             self.rooms.check(plan, load.dp_rank, live_bytes)
 
     def neediest(self, dp_rank: int) -> Plan:
@@ -162,7 +162,7 @@ class Loads:
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         room_bytes = self.rooms.room_bytes
         # As training counts it, by the intervals it keeps.
-        live_bytes = max(self.rooms.live(plan, dp_rank).num_bytes for plan in self._held)
+        live_bytes = max(self.rooms.live(plan, dp_rank).num_bytes for plan in self.held)
         limit_bytes = self.rooms.limit(live_bytes)
         live = [plan.chunk_intervals(dp_rank) for plan in self._in_chunks]
         chunk_ids = np.concatenate([one.chunk_ids for one in live])

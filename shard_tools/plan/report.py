@@ -34,6 +34,8 @@ _MAX_SWEPT_ROWS = 1 << 27
 """Limit on (rank, chunk) pairs: about ten seconds. If every rank reads every chunk, a few ranks are representative."""
 _LEAST_SWEPT = 8
 _MUCH_AMPLIFICATION = 1.2
+_MANY_CHUNKS = 16
+"""With more chunks in a lane, those at its borders are not why bytes are read twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,10 +405,17 @@ def _lane_advice(report: PlanReport) -> str:
     ranks, lanes, size = report.data_world_size, report.lanes, report.global_batch_size
     said = f"{report.amplification:.1f} times the bytes are read"
     if lanes % ranks == 0 and size % lanes == 0:
-        per_lane = report.num_samples / lanes
+        per_lane, per_chunk = report.num_samples / lanes, report.num_samples / report.num_chunks
+        if per_lane > _MANY_CHUNKS * per_chunk:
+            return (
+                f"{said}: groups or filters take few samples of a chunk, and what lies between these is read, too. "
+                "Shards sorted by the column that they go by are read about once: shard_tools reshard SOURCE TARGET "
+                "--sort COLUMN"
+            )
+        multiple = f" (a multiple of {ranks})" if ranks > 1 else ""
         return (
-            f"{said}: a lane holds {per_lane:.0f} samples and a chunk {report.num_samples / report.num_chunks:.0f}, so "
-            f"lanes share chunks. Use fewer lanes (a multiple of {ranks}), or smaller chunks"
+            f"{said}: a lane holds {per_lane:.0f} samples and a chunk {per_chunk:.0f}, so lanes share chunks. Use "
+            f"fewer lanes{multiple}, or smaller chunks"
         )
     why = f"{said}: {ranks} data ranks do not divide {lanes} lanes, and lanes at their borders are read by two or more"
     if size % lanes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.mixing.forecast import Forecast, drawn_before
 from streaming.plan import memory as budget
 from streaming.plan.ledger import Ledger
+from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
 if TYPE_CHECKING:
@@ -73,8 +75,9 @@ class MixtureShares(Report):
         counts: Samples of each source up to each of these rows, in the order of ``sources``.
         targets: The numbers that should have been drawn.
         by_chunks: Shares hold to within about a chunk: quotas are not exact, and the mixture has no end.
-        exact_live_bytes: What ``quotas="exact"`` holds on a rank if it reads whole chunks: some of each source in each
-            lane.
+        exact_live_bytes: What ``quotas="exact"`` needs at once on the first rank without ``fetch_bytes``.
+        exact_fits: Whether there is room for that.
+        can_be_cut: Whether ``fetch_bytes`` can cut the chunks of all sources.
         exact_fetch_bytes: A ``fetch_bytes`` with which it fits into ``memory_limit``; None: none does.
         exact_num_requests: Requests of all ranks with these ``fetch_bytes``, or with the smallest units if none fits.
     """
@@ -85,6 +88,8 @@ class MixtureShares(Report):
     targets: tuple[tuple[float, ...], ...]
     by_chunks: bool
     exact_live_bytes: int
+    exact_fits: bool
+    can_be_cut: bool
     exact_fetch_bytes: int | None
     exact_num_requests: int
 
@@ -112,6 +117,7 @@ def shares_of(
     by_source = _Fetched.of(mixture, loads, found)
     begins = forecast.pass_rows(begin, _PASSES_TOLD)
     exact = _exact(mixture, loads, drawn)
+    live_bytes = _exact_live_bytes(mixture, loads)
     sources = tuple(
         SourceShare(
             name=name,
@@ -135,7 +141,8 @@ def shares_of(
         sources=sources, rows=tuple(rows), counts=tuple(map(tuple, counts[1:].tolist())),
         targets=tuple(map(tuple, targets[1:].tolist())),
         by_chunks=mixture.is_endless and mixture.quotas == "chunks" and mixture.batches == "mixed",
-        exact_live_bytes=exact.live_bytes, exact_fetch_bytes=exact.fetch_bytes, exact_num_requests=exact.num_requests,
+        exact_live_bytes=live_bytes, exact_fits=live_bytes <= budget.chunks_limit_bytes(loads.rooms.memory_limit_bytes),
+        can_be_cut=exact.can_be_cut, exact_fetch_bytes=exact.fetch_bytes, exact_num_requests=exact.num_requests,
     )  # fmt: skip
 
 
@@ -186,25 +193,29 @@ class _Fetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exact:
-    live_bytes: int
+    can_be_cut: bool
     fetch_bytes: int | None
     unit_bytes: list[int]
     num_requests: int
 
 
-def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
-    """Compute the cost of lanes that draw single samples of every source: in whole chunks, and in units that fit.
+def _exact_live_bytes(mixture: Mixture, loads: Loads) -> int:
+    """Return what the first rank would need at once with exact quotas, by the arithmetic that training obeys."""
+    plan = (*loads.held, loads.plan)[0]
+    made = copy.copy(mixture)
+    if made.is_endless and made.batches == "mixed":
+        made.quotas = "exact"
+    orders = made.orders(plan.settings, made.begun(plan.global_batch_size, plan.settings))
+    exact = Plan.of(plan.shape, plan.chunk_samples, plan.settings, epoch=plan.epoch, start=plan.start, orders=orders)
+    return loads.rooms.live(exact, 0).num_bytes
 
-    Each lane then holds as many chunks of each source as a lane of a single dataset: those under its window, and the
-    two at its ends.
-    """
+
+def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
+    """Compute the cost of lanes that draw single samples of every source, in units that fit."""
     settings = loads.plan.settings
     lanes = -(-settings.lanes // loads.plan.dp_world_size)
-    per_chunk = max(loads.plan.chunk_samples.mean(), 1)
-    held = lanes * (1 + 2 * settings.window / per_chunk)
     sets = [one for _, one in sets_of(mixture)]
     chunk = np.array([one.chunk_bytes.mean() for one in sets])
-    size = np.array([one.chunk_bytes.sum() for one in sets], np.float64)
     wanted = drawn * np.array([Reads.of_set(one).sample_bytes for one in sets])
     room_bytes = int(budget.chunks_limit_bytes(loads.rooms.memory_limit_bytes) * budget.EPOCHS_VARY)
     can_cut = all(one.can_be_cut for one in mixture.leaves.values())
@@ -213,7 +224,7 @@ def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
     sizes = divided(total or 0, shares)
     units = np.minimum(np.array([sizes[name] for name in mixture.names]), np.maximum(chunk, SPAN_BYTES))
     return _Exact(
-        live_bytes=int(np.minimum(held * chunk, size).sum()),
+        can_be_cut=can_cut,
         fetch_bytes=total,
         unit_bytes=np.round(units).astype(np.int64).tolist(),
         num_requests=round((wanted / units).sum()),

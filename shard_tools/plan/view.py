@@ -133,12 +133,18 @@ def _show_sources(shares: MixtureShares) -> None:
         return
     units = sorted(one.exact_unit_bytes for one in shares.sources)
     total = shares.exact_fetch_bytes
+    told = f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} a rank'
+    if shares.exact_fits:
+        click.echo(f"{told}, which fits into the memory_limit.")
+        return
+    if not shares.can_be_cut:
+        click.echo(f"{told}, which does not fit into the memory_limit, and fetch_bytes cannot cut these sources.")
+        return
     named = "Even the smallest fetch_bytes" if total is None else f'With fetch_bytes="{shown_total(total)}" it'
     fits = "would not fit" if total is None else "would fit"
     click.echo(
-        f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} a rank: chunks of each source in each '
-        f"lane. {named} {fits} into the memory_limit: {shares.exact_num_requests:,} requests, for units of "
-        f"{format_bytes(units[0])} to {format_bytes(units[-1])}."
+        f"{told}: chunks of each source in each lane. {named} {fits} into the memory_limit: "
+        f"{shares.exact_num_requests:,} requests, for units of {format_bytes(units[0])} to {format_bytes(units[-1])}."
     )
 
 
