@@ -366,3 +366,11 @@ def test_the_tool_says_what_loaders_deliver(
             ) from error
     print(f"plans against loaders: {dict(results)}")
     assert 2 * results["refused"] <= results.total() + 3, "else most of what is drawn is refused"
+
+
+def test_memory_of_a_run_without_an_end_is_that_of_all_of_it(pools: Pools, tmp_path: Path) -> None:
+    """A curriculum opens buckets behind the first pass, which is what else is shown."""
+    folder, _ = pools.of(1, 0)
+    case = drawn(7, 31, folder)
+    assert (case["spec"]["kind"], case["options"]["memory_limit"]) == ("curriculum", "2MiB")
+    assert judge(case, folder, tmp_path, 31) == "refused"
