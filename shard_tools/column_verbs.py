@@ -49,7 +49,7 @@ def column_group() -> None:
     type=click.Choice(get_args(Missing)),
     default="null",
     show_default=True,
-    help="Samples without a row get no value, or are an error.",
+    help="Samples without a row or value get none, or are an error.",
 )
 @click.option("--memory", "memory_bytes", type=SIZE, default="1GiB", show_default=True, help="Memory for keys.")
 @click.option(

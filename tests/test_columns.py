@@ -82,8 +82,8 @@ def test_a_file_is_joined_by_key(
     table = {key: rows.get(key, -1) for key in keys}
     file = scores(tmp_path / "scores.parquet", table, other=list(range(len(keys))))
     report = added(data, "score", "--from", file, "--on", "key", "--memory", memory)
-    assert (report["num_samples"], report["num_missing"], report["num_rows"]) == (NUM, 30, len(keys))
-    assert report["first_missing"] == ["00000", "00003", "00006", "00009", "00012"]
+    assert (report["num_samples"], report["num_missing"], report["num_rows"]) == (NUM, 31, len(keys))
+    assert report["first_missing"] == ["00000", "00003", "00004", "00006", "00009"]
     assert report["num_unmatched"] == 3
     assert sorted(report["first_unmatched"]) == ["NULL", "no-one", "nobody"]
     assert kept(data, "score >= 100") == [number for number in range(50, NUM) if number % 3]
@@ -145,7 +145,7 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
         ((data, "late", "--from", file, "--on", "key", "--value", "when"), "holds timestamp", 2),
         ((data, "late", "--from", file, "--on", "number", "--value", "score"), "keys of samples are text", 2),
         ((data, "../up", "--from", file, "--on", "key"), "expected letters, digits", 2),
-        ((data, "score", "--from", file, "--on", "key", "--missing", "error"), "without a row in", 1),
+        ((data, "score", "--from", file, "--on", "key", "--missing", "error"), "without a value in", 1),
         ((data, "score", "--from", f"{data}000000.tar", "--on", "key"), "not a Parquet file", 1),
         ((data, "score", "--from", f"{file}x", "--on", "key"), "x", 1),
     ):
@@ -189,8 +189,12 @@ def test_tables_of_every_kind_are_joined_in_one_file_or_several(
 def test_text_tables_tell_their_types(tmp_path: Path) -> None:
     data = write(str(tmp_path / "data"), num=3)
     (tmp_path / "t.csv").write_text("key,whole,flag,word,half\n00000,7,true,x,\n00001,,false,1,1.5\n00002,9,true,,2\n")
-    for column, kind in {"whole": "int64", "flag": "bool", "word": "string", "half": "double"}.items():
-        assert added(data, column, "--from", f"{tmp_path}/t.csv", "--on", "key")["type"] == kind
+    kinds = {"whole": ("int64", 1), "flag": ("bool", 0), "word": ("string", 1), "half": ("double", 1)}
+    for column, kind in kinds.items():
+        report = added(data, column, "--from", f"{tmp_path}/t.csv", "--on", "key")
+        assert (report["type"], report["num_missing"]) == kind
+    asked = ("column", "add", data, "other", "--from", f"{tmp_path}/t.csv", "--on", "key", "--value", "whole")
+    assert "without a value" in run(*asked, "--missing", "error").stderr  # the row is there, its value is empty
     assert kept(data, "whole IS NULL AND NOT flag AND word = '1' AND half = 1.5") == [1]
     (tmp_path / "t.jsonl").write_text('{"key": "00000", "v": 1}\n{"key": "00001", "v": "x"}\n')
     assert (
@@ -371,7 +375,7 @@ def test_a_column_of_several_directories_is_all_of_them(tmp_path: Path, monkeypa
     assert len(StreamingDataset(urls, where="number % 4 > 0")) == 45
     columns = json.loads(run("column", "list", *urls, "--json").stdout)["columns"]
     assert [(one["name"], one["num_samples"], one["num_missing"]) for one in columns] == [
-        ("number", 30, 8), ("score", 30, 8), ("number", 30, 7), ("score", 30, 0),
+        ("number", 30, 8), ("score", 30, 8), ("number", 30, 7), ("score", 30, 7),
     ]  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class JoinOptions:
     Attributes:
         on: Column of the file that holds the samples' keys.
         value: Column that holds the values; None: the one named like the late column, or the only other one.
-        missing: Samples without a row get no value (``"null"``), or are an error.
+        missing: Samples without a row, or with an empty value in it, get none (``"null"``), or are an error.
         memory_bytes: Memory for keys and values.
     """
 
@@ -59,8 +59,8 @@ def join_column(
 
     Raises:
         ConfigError: The table lacks a column, or it has no values that conditions support.
-        DataError: A key occurs twice in the table, no row is of a sample, or a sample has no row and that is an error;
-            then nothing is written if all keys fit into ``memory_bytes``.
+        DataError: A key occurs twice in the table, no row is of a sample, or a sample has no value and that is an
+            error; then nothing is written if all keys fit into ``memory_bytes``.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     rows, digest = open_rows(source, storage, name=target.name, on=options.on, value=options.value)
@@ -72,7 +72,7 @@ def join_column(
         values = _joined(target, group, rows, found, is_last=number == len(groups) - 1)
         if options.missing == "error" and found.missing:
             raise DataError(
-                f"without a row in {redact(source)}: {counted(sum(found.missing.values()), 'sample')}, first "
+                f"without a value in {redact(source)}: {counted(sum(found.missing.values()), 'sample')}, first "
                 f"{', '.join(map(repr, found.first_missing))}. Add them, or give --missing null"
             )
         if number == len(groups) - 1 and not found.num_matched:
@@ -97,7 +97,7 @@ class _Found:
 
     Attributes:
         matched: For each batch, packed bits: rows that matched a sample of any group so far.
-        missing: Samples without a row, by shard.
+        missing: Samples without a value, by shard.
     """
 
     matched: list[Any] = field(default_factory=list)
@@ -144,9 +144,10 @@ def _joined(target: ColumnTarget, group: Sequence[int], rows: TableRows, found: 
         chunks.append(values.filter(pa.array(wanted)))
         num_values += len(chunks[-1])
         _note_matched(found, number, wanted, row_keys, is_last=is_last)
-    _note_missing(target, group, row_of < 0, keys, found)
-    taken = pa.chunked_array(chunks, rows.kind).combine_chunks() if chunks else pa.array([], rows.kind)
-    return taken.take(pa.array(row_of, mask=row_of < 0))
+    there = pa.chunked_array(chunks, rows.kind).combine_chunks() if chunks else pa.array([], rows.kind)
+    taken = there.take(pa.array(row_of, mask=row_of < 0))
+    _note_missing(target, group, taken.is_null().to_numpy(zero_copy_only=False), keys, found)
+    return taken
 
 
 def _keys_of(target: ColumnTarget, group: Sequence[int]) -> pa.Array:
