@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
 from streaming.arguments import format_bytes
-from streaming.datasets.packed import PackCounts
+
+if TYPE_CHECKING:
+    from streaming.datasets.packed import PackCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
