@@ -33,7 +33,7 @@ class TableRows(Protocol):
     Attributes:
         value: Column that holds the values.
         kind: Their type.
-        num_rows: TableRows of all files.
+        num_rows: Rows of all files.
     """
 
     value: str
@@ -73,7 +73,7 @@ def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str |
 
 
 class _ParquetRows:
-    """TableRows of Parquet files."""
+    """Rows of Parquet files."""
 
     def __init__(self, files: Sequence[SourceFile], storage: Storage, name: str, on: str, value: str | None) -> None:
         self._files, self._storage, self._on = files, storage, on
@@ -99,7 +99,7 @@ class _ParquetRows:
 
 
 class _TextRows:
-    """TableRows of JSONL or CSV files, whose types are known only when all of them were looked at."""
+    """Rows of JSONL or CSV files, whose types are known only when all of them were looked at."""
 
     def __init__(self, kind: str, source: str, storage: Storage, name: str, on: str, value: str | None) -> None:
         self._reader = open_source(source, storage, kind=kind, options=SourceOptions(named_only=True))

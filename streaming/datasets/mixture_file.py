@@ -155,7 +155,9 @@ def _value(option: str, given: Any) -> Any:
         try:
             return Schedule.from_dict(given)
         except StateError as error:
-            raise ConfigError(f"{option}: expected a schedule as Schedule.to_dict() returns it: {error}") from error
+            cause = error.__cause__
+            said = f"{cause} is missing" if isinstance(cause, KeyError) else str(cause)
+            raise ConfigError(f"{option}: expected a schedule as Schedule.to_dict() returns it: {said}") from error
     return {name: _value(option, value) for name, value in given.items()} if option == "metric" else given
 
 

@@ -167,6 +167,7 @@ class Schedule:
             StateError: The dict is malformed.
         """
         try:
+            check_choice("Schedule", data["shape"], get_args(Shape))
             if data["shape"] == "steps":
                 return cls.steps(dict(data["steps"]))
             more = {"degree": data["degree"]} if data["shape"] == "root" else {}
