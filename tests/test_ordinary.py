@@ -7,7 +7,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from forked import Forked, all_end
 from leftovers import leftovers
 from shared_fixtures import server_imports
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, IteratorEndedError, StateError, TooManyBadSamplesError
@@ -234,6 +235,43 @@ def test_map_style_left_early_and_used_again() -> None:
     assert loop.report()["batches"] == 2 + 5 + 1 + 5
     loop.close()
     del running
+    assert leftovers() - before == {}
+
+
+class Rotten(Dataset[Any]):
+    """Every second sample cannot be had; a file is made for each that was tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> str:
+        if index % 2:
+            (self.folder / str(index)).touch()
+            raise ValueError(f"sample {index} is rotten")
+        return str(index)  # no tensor, which would be in shared memory as long as the error is held
+
+
+def test_bad_samples_that_come_while_workers_start_leave_no_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's loader asks for indices as it starts them: an error there would leave them to the collector."""
+    ask = _MultiProcessingDataLoaderIter._try_put_index
+    asked = count()
+
+    def slow(loader: Any) -> None:
+        ask(loader)
+        while next(asked) == 1 and len(list(tmp_path.iterdir())) < 3:  # more than are allowed are known
+            pass
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_put_index", slow)
+    before = leftovers()
+    loop = MapLoop(Rotten(tmp_path), config(num_workers=2, max_bad_samples=1))
+    with pytest.raises(TooManyBadSamplesError) as caught:
+        list(loop.run())
+    assert caught.value.__traceback__ is not None  # which may hold what raised it
     assert leftovers() - before == {}
 
 

@@ -154,6 +154,7 @@ class RetrySampler(Sampler[Any]):
         mesh = self._mesh
         self._log = LossLog(0 if mesh is None else mesh.rank, fate=_FATES[on_error], cure="", listed="`bad`")
         self._tally: Tally | None = None
+        self._is_followed = False  # ``follow`` checks each batch
         self.metrics.add("bad_samples", 0)
         self._reports = Reports()
         self.dataset: Dataset[Any] = RetryingDataset(
@@ -191,12 +192,14 @@ class RetrySampler(Sampler[Any]):
     def _follow(self, loader: Iterable[_BATCH]) -> Generator[_BATCH, None, None]:
         follow = getattr(self.sampler, "follow", iter)
         num_ranks = 1 if self._mesh is None else self._mesh.data_world_size
+        self._is_followed = True
         try:
             for batch in follow(loader):
                 self.check()
                 yield batch
             self.check()
         finally:
+            self._is_followed = False
             self._log.finish(len(self._dataset) // num_ranks)
 
     def check(self) -> None:
@@ -266,18 +269,26 @@ class RetrySampler(Sampler[Any]):
             self.metrics.add("bad_samples")
             self._log.lost(f"sample {bad['number']}", bad["stage"], bad["reason"], bad.pop("trace", ""))
 
+    def _check_unfollowed(self) -> None:
+        """Check between two batches of indices, unless ``follow`` does so between two batches.
+
+        torch's loader asks for the first indices while it starts its workers; an error there would leave these behind.
+        """
+        if not self._is_followed:
+            self.check()
+
     def _indices(self) -> Generator[Any, None, None]:
         count = self._num_substitutes
         if hasattr(self.sampler, "iterate_with_substitutes"):
             for number, rows in enumerate(self.sampler.iterate_with_substitutes(count)):
-                self.check()
+                self._check_unfollowed()
                 made = [Candidates(index, others) for index, others in rows]
                 if not made and hasattr(self.sampler, "stand_in"):
                     made = [StandIn(*self.sampler.stand_in(number, count))]
                 yield made[0] if getattr(self.sampler, "is_single", False) else made
             return
         for given, near in _with_neighbors(self.sampler):
-            self.check()
+            self._check_unfollowed()
             if isinstance(given, Sequence):
                 yield [Candidates(index, _others(given, place, near, count)) for place, index in enumerate(given)]
             else:
