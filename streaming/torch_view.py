@@ -17,8 +17,8 @@ from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError, StateError
 from streaming.mesh_fetcher import DeviceMeshFetcher
+from streaming.ordinary.retry import SharedLog
 from streaming.plan.settings import Shape
-from streaming.samplers.retry import SharedLog
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64

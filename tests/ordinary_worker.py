@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
 from streaming.engine.workers.fork_server import SHARED
-from streaming.loops.map_style import open_ordinary
-from streaming.loops.ordinary_options import OrdinaryConfig
+from streaming.ordinary.map_style import open_ordinary
+from streaming.ordinary.options import OrdinaryConfig
 from streaming.plan.settings import Shape
 
 

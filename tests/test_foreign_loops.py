@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from infra import DeviceMesh
 from streaming import DeviceMeshSampler, Mixture, StreamingDataset, TorchIterable
 from streaming.errors import ConfigError, StateError
-from streaming.samplers.retry import SharedLog
+from streaming.ordinary.retry import SharedLog
 from streaming.torch_view import _Epochs
 
 TOTAL = 85

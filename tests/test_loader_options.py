@@ -31,7 +31,7 @@ from streaming import (
 )
 from streaming.arguments import option_names
 from streaming.errors import ConfigError, OptionError
-from streaming.loops.map_style import MapLoop
+from streaming.ordinary.map_style import MapLoop
 
 
 class Squares:

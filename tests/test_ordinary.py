@@ -23,9 +23,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, IteratorEndedError, StateError, TooManyBadSamplesError
-from streaming.loops.iterable import IterableLoop, IterableState
-from streaming.loops.map_style import MapLoop, open_ordinary
-from streaming.loops.ordinary_options import OrdinaryConfig
+from streaming.ordinary.iterable import IterableLoop, IterableState
+from streaming.ordinary.map_style import MapLoop, open_ordinary
+from streaming.ordinary.options import OrdinaryConfig
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 

@@ -20,9 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, TransferError
+from streaming.ordinary.mesh_sampler import DeviceMeshSampler, RetrySampler
+from streaming.ordinary.retry import Candidates, SharedLog
 from streaming.plan.permutation import MAX_SORTED, Permutation, substitutes
-from streaming.samplers.device_mesh import DeviceMeshSampler, RetrySampler
-from streaming.samplers.retry import Candidates, SharedLog
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 

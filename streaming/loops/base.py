@@ -32,8 +32,6 @@ from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import Replicas
 
 _log = logging.getLogger(__name__)
-MOST_BUILDERS = 4096
-"""Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
 _OWN_SHOWN = 3
 
 

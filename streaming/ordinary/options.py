@@ -15,23 +15,30 @@ import torch
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
-from streaming.arguments import check_choice, checked_flag, checked_int, checked_seed, checks_names, is_number
+from streaming.arguments import (
+    MOST_BUILDERS,
+    check_choice,
+    checked_flag,
+    checked_int,
+    checked_seed,
+    checks_names,
+    is_number,
+)
 from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
-from streaming.loops.base import MOST_BUILDERS
+from streaming.ordinary.retry import NoRow
 from streaming.plan.settings import Shape
 from streaming.replicas.options import Broadcast, Replicas
-from streaming.samplers.retry import NoRow
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
-"""How an iterable dataset is divided into parts (``loops.parts``), or dealt out (``loops.dispatch``)."""
+"""How an iterable dataset is divided into parts (``ordinary.parts``), or dealt out (``ordinary.dispatch``)."""
 
 _log = logging.getLogger(__name__)
 
-_PRELOAD = "streaming.loops.map_style"
+_PRELOAD = "streaming.ordinary.map_style"
 """Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
 _FEEDER_S = 5.0  # for a daemon thread that has finished its work
 

@@ -29,12 +29,12 @@ from streaming.arguments import checked_int, checks_names, is_whole
 from streaming.arrays import rows_by
 from streaming.epochs.position import Lasting, Place, Position, Turn
 from streaming.errors import ConfigError, StateError
+from streaming.ordinary.retry import RetrySampler
 from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import Permutation, substitutes
 from streaming.plan.plan import Plan, RankBatches
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
-from streaming.samplers.retry import RetrySampler
 from streaming.types import Int64Array
 
 __all__ = ["DeviceMeshSampler", "RetrySampler"]

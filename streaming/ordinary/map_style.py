@@ -1,7 +1,7 @@
 """Loop over map-style torch datasets, with the same interface as ``streaming.loops.fetcher.EpochLoop``.
 
 Map-style datasets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
-the batch. For iterable ones see ``streaming.loops.iterable``.
+the batch. For iterable ones see ``streaming.ordinary.iterable``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError
 from streaming.forks import in_children
-from streaming.loops.dispatch import DispatchLoop
-from streaming.loops.iterable import Again, IterableLoop
-from streaming.loops.ordinary_options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
+from streaming.ordinary.dispatch import DispatchLoop
+from streaming.ordinary.iterable import Again, IterableLoop
+from streaming.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
+from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
+from streaming.ordinary.retry import RetrySampler
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
-from streaming.samplers.device_mesh import DeviceMeshSampler, with_substitutes
-from streaming.samplers.retry import RetrySampler
 
 
 def is_map_style(dataset: object) -> bool:

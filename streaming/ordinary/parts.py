@@ -31,7 +31,7 @@ from streaming.arguments import checked_count, is_whole
 from streaming.batches.draw_watch import generator_states, set_generator_states
 from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
-from streaming.loops.ordinary_options import Collate, Sharding, with_valid
+from streaming.ordinary.options import Collate, Sharding, with_valid
 from streaming.plan.permutation import hash_words
 from streaming.types import LastBatch
 

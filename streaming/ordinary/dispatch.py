@@ -26,9 +26,9 @@ from streaming.batches.collate import without_rows
 from streaming.epochs.iterator import Loop, Run, RunOver
 from streaming.epochs.position import Place
 from streaming.forks import in_children
-from streaming.loops.iterable import IterableLoop
-from streaming.loops.ordinary_options import Collate, OrdinaryConfig, with_valid
-from streaming.loops.parts import Cursor, pinned
+from streaming.ordinary.iterable import IterableLoop
+from streaming.ordinary.options import Collate, OrdinaryConfig, with_valid
+from streaming.ordinary.parts import Cursor, pinned
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 
