@@ -103,7 +103,7 @@ def test_jpeg_with_stray_bytes_is_decoded_and_a_truncated_one_refused():
     ],
 )
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_modes(mode, shape, dtype, kind):
+def test_image_in_each_mode_has_its_shape_and_dtype(mode, shape, dtype, kind):
     result = auto("image", saved(smooth(), kind), {"image": mode})
     assert (result.shape, result.dtype) == (shape, np.dtype(dtype))
     if dtype == "float32":

@@ -141,7 +141,9 @@ class TestStore:
         assert "hunter2-very" not in "".join(traceback.format_exception(caught.value))
 
     @pytest.mark.parametrize("rest", ["/", f"/{SHARD}"])
-    def test_anonymous(self, remote: tuple[str, dict[str, Any]], rest: str) -> None:
+    def test_private_store_read_anonymously_is_refused_by_name(
+        self, remote: tuple[str, dict[str, Any]], rest: str
+    ) -> None:
         url, options = remote
         nobody = {"endpoint_url": options["endpoint_url"], "region": "us-east-1", "anon": True, **QUICK}
         refused(AccessDeniedError, lambda: epoch(url + rest, storage_options=nobody), url, "access denied", "anon")
@@ -193,7 +195,7 @@ class TestUrls:
         refused(ConfigError, lambda: epoch([]), "empty", "at least one")
 
     @pytest.mark.parametrize("spec", ["a.tar::", "::a.tar"])
-    def test_empty_part(self, spec: str) -> None:
+    def test_joined_url_with_an_empty_part_is_refused(self, spec: str) -> None:
         refused(ConfigError, lambda: epoch(spec), "empty", "'::'")
 
     def test_empty_string(self) -> None:
@@ -208,7 +210,7 @@ class TestUrls:
             epoch(f"{shards}/{{0000...0002}}.tar")
         says(caught.value, "0000")
 
-    def test_star(self, shards: str) -> None:
+    def test_url_with_a_star_is_refused_and_braces_are_named(self, shards: str) -> None:
         refused(ConfigError, lambda: epoch(f"{shards}/*.tar"), "*", "braces")
 
     def test_one_shard_twice(self, shards: str) -> None:
@@ -266,7 +268,7 @@ class TestIndexMismatch:
 
     @pytest.mark.usefixtures("when")
     @pytest.mark.parametrize("keep", [0, 100, 512, 20_000])
-    def test_truncated(self, shards: str, keep: int) -> None:
+    def test_shard_truncated_after_indexing_is_refused_by_size(self, shards: str, keep: int) -> None:
         path = Path(shards) / "0002.tar"
         size_bytes = path.stat().st_size
         os.truncate(path, keep)
@@ -282,7 +284,7 @@ class TestIndexMismatch:
         assert "0002.tar" in text
 
     @pytest.mark.usefixtures("when")
-    def test_missing(self, shards: str) -> None:
+    def test_shard_of_the_index_that_is_missing_is_named(self, shards: str) -> None:
         (Path(shards) / "0001.tar").unlink()
         urls = f"{shards}/{SHARD}"
         refused(IndexMismatchError, lambda: epoch(urls), "0001.tar", "does not have", "shard_tools index")
@@ -292,7 +294,7 @@ class TestIndexMismatch:
         (Path(shards) / "0001.tar").unlink()
         refused(IndexMismatchError, lambda: epoch(shards), "0001.tar", "does not have it", "shard_tools index --prune")
 
-    def test_extra(self, shards: str) -> None:
+    def test_shard_that_the_index_lacks_is_named(self, shards: str) -> None:
         shutil.copy(f"{shards}/0000.tar", f"{shards}/0003.tar")
         refused(IndexMismatchError, lambda: epoch(shards), "0003.tar", "this shard is not in it", "shard_tools index")
 
@@ -349,7 +351,7 @@ class TestIndexFiles:
         refused(IndexFormatError, lambda: epoch(shards), "chunks.parquet")
 
     @pytest.mark.parametrize("damage", ["empty", "half", "text", "flipped", "foreign"])
-    def test_damaged(self, shards: str, damage: str) -> None:
+    def test_damaged_chunk_table_is_refused_by_name(self, shards: str, damage: str) -> None:
         path = chunk_file(shards)
         data = bytearray(path.read_bytes())
         if damage == "foreign":
@@ -554,13 +556,13 @@ PNG = bytes.fromhex(
 
 class TestDatasetArguments:
     @pytest.mark.parametrize("shuffle", ["yes", 1, 0, None, {"seed": 1}, 10_000])
-    def test_shuffle(self, shards: str, shuffle: Any) -> None:
+    def test_shuffle_of_another_type_is_refused(self, shards: str, shuffle: Any) -> None:
         refused(
             ConfigError, lambda: StreamingDataset(shards, shuffle=shuffle), "shuffle", "ShuffleConfig", repr(shuffle)
         )
 
     @pytest.mark.parametrize("seed", [-1, 1.5, "7", None, True, 2**64])
-    def test_seed(self, shards: str, seed: Any) -> None:
+    def test_seed_out_of_range_is_refused(self, shards: str, seed: Any) -> None:
         refused(ConfigError, lambda: StreamingDataset(shards, seed=seed), "seed", "integer", str(seed))
 
     @pytest.mark.parametrize("name", ["seed", "window", "lanes"])
@@ -568,7 +570,7 @@ class TestDatasetArguments:
     def test_shuffle_config(self, name: str, value: Any) -> None:
         refused(ConfigError, lambda: ShuffleConfig(**{name: value}), name, "integer", str(value))
 
-    def test_no_lanes(self) -> None:
+    def test_shuffle_of_no_lanes_is_refused(self) -> None:
         refused(ConfigError, lambda: ShuffleConfig(lanes=0), "lanes", "0")
 
     @pytest.mark.parametrize("on_error", ["ignore", None, True])
@@ -587,11 +589,11 @@ class TestDatasetArguments:
             StreamingDataset(shards)[number]
         says(caught.value, repr(number))
 
-    def test_transform(self, shards: str) -> None:
+    def test_transform_that_is_no_function_is_refused(self, shards: str) -> None:
         refused(ConfigError, lambda: StreamingDataset(shards, transform=3), "transform", "function")  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("index", ["", 3])
-    def test_index(self, shards: str, index: Any) -> None:
+    def test_index_that_is_no_place_is_refused(self, shards: str, index: Any) -> None:
         refused(ConfigError, lambda: StreamingDataset(shards, index=index), "index")
 
 
@@ -657,7 +659,7 @@ class TestLoaderArguments:
 
     @pytest.mark.parametrize(("name", "value"), [("num_workers", -1), ("num_workers", 1.0), ("prefetch_factor", 0),
                                                  ("num_workers", "4"), ("prefetch_factor", "2")])  # fmt: skip
-    def test_counts(self, dataset: StreamingDataset, name: str, value: Any) -> None:
+    def test_counts_that_are_no_integers_are_refused(self, dataset: StreamingDataset, name: str, value: Any) -> None:
         refused(ConfigError, lambda: DataLoader(dataset, 4, **{name: value}), name, "integer", repr(value))
 
     def test_collate_fn(self, dataset: StreamingDataset) -> None:
@@ -696,13 +698,13 @@ class TestMesh:
             DeviceMesh.from_sizes(dp_size=3, tp_size=2, rank=0, world_size=8)
         says(caught.value, "6", "8")
 
-    def test_rank_outside(self) -> None:
+    def test_rank_outside_its_mesh_is_refused(self) -> None:
         with pytest.raises(MeshError) as caught:
             DeviceMesh.from_sizes(dp_size=4, rank=4)
         says(caught.value, "rank", "4")
 
     @pytest.mark.parametrize("size", [0, -1, 1.5, "2", True])
-    def test_size(self, size: Any) -> None:
+    def test_axis_without_a_positive_size_is_refused(self, size: Any) -> None:
         with pytest.raises(MeshError) as caught:
             DeviceMesh.from_sizes(dp_size=size, rank=0)
         says(caught.value, "dp", str(size))
@@ -734,7 +736,7 @@ class TestMemoryLimit:
         loader = {key: options.pop(key) for key in list(options) if key in {"memory_limit", "device_mesh"}}
         return epoch(url, batch_size=32, loader=loader, **options)
 
-    def test_too_small(self, large: str) -> None:
+    def test_memory_limit_too_small_names_what_fits(self, large: str) -> None:
         refused(MemoryLimitError, lambda: self.attempt(large, memory_limit="48MiB"), "48.0 MiB", "lanes", "window",
                 "memory_limit=", "ShuffleConfig(lanes=", "MiB")  # fmt: skip
 
@@ -756,7 +758,7 @@ class TestMemoryLimit:
         text = refused(MemoryLimitError, lambda: self.attempt(large, memory_limit="1MiB"), "memory_limit=")
         assert "ShuffleConfig(lanes=" not in text
 
-    def test_unshuffled(self, large: str) -> None:
+    def test_memory_limit_of_an_unshuffled_set_names_what_is_enough(self, large: str) -> None:
         text = refused(MemoryLimitError, lambda: self.attempt(large, memory_limit="1MiB", shuffle=False))
         assert "ShuffleConfig(lanes=" not in text
         found = re.search(r'memory_limit="(\w+)"', text)

@@ -302,7 +302,7 @@ def test_a_set_that_is_indexed_on_the_fly_is_filtered_by_keys(tmp_path: Path) ->
 # ----------------------------------------------------------------------------------------------------------- views
 
 
-def test_views(data: str) -> None:
+def test_saved_view_selects_as_its_options_do(data: str) -> None:
     view = View(name="clean-v2", where=CONDITION, subset=(0.0, 0.9), excluded=("00000",))
     save_view(Storage(), data.rstrip("/"), view)
     expected = [key for key in KEPT if int(key) < 153 and key != "00000"]

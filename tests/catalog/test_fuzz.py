@@ -51,7 +51,7 @@ def test_a_short_run(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.binary(max_size=1200))
-def test_noise(target: str, data: bytes) -> None:
+def test_random_bytes_raise_only_errors_of_ours(target: str, data: bytes) -> None:
     run(TARGETS[target], data)
 
 

@@ -186,7 +186,7 @@ def rewrite(data: bytes, **changes: object) -> bytes:
     return parquet_bytes(later.replace_schema_metadata({b"shardstream": json.dumps(facts)}))
 
 
-def test_versions() -> None:
+def test_index_of_a_later_major_format_is_refused() -> None:
     for data, read in (
         (table().to_parquet(), ChunkTable.from_parquet),
         (samples().to_parquet(), SampleTable.from_parquet),
@@ -241,7 +241,7 @@ def test_sample_table_round_trip() -> None:
     assert back.chunks.byte_end.tolist() == [3072, 4096]
 
 
-def test_lookup() -> None:
+def test_lookup_of_a_sample_gives_its_ranges() -> None:
     found = SampleTable.from_parquet(samples().to_parquet(), "s").lookup(1)
     assert (found.key, found.chunk, found.record_start, found.record_end) == ("y", 0, 1024, 3072)
     assert found.fields == {"jpg": (1536, 2136), "cls": (2560, 2561)}
@@ -301,7 +301,7 @@ def test_an_empty_shard() -> None:
 # --- names
 
 
-def test_paths() -> None:
+def test_index_files_lie_at_fixed_paths() -> None:
     assert chunks_path() == "_shardstream/chunks.parquet"
     for name in ("000.tar", "part-0/000.tar", "a.b/c.parquet"):
         assert samples_path(name) == f"_shardstream/samples/{name}.parquet"

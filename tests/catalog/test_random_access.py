@@ -41,7 +41,7 @@ def equal(found: dict[str, Any], number: int) -> bool:
     )
 
 
-def test_every_sample(dataset: StreamingDataset) -> None:
+def test_samples_by_number_are_those_of_the_set(dataset: StreamingDataset) -> None:
     assert len(dataset) == 202
     assert all(equal(dataset[number], number) for number in range(202))
     assert all(equal(dataset[number - 202], number) for number in range(0, 202, 17))
@@ -79,7 +79,7 @@ def test_fields_that_are_none(samples: SampleSet, fields: Any) -> None:
         samples.open(fields=fields)
 
 
-def test_transform(samples: SampleSet) -> None:
+def test_transform_applies_to_a_sample_by_number(samples: SampleSet) -> None:
     assert samples.open(transform=lambda sample: {"key": sample["__key__"]})[3] == {"key": "00003"}
     with pytest.raises(DecodeError, match=r"000000\.tar: sample '00003': transform returned None"):
         samples.open(transform=lambda sample: None)[3]

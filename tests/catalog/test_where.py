@@ -161,7 +161,7 @@ def test_bits_are_those_of_the_rows_alone() -> None:
         assert found.tolist() == np.packbits(values[start:stop], bitorder="little").tolist()
 
 
-def test_no_rows() -> None:
+def test_condition_over_no_rows_selects_none() -> None:
     where = parse_where("1 = 1 or n > 3 and t like 'a' and b is null or hash(t) % 3 = length(t)")
     columns = {name: pa.array([], kind) for name, kind in KINDS.items()}
     assert fitting(where, columns, 0).shape == (0,)
@@ -194,7 +194,7 @@ def test_no_rows() -> None:
         ("n > x", [0, 1]),  # what is NaN compares with nothing
     ],
 )
-def test_calculations(text: str, expected: list[int]) -> None:
+def test_arithmetic_follows_sql(text: str, expected: list[int]) -> None:
     assert selected(text, ROWS) == expected
 
 

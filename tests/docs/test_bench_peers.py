@@ -123,7 +123,7 @@ def test_best_is_held_against_best_with_the_processes_that_ran_and_few_batches_a
     ("value", "text"),
     [(1234567.0, "1,230,000"), (1000.0, "1,000"), (999.6, "1,000"), (61.94, "61.9"), (0.01234, "0.0123")],
 )
-def test_three_digits(peers, value, text):
+def test_rate_is_shown_with_three_digits(peers, value, text):
     assert peers["report"].number(value) == text
 
 

@@ -26,7 +26,7 @@ def test_the_version_has_one_source() -> None:
     assert told.stdout == f"shard_tools, version {streaming.__version__}\n"
 
 
-def test_all_is_all() -> None:
+def test_extra_all_names_every_other_extra() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     (every,) = extras["all"]
     assert set(re.fullmatch(r"shardstream\[(.*)\]", every)[1].split(",")) == extras.keys() - {"all", "dev"}

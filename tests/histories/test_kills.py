@@ -118,7 +118,7 @@ def write(folder: Path) -> None:
             writer.write({"__key__": f"{i:03d}", "bin": bytes([i]) * 3000, "cls": i})
 
 
-def test_the_writer(die: Die, tmp_path: Path) -> None:
+def test_writer_killed_leaves_whole_shards(die: Die, tmp_path: Path) -> None:
     write(tmp_path / "calm")
     calm, dice = tree(tmp_path / "calm"), random.Random(1)
     deaths = 0
@@ -201,7 +201,7 @@ index_shards(storage, expand_urls(arguments["folder"] + "/", storage), parallel=
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_the_indexer(die: Die, tmp_path: Path, parallel: int) -> None:
+def test_indexer_killed_leaves_a_whole_index_or_none(die: Die, tmp_path: Path, parallel: int) -> None:
     write_set(tmp_path / "calm", (9, 1, 20, 4), indexed=False)
     calm_folder = tmp_path / "calm"
     index_shards(Storage(), expand_urls(f"{calm_folder}/", Storage()))
@@ -297,7 +297,7 @@ with DataLoader(dataset, 4, num_workers=arguments["num_workers"]) as loader:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_rank(forked: Forked, tmp_path: Path, num_workers: int) -> None:
+def test_rank_killed_in_mid_epoch_goes_on_from_its_state(forked: Forked, tmp_path: Path, num_workers: int) -> None:
     """Killed in mid-epoch with fetches, workers and cache at work; it goes on from its last state."""
     samples = write_set(tmp_path / "set", (20, 20, 20))
     dice = random.Random(num_workers)

@@ -116,7 +116,7 @@ cells = pytest.mark.parametrize(
 
 
 @cells
-def test_break(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_left_by_break_ends_promptly(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     for _ in case.loader:
         case.hung.wait()
         begun_s = time.monotonic()
@@ -141,7 +141,7 @@ def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) 
 
 
 @cells
-def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_interrupted_ends_promptly(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     def interrupt() -> None:
         case.hung.wait()
         until_it_stands(threading.main_thread())

@@ -243,7 +243,7 @@ STATES = {**WAITING, **BETWEEN}
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_interrupt(play: Play, name: str) -> None:
+def test_interrupted_process_ends_with_one_traceback(play: Play, name: str) -> None:
     lines = play.ended(STATES[name], "SIGINT")
     begin, end = lines.index("Traceback (most recent call last):"), lines.index("KeyboardInterrupt")
     assert all(line.startswith("  ") for line in lines[begin + 1 : end]), "no other exception on the way"
@@ -251,7 +251,7 @@ def test_interrupt(play: Play, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_kill(play: Play, name: str) -> None:
+def test_killed_process_leaves_nothing(play: Play, name: str) -> None:
     assert play.ended(STATES[name], "SIGKILL") == []
 
 

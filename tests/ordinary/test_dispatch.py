@@ -263,7 +263,7 @@ def test_several_ranks_need_torch_distributed() -> None:
     )
 
 
-def test_real_ranks(tmp_path: Path, forked: Forked) -> None:
+def test_two_processes_deal_and_a_killed_reader_is_named(tmp_path: Path, forked: Forked) -> None:
     """Two processes under gloo: two epochs that differ, an error in the data set, a reader that is killed."""
     output = tmp_path / "output"
     ranks = forked.start_ranks(SUPPORT / "dispatch_worker.py", str(tmp_path), world_size=2, output=output)

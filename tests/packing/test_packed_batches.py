@@ -54,7 +54,9 @@ def expected_labels(rows: dict[str, torch.Tensor], *, across: bool, masked: bool
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("mask", [None, "mask"])
-def test_labels(folder: Path, *, shift: bool, across: bool, mask: str | None) -> None:
+def test_labels_of_all_options_are_those_of_a_token_loop(
+    folder: Path, *, shift: bool, across: bool, mask: str | None
+) -> None:
     rows = rows_of(folder, shift_labels=shift, labels_across=across, mask_field=mask, overlong="truncate")
     assert torch.equal(rows["labels"], expected_labels(rows, across=across, masked=mask is not None, shift=shift))
 

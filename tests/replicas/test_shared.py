@@ -150,7 +150,7 @@ def test_what_is_too_large_is_looked_up_by_each(monkeypatch: pytest.MonkeyPatch)
         assert len(made) == expected
 
 
-def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_answers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "PIECE_BYTES", 100)
     peers = ThreadPeers(3)
     data = np.random.default_rng(0).bytes(1050)

@@ -201,7 +201,7 @@ def test_text_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("tsv", "\t")])
-def test_csv(tmp_path: Path, suffix: str, delimiter: str) -> None:
+def test_csv_keeps_quotes_and_newlines(tmp_path: Path, suffix: str, delimiter: str) -> None:
     out = io.StringIO()
     csv.writer(out, delimiter=delimiter).writerows([["id", "text"], ["a", 'say "x",\nthen'], ["b", ""]])
     source = tmp_path / f"in.{suffix}"
@@ -534,7 +534,7 @@ def test_pattern_as_target(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- bad input
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_source_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
         convert(str(tmp_path / "nothing"), str(tmp_path / "out"))
     (tmp_path / "empty").mkdir()
@@ -615,7 +615,7 @@ def test_a_run_that_wrote_no_shard_leaves_nothing_to_overwrite(tmp_path: Path) -
         (b"fLaC", "flac"), (b"\0\0\0\x20ftypavif", "avif"), (b"\0\0\0\x20ftypisom", "mp4"), (b"", ""), (b"?", ""),
     ],
 )  # fmt: skip
-def test_sniff(payload: bytes, extension: str) -> None:
+def test_file_type_is_found_by_its_first_bytes(payload: bytes, extension: str) -> None:
     assert file_type(payload) == extension
 
 

@@ -72,7 +72,7 @@ def command(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
 
 
-def test_every_byte(data: Path, tmp_path: Path) -> None:
+def test_copy_has_every_byte_and_copies_nothing_twice(data: Path, tmp_path: Path) -> None:
     report = run(data, tmp_path / "out")
     assert tree(tmp_path / "out") == tree(data)
     size_bytes = sum(path.stat().st_size for path in data.glob("*.tar"))

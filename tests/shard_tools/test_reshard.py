@@ -147,7 +147,7 @@ def test_exactly_these_samples_in_this_order(
 
 
 @pytest.mark.parametrize("memory_bytes", [1, 200_000, 1 << 30])
-def test_shuffled(data: Path, tmp_path: Path, memory_bytes: int) -> None:
+def test_shuffled_shards_follow_the_seed_whatever_the_memory(data: Path, tmp_path: Path, memory_bytes: int) -> None:
     """One permutation for a seed, whatever the memory; far from the order of the source."""
     run(data, tmp_path / "a", shuffle_seed=7, max_samples=30, memory_bytes=memory_bytes)
     run(data, tmp_path / "b", shuffle_seed=7, max_samples=30)
@@ -186,7 +186,7 @@ def test_sources_are_merged(data: Path, tmp_path: Path) -> None:
         run(f"{data}/::{tmp_path}/out/", tmp_path / "twice")
 
 
-def test_fields(data: Path, tmp_path: Path) -> None:
+def test_reshard_of_some_fields_keeps_these_alone(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "out", fields=("cls", "vec.npy"))
     source = dict(samples(data))
     assert samples(tmp_path / "out") == [
@@ -321,7 +321,7 @@ def test_from_verify_to_a_clean_set(damaged: tuple[Path, list[int]], tmp_path: P
     assert numbers(tmp_path / "narrow") == [n for n in range(80) if n not in lost]
 
 
-def test_nothing_left(data: Path, tmp_path: Path) -> None:
+def test_reshard_that_keeps_nothing_is_refused_and_writes_nothing(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tokens > 1000' keeps none of the 100 samples"):
         run(data, tmp_path / "out", where="tokens > 1000")
     assert not (tmp_path / "out").exists()

@@ -511,7 +511,7 @@ def command(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["convert", *map(str, arguments), "--workers", "1"], prog_name="shard_tools")
 
 
-def test_the_verb(tmp_path: Path) -> None:
+def test_tokenizing_verb_reports_each_set_of_a_split(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", [{"text": f"document {i}", "id": i} for i in range(40)])
     told = command(source, tmp_path / "out", "--tokenizer", "bytes", "--keep", "id", "--split", "val=20%", "--json")
     assert told.exit_code == 0

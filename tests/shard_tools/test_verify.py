@@ -59,7 +59,7 @@ def samples_of(data: Path, name: str) -> tuple[Path, SampleTable]:
     return path, SampleTable.from_parquet(path.read_bytes(), str(path))
 
 
-def test_sound(data: Path) -> None:
+def test_sound_set_has_no_findings(data: Path) -> None:
     report = check(data, decode=True)
     assert report.findings == ()
     assert (report.num_shards, report.num_samples) == (NUM_SHARDS, NUM_SHARDS * SAMPLES_PER_SHARD)
@@ -95,7 +95,7 @@ def test_any_flipped_bit_is_found(
 
 
 @pytest.mark.parametrize("keep", [0, 1, 511, 512, 5000, -1, -512, -1024])
-def test_truncated(data: Path, keep: int) -> None:
+def test_truncated_shard_is_found_by_its_size(data: Path, keep: int) -> None:
     shard = data / "000001.tar"
     body = shard.read_bytes()
     shard.write_bytes(body[:keep])
@@ -106,7 +106,7 @@ def test_truncated(data: Path, keep: int) -> None:
     assert (finding.expected, finding.got) == (f"{len(body)} bytes", f"{len(body[:keep])} bytes")
 
 
-def test_longer(data: Path) -> None:
+def test_longer_shard_is_found_by_its_size(data: Path) -> None:
     shard = data / "000001.tar"
     shard.write_bytes(shard.read_bytes() + b"more")
     assert [(finding.kind, "longer" in finding.what) for finding in check(data).findings] == [("size", True)]

@@ -149,7 +149,7 @@ class TestContract:
         with pytest.raises(NotFoundError, match="no shards below"):
             expand_urls(join_url(store.base, "none/"), store.storage)
 
-    def test_delete(self, store: Store) -> None:
+    def test_deleted_object_is_gone(self, store: Store) -> None:
         url = join_url(store.base, "x")
         store.storage.put(url, b"x")
         store.storage.delete(url)
@@ -317,7 +317,7 @@ class TestHttp:
         with HttpServer(tmp_path) as server:
             yield server
 
-    def test_reading(self, web: HttpServer) -> None:
+    def test_http_objects_and_ranges_are_read(self, web: HttpServer) -> None:
         storage, url = Storage(), f"{web.url}/d/x%20y.tar"
         assert storage.info(url).size_bytes == len(DATA)
         assert storage.info(url).version

@@ -99,11 +99,11 @@ class TestExpand:
             expand_urls(spec, Storage())
 
     @pytest.mark.parametrize("spec", ["s3://b/{000..099.tar", "a.tar::", "", [], "s3://b/*.tar", [3]])
-    def test_malformed(self, spec) -> None:
+    def test_malformed_pattern_is_refused(self, spec) -> None:
         with pytest.raises(ConfigError):
             expand_urls(spec, Storage())
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_folder_without_shards_is_refused(self, tmp_path: Path) -> None:
         for spec in (tmp_path, tmp_path / "missing", f"{tmp_path}/"):
             with pytest.raises(NotFoundError, match="no shards below"):
                 expand_urls(spec, Storage())
@@ -175,7 +175,7 @@ class TestCredentials:
         assert s3_access(StorageOptions(**given[0]), KEYS).identity == names[0]  # type: ignore[arg-type]
         assert "other" not in "".join(map(str, names))
 
-    def test_the_environment(self) -> None:
+    def test_environment_gives_keys_region_and_endpoint(self) -> None:
         access = s3_access(StorageOptions(), {**KEYS, "AWS_DEFAULT_REGION": "r", "AWS_ENDPOINT_URL": "http://e/"})
         assert access.provider is not None
         assert access.provider()["token"] == "env-token"

@@ -280,7 +280,9 @@ def test_a_scheduled_mixture_killed_and_resumed(running: Ranks, samples: SampleS
 @pytest.mark.parametrize(
     ("script", "quiet"), [("glue_accelerate", {}), ("glue_transformers", NO_REPORTS), ("glue_lightning", NO_LOGS)]
 )
-def test_glue(running: Ranks, samples: SampleSet, tmp_path: Path, script: str, quiet: dict[str, Any]) -> None:
+def test_glue_script_of_each_trainer_passes(
+    running: Ranks, samples: SampleSet, tmp_path: Path, script: str, quiet: dict[str, Any]
+) -> None:
     told = {
         "program": script, "url": samples.url, "folder": str(tmp_path / "checkpoint"), "log": str(tmp_path / "log"),
         "epochs": EPOCHS, "rendezvous": "", "ranks": 1, "quiet": quiet, "kill_at": None, "deadline_s": DEADLINE_S,
