@@ -33,6 +33,7 @@ PAGE = "docs/design/0001-architecture.md"
 
 MOST_ROOMS = 12  # modules in one folder, so that the room of a line is found by reading names
 MOST_LINES = 60  # of a function, without decorators and docstring
+TWO_MEANINGS = {"Source"}  # of a loop, and of a conversion: both are contracts (docs/glossary.md)
 
 # What holds whatever the drawing says: (who, may not import, but for). Names of the drawing; layers in capitals.
 FORBIDDEN = (
@@ -234,6 +235,17 @@ def test_blocks_under_a_lock_say_what_holds_after_them() -> None:
                     findings.append(f"{module}:{node.lineno}")
     assert num_blocks > 100
     report(findings, "A comment in each block under a lock says what holds when it is released:")
+
+
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in modules():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert len(homes) > 300
+    twice = {name: found for name, found in homes.items() if len(found) > 1 and name not in TWO_MEANINGS}
+    assert not twice, f"classes of one name in several modules; give each its own: {twice}"
 
 
 # --- what others made, and what nobody may do
