@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from infra import DeviceMesh
-from streaming.arguments import resolve_batch_size
 from streaming.batches.portion import Portion
 from streaming.datasets.mixture import Mixture
 from streaming.engine.builders import Crew, is_surely_trivial
@@ -32,7 +31,7 @@ from streaming.fetch.read import FetchRange
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.options import check_padded
-from streaming.loops.runs import RampedRun, ReplannedRun
+from streaming.loops.runs import ReplannedRun, SegmentedRun
 from streaming.loops.shares import Change, RunShares, ranks_together
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
@@ -40,9 +39,9 @@ from streaming.plan import memory as budget
 from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
-from streaming.plan.ramp import Ramp
 from streaming.plan.room import Room, Rooms
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.exchange import PackExchange
 from streaming.replicas.options import CountedRun
@@ -83,12 +82,12 @@ class EpochLoop(BaseLoop):
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
-        if config.shape.ramp is not None and config.replicas.broadcast(config.mesh) is not None:
+        if not config.shape.sizes.is_constant and config.replicas.broadcast(config.mesh) is not None:
             raise ConfigError(
                 'replicate: "broadcast" needs batches of one size; give global_batch_size an integer, or use '
                 'replicate="read" (with cache_dir= a node fetches once)'
             )
-        order = dataset.order_settings(config.shape.size_for_lanes)
+        order = dataset.order_settings(config.shape.sizes.size_for_lanes)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
@@ -97,10 +96,10 @@ class EpochLoop(BaseLoop):
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
         self._is_resumed = self._keeps_chunks = False
-        self._sizes = self.shape.sizes_by_row
+        self._sizes = self.shape.sizes
         self._loaded_at: Place | None = None
         self._seeded_at: Place | None = None
-        self._num_runs = 0
+        self._began: Place | None = None
         self._reading: Callable[[], ReplannedRun | None] = lambda: None
         self.shape.check_enough(self.samples_per_epoch)
         self.position.is_endless = self.samples_per_epoch >= ENDLESS
@@ -221,13 +220,12 @@ class EpochLoop(BaseLoop):
 
     def left_behind(self, place: Place) -> int:
         """See ``Loop``."""
-        return self.shape.batches_from(self.row_of(place), self.samples_per_epoch - place.samples_seen)
+        left = self.samples_per_epoch - place.samples_seen
+        return self.shape.sizes.batches(self.row_of(place), left, self.shape.last_batch)
 
-    def after_batch(self, place: Place, run: Any) -> Place:
+    def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002
         """See ``Loop``."""
-        if self.shape.ramp is None:
-            return super().after_batch(place, run)
-        seen = place.samples_seen + self.shape_at(place).global_batch_size
+        seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
         after = Place(epoch=place.epoch, samples_seen=seen)
         return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
 
@@ -273,9 +271,9 @@ class EpochLoop(BaseLoop):
         self._sizes = self._sizes_behind(state.batch_sizes, self.row_of(place))
         return place
 
-    def _sizes_behind(self, was: Ramp | None, row: int) -> Ramp:
+    def _sizes_behind(self, was: Sizes | None, row: int) -> Sizes:
         """Return the batch sizes of a run that had those of a state before a row; log once if others follow."""
-        own = self.shape.sizes_by_row
+        own = self.shape.sizes
         if was is None:
             return own
         found = was.followed_by(own, row)
@@ -330,8 +328,7 @@ class EpochLoop(BaseLoop):
                 'in the old world. Use replicate="read" (with cache_dir= a node fetches once), or make a new loader '
                 "with the new device_mesh and call load_state_dict(state)"
             )
-        for each in self.shape.sizes:
-            resolve_batch_size(None, each, mesh.data_world_size)
+        Sizes.chosen(None, self.shape.sizes.option, mesh.data_world_size)
         shape = replace(self.shape, num_ranks=mesh.data_world_size)
         check_padded(self.config.recipe, shape)
         shape.check_enough(self.samples_per_epoch)
@@ -355,7 +352,7 @@ class EpochLoop(BaseLoop):
         epoch, number = divmod(num_batches, self.num_batches)
         seeded, loaded, now = self._seeded_at, self._loaded_at, self.state()
         waits, why = now.next_seed is not None, ""
-        if self.shape.ramp is not None:
+        if not self.shape.sizes.is_constant:
             why = "batches change in size during this run"
         elif seeded is not None and epoch < seeded.epoch:
             why = f"it lies before epoch {seeded.epoch}, from which seed() set another order"
@@ -406,32 +403,20 @@ class EpochLoop(BaseLoop):
         )  # fmt: skip
 
     def _start(self, place: Place) -> Run:
-        if self.shape.ramp is None:
-            return self._start_plan(self._plan(place), place)
-        self._num_runs = 0
-        return RampedRun(self._start_size, place)
+        self._began = place
+        return SegmentedRun(self._start_segment, place, tells=self.config.mesh.rank == 0)
 
-    def _start_size(self, place: Place) -> tuple[Run, int, Place]:
+    def _start_segment(self, place: Place) -> tuple[Run, Plan]:
         """Start producing the batches after a place that have the same size as the first of them."""
-        before, self.shape = self.shape.global_batch_size, self.shape_at(place)
-        size = self.shape.global_batch_size
-        if self._num_runs and self.config.mesh.rank == 0:
-            _log.info("from row %d batches have %d samples; before they had %d", self.row_of(place), size, before)
         plan = self._plan(place)
-        behind = Place(epoch=place.epoch, samples_seen=place.samples_seen + plan.num_batches * size)
-        run = self._start_plan(plan, place)
-        self._num_runs += 1
-        return run, plan.num_batches, behind
-
-    def _start_plan(self, plan: Plan, place: Place) -> Run:
         if self._sharing is None and self.config.recipe.portion.is_count:
-            return CountedRun(plan, self.config.mesh.data_rank)
-        return self._shared(lambda: self._exchanged(plan, place), place)
+            return CountedRun(plan, self.config.mesh.data_rank), plan
+        return self._shared(lambda: self._exchanged(plan, place), place), plan
 
     def _exchanged(self, plan: Plan, place: Place) -> Run:
         """Start reading this rank's share, and exchange its packs if that is configured."""
         room = self._room_for(plan)
-        if not self._num_runs:  # otherwise an epoch continues with batches of another size
+        if place == self._began:  # otherwise an epoch continues with batches of another size
             self._account(place)
         running: Run = self._read(plan, room)
         if self.shares is not None and self.shares.mixture.is_endless:

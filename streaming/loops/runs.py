@@ -6,6 +6,7 @@ batches are a function of the plan.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,31 +14,43 @@ from typing import Any
 
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
+from streaming.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 
-class RampedRun(RunOver):
-    """Hand out the batches of an epoch in which the batch size changes. For one thread, except ``describe``.
+class SegmentedRun(RunOver):
+    """Hand out the batches of an epoch, segment after segment. For one thread, except ``describe``.
 
-    At a row where the size changes, the plan ends and another begins after it, as at a resume: the machinery is kept,
-    and the contents of the window are looked up again.
+    A segment ends with the epoch, or where the size of batches changes. Then another plan begins after it, as at a
+    resume: the machinery is kept, and the contents of the window are looked up again.
 
     Args:
-        begin: Starts producing batches of one size at a place; returns the run, the number of its batches, and the
-            place after the last of them.
+        begin: Starts producing the batches of the segment that begins at a place; returns the run, and its plan.
         place: Place of the first batch.
+        tells: Whether to log changes of the size.
     """
 
-    def __init__(self, begin: Callable[[Place], tuple[Run, int, Place]], place: Place) -> None:
-        self._begin = begin
-        run, self._left, self._behind = begin(place)
+    def __init__(self, begin: Callable[[Place], tuple[Run, Plan]], place: Place, *, tells: bool) -> None:
+        self._begin, self._tells = begin, tells
+        run, self._plan = begin(place)
         super().__init__(run)
+        self._num_left = self._plan.num_batches
 
     def __next__(self) -> Any:
         """Return the next batch."""
-        if not self._left:
+        if not self._num_left:
             self._run.close()
-            self._run, self._left, self._behind = self._begin(self._behind)
-        self._left -= 1
+            was = self._plan
+            behind = was.start + was.num_batches * was.global_batch_size
+            self._run, self._plan = self._begin(Place(epoch=was.epoch, samples_seen=behind))
+            self._num_left = self._plan.num_batches
+            if self._tells:
+                _log.info(
+                    "from row %d batches have %d samples; before they had %d",
+                    self._plan.first_row, self._plan.global_batch_size, was.global_batch_size,
+                )  # fmt: skip
+        self._num_left -= 1
         return next(self._run)
 
 

@@ -53,9 +53,9 @@ class RunShares:
 
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
         self.mixture = self.now_read = mixture
-        self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
+        self._batch_size, self._is_ramp = shape.global_batch_size, not shape.sizes.is_constant
         mixture.check_shape(shape)
-        order = mixture.order_settings(shape.size_for_lanes)
+        order = mixture.order_settings(shape.sizes.size_for_lanes)
         self.ledger: Ledger = mixture.begun(shape.global_batch_size, order)
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())

@@ -49,14 +49,14 @@ class Announcer:
             self._where(),
         ]
         shares = getattr(loop, "shares", None)
-        if shares is not None and loop.shape.ramp is None:  # rows cannot be converted to steps there
+        if shares is not None and loop.shape.sizes.is_constant:  # rows cannot be converted to steps there
             parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])
         return f"{at}: {'; '.join(parts)}"
 
     def _amount(self, loop: Any) -> list[str]:
         size = loop.shape.global_batch_size
-        if loop.shape.ramp is not None:
-            steps = ", ".join(f"{size} from row {row:,} on" for row, size in loop.shape.ramp.steps)
+        if not loop.shape.sizes.is_constant:
+            steps = ", ".join(f"{size} from row {row:,} on" for row, size in loop.shape.sizes.steps)
             number = "without end" if loop.is_endless else f"{loop.num_batches} in this epoch"
             return [f"batches over all ranks of {steps}, {number}"]
         if not loop.is_counted:
