@@ -499,7 +499,7 @@ class DeviceMeshFetcher(Closable):
         if seed is not None and (seed, place.has_begun) != (loop.position.next_seed, loop.position.place.has_begun):
             loop.set_seed(seed)
         if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
-            loop.take_weights(old)
+            loop.succeed(old)
         self.page_lock(locker)
 
 
