@@ -22,7 +22,6 @@ from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     STREAMED,
-    check_one_size,
     check_ordinary,
     check_streaming,
     checked_balance,
@@ -181,7 +180,7 @@ class DataLoader(DeviceMeshFetcher):
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:
-            check_one_size(self._shape)
+            self._shape.check_one_size()
             there = {name: options[name] for name in _IN_ACTORS}
             self._loop = open_remote(dataset, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
             return
@@ -203,7 +202,7 @@ class DataLoader(DeviceMeshFetcher):
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
-        check_one_size(self._shape)
+        self._shape.check_one_size()
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)

@@ -336,6 +336,7 @@ class DeviceMeshSampler(Sampler[Any]):
         """Plan for the ranks of ``mesh``. Positions count samples over all ranks, so they are valid for any mesh."""
         self.mesh = mesh
         shape = Shape.chosen(*self._sizes, mesh.data_world_size, **self._tail)
+        shape.check_one_size()
         if self.is_single and shape.last_batch == "partial":  # as torch has it with drop_last=False
             shape = replace(shape, last_batch="pad")
         self.shape = shape

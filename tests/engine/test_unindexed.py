@@ -48,6 +48,7 @@ from streaming.errors import (
 )
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def window_settings(window_bytes: int) -> StreamSettings:
         dp_rank=0,
         window_bytes=window_bytes,
         fields=None,
-        shape=Shape(global_batch_size=1, num_ranks=1, last_batch="drop", epoch_size=1),
+        shape=Shape(sizes=Sizes.constant(1), num_ranks=1, last_batch="drop", epoch_size=1),
         first_batch=0,
         depth=1,
     )

@@ -56,4 +56,4 @@ def test_the_users_code_waits_for_processes(numbers: Path, monkeypatch: pytest.M
 
 
 def pids(loader: DataLoader) -> list[int]:
-    return loader._loop._crew.builder._pool.pids
+    return loader._loop._machinery.crew.builder._pool.pids

@@ -20,6 +20,7 @@ from streaming.epochs.iterator import Loop
 from streaming.epochs.position import Place, Turn
 from streaming.errors import IteratorEndedError, IteratorSupersededError, ShardstreamError
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -218,7 +219,7 @@ class Played(Loop):
     report: Any = None
 
     def __init__(self, meanwhile: Callable[[Played], None]) -> None:
-        super().__init__(Shape(global_batch_size=1, num_ranks=1))
+        super().__init__(Shape(sizes=Sizes.constant(1), num_ranks=1))
         self.meanwhile, self.was_cleaned_up = meanwhile, False
 
     def batches_left(self, samples_seen: int) -> int:

@@ -262,7 +262,7 @@ def test_worker_processes_stay_and_the_first_batch_comes_within_a_second(samples
 
 
 def worker_pids(loader: DataLoader) -> list[int]:
-    crew: Any = loader._loop._crew  # type: ignore[union-attr]
+    crew: Any = loader._loop._machinery.crew  # type: ignore[union-attr]
     return sorted(crew.builder._pool.pids)
 
 
@@ -295,7 +295,7 @@ def test_chunks_of_lanes_that_stay_are_not_fetched_again(mini_s3: MiniS3Server, 
 
 def wait_until_read(loader: DataLoader) -> None:
     """Until all fetches that memory has room for have ended."""
-    store: Any = loader._loop._store  # type: ignore[union-attr]
+    store: Any = loader._loop._machinery.contents  # type: ignore[union-attr]
     with store.changed:
         assert store.changed.wait_for(lambda: not store.pending(), 60)
 

@@ -59,7 +59,7 @@ class Case:
         given = {"num_workers": num_workers, "num_threads": 2, "epoch_size": 160, **options}
         loader = DataLoader(dataset, batch_size=BATCH, **given)
         self.metrics = loader._loop.metrics
-        self.bad = loader._loop._bad
+        self.bad = loader._loop._account.bad
         self.keeps_threads = not num_workers
         self.loader: Any = DevicePrefetcher(loader, "cpu", depth=1) if prefetch else loader
 

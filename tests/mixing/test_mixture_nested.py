@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import Mixture, ShuffleConfig, StreamingDataset
-from streaming.loops.shares import resumed
+from streaming.loops.course import resumed
 from streaming.plan.ledger import Ledger
 from streaming.plan.plan import Plan
 

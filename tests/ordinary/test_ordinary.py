@@ -28,6 +28,7 @@ from streaming.ordinary.iterable import IterableLoop, IterableState
 from streaming.ordinary.map_style import MapLoop, open_ordinary
 from streaming.ordinary.options import OrdinaryConfig
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -35,8 +36,9 @@ pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 def config(rank: int = 0, world_size: int = 1, **options: Any) -> OrdinaryConfig:
     mesh = DeviceMesh.from_sizes(dp_size=world_size, rank=rank, world_size=world_size)
-    chosen = {name: options.pop(name) for name in ("global_batch_size", "last_batch", "epoch_size") if name in options}
-    shape = Shape(num_ranks=world_size, **{"global_batch_size": 8, **chosen})
+    chosen = {name: options.pop(name) for name in ("last_batch", "epoch_size") if name in options}
+    sizes = Sizes.constant(options.pop("global_batch_size", 8))
+    shape = Shape(sizes=sizes, num_ranks=world_size, **chosen)
     return OrdinaryConfig(shape=shape, mesh=mesh, **options)
 
 

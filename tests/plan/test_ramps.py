@@ -18,8 +18,8 @@ from packed_sets import write as write_documents
 
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.plan.ramp import Ramp
 from streaming.plan.settings import order_settings
+from streaming.plan.sizes import Sizes
 
 RAMP = Schedule.steps({0: 6, 40: 12, 130: 24, 420: 9})
 SIZE = 202  # samples of the set
@@ -54,21 +54,19 @@ def sizes_of(ramp: Schedule, epoch: int, size: int = SIZE, last_batch: str = "dr
 def test_batches_are_counted_one_by_one(
     steps: dict[int, int], first: int, row: int, num_samples: int, last_batch: Any
 ) -> None:
-    ramp = Ramp.chosen(None, Schedule.steps({0: first, **steps}), 1)
-    assert ramp is not None
+    sizes = Sizes.chosen(None, Schedule.steps({0: first, **steps}), 1)
     count, seen = 0, 0
-    while seen < num_samples and (last_batch == "pad" or seen + ramp.size_at(row + seen) <= num_samples):
-        seen += ramp.size_at(row + seen)
+    while seen < num_samples and (last_batch == "pad" or seen + sizes.at(row + seen) <= num_samples):
+        seen += sizes.at(row + seen)
         count += 1
-    assert ramp.batches_in(row, num_samples, last_batch) == count
+    assert sizes.batches(row, num_samples, last_batch) == count
 
 
 def test_lanes_are_a_common_divisor_of_all_sizes() -> None:
     for steps, lanes in (({0: 256, 9: 512}, 32), ({0: 96, 5: 144}, 16), ({0: 250, 9: 256}, 25), ({0: 7, 9: 9}, 7)):
-        ramp = Ramp.chosen(None, Schedule.steps(steps), 1)
-        assert ramp is not None
+        sizes = Sizes.chosen(None, Schedule.steps(steps), 1)
         chosen = order_settings(
-            shuffle=True, seed=0, lanes=None, window=None, global_batch_size=ramp.size_for_lanes, num_samples=10**6,
+            shuffle=True, seed=0, lanes=None, window=None, global_batch_size=sizes.size_for_lanes, num_samples=10**6,
             num_chunks=100,
         )  # fmt: skip
         assert chosen.lanes == lanes, steps
@@ -216,7 +214,7 @@ def test_a_fetcher_has_them_too(data: StreamingDataset) -> None:
         (lambda d: DataLoader(Mixture({"a": d}, weights={"a": 1}, batches="one_source"), global_batch_size=RAMP),
          'or use batches="mixed"'),
         (lambda d: DataLoader(list(range(9)), batch_size=RAMP), "needs a StreamingDataset with an index"),
-        (lambda d: DeviceMeshSampler(d, batch_size=RAMP, device_mesh=mesh_of(1, 0)), "expected a positive integer"),
+        (lambda d: DeviceMeshSampler(d, batch_size=RAMP, device_mesh=mesh_of(1, 0)), "give an integer"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_name_the_cure(data: StreamingDataset, make: Callable[[Any], Any], words: str) -> None:

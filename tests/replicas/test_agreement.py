@@ -22,7 +22,7 @@ from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig,
 from streaming.errors import AgreementError, ConfigError
 from streaming.job import agreement
 from streaming.job.agreement import Together, agree
-from streaming.loops import shares
+from streaming.loops import course
 from streaming.replicas import start_check
 from streaming.replicas.start_check import StartCheck
 
@@ -228,7 +228,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands in for the job's store; a thread's name says which rank it is."""
     store = dist.HashStore()
 
-    for module in (start_check, shares):
+    for module in (start_check, course):
         monkeypatch.setattr(module, "job_store", lambda _="": (_rank(), store))
         monkeypatch.setattr(module, "job_world_size", lambda: 4)
     return store

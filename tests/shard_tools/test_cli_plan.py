@@ -83,9 +83,9 @@ def test_it_says_what_the_plan_of_training_says(shards: Path, ranks: int, last_b
         )
         with loader:
             loop = loader._loop
-            training = loop._plan(Place(epoch=0, samples_seen=0))
+            training = loop._plan(Place(epoch=0, samples_seen=0), loop.course)
             load = said["data_ranks"][dp_rank]
-            table = loop.dataset.table
+            table = loop.course.source.table
             assert load["live_bytes"] == training.live_bytes(
                 budget.whole_pages(table.byte_end - table.byte_start), dp_rank
             )

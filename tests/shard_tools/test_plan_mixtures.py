@@ -222,7 +222,7 @@ def test_who_and_when_of_a_mixture_whose_weights_were_changed(described: Any, tm
 
     def change(step: int, loaders: list[DataLoader]) -> None:
         if step == 5:
-            at = max(loader._loop.shares.orders(loader._loop.order).frontier for loader in loaders) * 2 + 2
+            at = max(loader._loop.course.orders(loader._loop.order).frontier for loader in loaders) * 2 + 2
             changed.extend(loader.set_weights({"web": 0, "code": 0, "math": 1}, at=at + 4096) for loader in loaders)
 
     got, state = played(lambda: Mixture.from_file(path), 30, change)

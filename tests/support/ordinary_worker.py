@@ -18,6 +18,7 @@ from streaming.engine.workers.fork_server import SHARED
 from streaming.ordinary.map_style import open_ordinary
 from streaming.ordinary.options import OrdinaryConfig
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 
 
 class Uneven(IterableDataset[dict[str, int]]):
@@ -54,7 +55,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for last_batch in ("drop", "pad"):
         config = OrdinaryConfig(
-            shape=Shape(global_batch_size=8, num_ranks=mesh.data_world_size, last_batch=last_batch), mesh=mesh,
+            shape=Shape(sizes=Sizes.constant(8), num_ranks=mesh.data_world_size, last_batch=last_batch), mesh=mesh,
             num_workers=num_workers,
         )  # fmt: skip
         loop = open_ordinary(Uneven(num_workers), config)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from infra import DeviceMesh
-from streaming.loops import shares
+from streaming.loops import course
 from streaming.remote import cluster
 from streaming.remote.reader import Reader
 from streaming.replicas import group as replica_group
@@ -22,9 +22,9 @@ Play = Callable[..., list[Any]]
 def played(monkeypatch: pytest.MonkeyPatch) -> Play:
     """``play(function, **sizes)``: the function's results for the mesh of each rank, each in a thread of its own."""
     store, own = dist.HashStore(), threading.local()
-    for module in (replica_group, shares):
+    for module in (replica_group, course):
         monkeypatch.setattr(module, "job_store", lambda _: (own.rank, store))
-    monkeypatch.setattr(shares, "job_world_size", lambda: own.world_size)
+    monkeypatch.setattr(course, "job_world_size", lambda: own.world_size)
 
     def run(function: Callable[[DeviceMesh], Any], **sizes: int) -> list[Any]:
         meshes = [DeviceMesh.from_sizes(**sizes, rank=0, environ={})]  # type: ignore[arg-type]
