@@ -19,7 +19,7 @@ from streaming.engine.memory.mapped import FileMaps
 from streaming.engine.pipeline import Settings
 from streaming.engine.reading import Reader
 from streaming.engine.source import Source
-from streaming.epochs.iterator import Run, Stage, staged
+from streaming.epochs.iterator import Loop, Run, Stage, staged
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError
 from streaming.job.agreement import Facts
@@ -190,13 +190,15 @@ class EpochLoop(BaseLoop[ChunkStore]):
         begin = self._reader.prepared(plan, resumed=self._is_resumed)
         return lambda: (begin(), plan)
 
-    def succeed(self, other: EpochLoop) -> None:
-        """Take over the weights that ``set_weights`` gave to another loop over the same dataset.
+    def succeed(self, other: Loop) -> None:
+        """See ``Loop``: also with the weights that ``set_weights`` gave to the other loop.
 
         Raises:
             StateError: Batches of one source have another size here.
         """
-        self._follow(self.course.succeeding(other.course, other.state(), self.row_of(self.position.place)))
+        super().succeed(other)
+        if isinstance(other, EpochLoop):
+            self._follow(self.course.succeeding(other.course, other.state(), self.row_of(self.position.place)))
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``; with a schedule of batch sizes, the number in the current epoch."""
