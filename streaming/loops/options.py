@@ -21,6 +21,7 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
+from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
@@ -284,13 +285,12 @@ def streaming_config(
     return LoopConfig(
         shape=shape,
         mesh=mesh,
-        memory_limit_bytes=checked_memory_limit(memory_limit),
+        memory=Budget.of(checked_memory_limit(memory_limit), packs=dataset.is_packed),
         num_workers=num_workers,
         num_threads=threads,
         depth=prefetch_factor * max(1, num_workers or threads),
         recipe=recipe,
         replicas=replicas,
-        is_packed=dataset.is_packed,
     )
 
 
