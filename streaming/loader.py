@@ -23,10 +23,10 @@ from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     STREAMED,
+    balanced,
     check_one_size,
     check_ordinary,
     check_streaming,
-    checked_balance,
     given,
     refuse_torch_names,
     streaming_config,
@@ -187,7 +187,7 @@ class DataLoader(DeviceMeshFetcher):
             return
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)
-        rules = checked_balance(balance, cost, made, collate_fn=collate_fn)
+        items = balanced(made, balance, cost, collate_fn=collate_fn)
         if not isinstance(made, STREAMED):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
@@ -196,7 +196,7 @@ class DataLoader(DeviceMeshFetcher):
         config = streaming_config(
             made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=page_locked, **choices
         )
-        self._stream(made, replace(config, balance=rules), agreement_timeout)
+        self._stream(made, replace(config, recipe=replace(config.recipe, items=items)), agreement_timeout)
 
     _make: Callable[..., None] = __init__
 

@@ -307,6 +307,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
     chosen = _swept_ranks(whole, sliced=loads.sliced)
     replicas = replica_ranks(options.mesh)
     found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
+    kept_bytes = budget.packs_limit_bytes(limit) if planned.is_packed else 0
     report = PlanReport(
         num_shards=len(planned.urls),
         num_chunks=len(loads.chunk_bytes),
@@ -333,8 +334,8 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         warnings=(),
         limits={
             "chunks": budget.chunks_limit_bytes(limit),
-            "batches": budget.batches_limit_bytes(limit, is_packed=planned.is_packed),
-            **({"packs": budget.packs_limit_bytes(limit)} if planned.is_packed else {}),
+            "batches": budget.batches_limit_bytes(limit) - kept_bytes,
+            **({"packs": kept_bytes} if kept_bytes else {}),
         },
         ramp=None if options.ramp is None else dict(options.ramp.steps),
         packs=PackTotals.of(planned) if planned.is_packed else None,

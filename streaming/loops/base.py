@@ -24,7 +24,6 @@ from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
-from streaming.packing.balance import BalanceRules
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
@@ -51,9 +50,6 @@ class LoopConfig:
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
-        balance: How packs of a global batch are balanced; None: not at all.
-        is_packed: Whether packs are dealt out, of tokens or of whole samples: the data that they are made from takes a
-            part of the memory.
     """
 
     shape: Shape
@@ -64,18 +60,16 @@ class LoopConfig:
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-    balance: BalanceRules | None = None
-    is_packed: bool = False
 
     @property
     def batches_limit_bytes(self) -> int:
         """The part of the memory for batches that are built but not handed out."""
-        return budget.batches_limit_bytes(self.memory_limit_bytes, is_packed=self.is_packed)
+        return budget.batches_limit_bytes(self.memory_limit_bytes) - self.kept_bytes
 
     @property
-    def exchanges(self) -> bool:
-        """Whether packs of a global batch are redistributed over its ranks."""
-        return self.balance is not None and self.balance.how == "exchange"
+    def kept_bytes(self) -> int:
+        """The part of the memory for what rows are made by, such as lengths of documents."""
+        return self.recipe.items.kept_bytes(self.memory_limit_bytes)
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -93,7 +87,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     """Return the options of the reading side, and how one rank of a data share reads for the others, or None.
 
-    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges packs
+    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges rows
     does so, and reads, in the thread that asks for batches: all such ranks have then come equally far when their loops
     end.
     """
@@ -112,7 +106,7 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
         )  # fmt: skip
         config = replace(config, num_workers=1)
     return replace(config, recipe=recipe), Sharing.of_replicas(
-        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges
     )
 
 
@@ -153,8 +147,7 @@ class BaseLoop(Loop):
             sample_in_shard=sample_in_shard,
             files=dataset.bad_files,
             rank=config.mesh.rank,
-            on_error=dataset.on_error,
-            part=dataset.recipe_parts[0],
+            fate=dataset.items.fate(dataset.on_error),
         )
         self._earlier = dataset.counters()
         self._tally: Tally | None = None

@@ -31,7 +31,6 @@ from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import FetchRange
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
-from streaming.loops.options import check_padded
 from streaming.loops.runs import RampedRun, ReplannedRun
 from streaming.loops.shares import Change, RunShares, ranks_together
 from streaming.metrics import Metrics
@@ -44,7 +43,7 @@ from streaming.plan.ramp import Ramp
 from streaming.plan.room import Room, Rooms
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
-from streaming.replicas.exchange import PackExchange
+from streaming.replicas.exchange import RowExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
 
@@ -58,16 +57,16 @@ FETCH_THREADS = 64
 distant one, the chunks of the first batch should take a single round trip."""
 
 
-def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, PackExchange | None]:
-    """Return the options for building batches, and the exchange of packs with other ranks, or None.
+def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, RowExchange | None]:
+    """Return the options for building batches, and the exchange of rows with other ranks, or None.
 
-    Packs are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
-    payload has nothing to exchange: its number of packs is that of the plan.
+    Rows are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
+    payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
-    if not config.exchanges or recipe.packs is None or recipe.portion.is_count:
+    if not recipe.items.exchanges or recipe.portion.is_count:
         return config, None
-    peers = PackExchange(config.mesh, recipe.packs, recipe.cut, metrics)
+    peers = RowExchange(config.mesh, recipe.items, recipe.cut, metrics)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), peers
 
 
@@ -93,8 +92,8 @@ class EpochLoop(BaseLoop):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         self.config, self._peers = open_exchange(self.config, self.metrics)
-        if config.is_packed:
-            dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
+        if config.kept_bytes:
+            dataset.keep_at_most(config.kept_bytes)
         self._store: ChunkStore | None = None
         self._is_resumed = self._keeps_chunks = False
         self._sizes = self.shape.sizes_by_row
@@ -304,7 +303,7 @@ class EpochLoop(BaseLoop):
         return super().start(place, seed)
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """See ``Loop``; if packs are exchanged, this applies to the batches made from them."""
+        """See ``Loop``; if rows are exchanged, this applies to the batches made from them."""
         if self._peers is None:
             super().page_lock(locker)
         elif self.config.replicas.portion(self.config.mesh).is_whole:
@@ -333,7 +332,7 @@ class EpochLoop(BaseLoop):
         for each in self.shape.sizes:
             resolve_batch_size(None, each, mesh.data_world_size)
         shape = replace(self.shape, num_ranks=mesh.data_world_size)
-        check_padded(self.config.recipe, shape)
+        self.config.recipe.items.check_shape(shape, self.config.recipe.collate_fn)
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
         state = self._state_at(at) if isinstance(at, int) else at
@@ -429,7 +428,7 @@ class EpochLoop(BaseLoop):
         return self._shared(lambda: self._exchanged(plan, place), place)
 
     def _exchanged(self, plan: Plan, place: Place) -> Run:
-        """Start reading this rank's share, and exchange its packs if that is configured."""
+        """Start reading this rank's share, and exchange its rows if that is configured."""
         room = self._room_for(plan)
         if not self._num_runs:  # otherwise an epoch continues with batches of another size
             self._account(place)
@@ -461,7 +460,6 @@ class EpochLoop(BaseLoop):
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
                 batch_bytes=self.config.batches_limit_bytes,
-                balance=self.config.balance,
             ),
             metrics=self.metrics,
             report=self._bad.report,

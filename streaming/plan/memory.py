@@ -58,15 +58,14 @@ def most_room(all_chunks_bytes: int) -> int:
     return 2 * all_chunks_bytes + (16 << 20)
 
 
-def batches_limit_bytes(memory_limit_bytes: int, *, is_packed: bool = False) -> int:
-    """Return the part of ``memory_limit`` for batches that are built but not handed out."""
-    whole = int(memory_limit_bytes * (1 - CHUNKS_SHARE))
-    return whole - packs_limit_bytes(memory_limit_bytes) if is_packed else whole
+def batches_limit_bytes(memory_limit_bytes: int) -> int:
+    """Return the part of ``memory_limit`` for batches that are built but not handed out, and what they are made by."""
+    return int(memory_limit_bytes * (1 - CHUNKS_SHARE))
 
 
 def packs_limit_bytes(memory_limit_bytes: int) -> int:
     """Return the part of ``memory_limit`` for a packed set's packs and lengths: a quarter of the part for batches."""
-    return min(int(memory_limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
+    return min(batches_limit_bytes(memory_limit_bytes) // 4, MOST_FOR_PACKS)
 
 
 def needed_mib(chunks_bytes: int) -> int:
