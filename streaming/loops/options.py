@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
 from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
@@ -18,7 +18,7 @@ from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.base import MOST_BUILDERS, LoopConfig
+from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
@@ -220,19 +220,6 @@ def streaming_config(
         recipe=recipe,
         replicas=replicas,
     )
-
-
-def check_one_size(shape: Shape) -> None:
-    """Refuse a schedule of batch sizes for loops that do not support one.
-
-    Raises:
-        ConfigError: The shape has a schedule.
-    """
-    if shape.ramp is not None:
-        raise ConfigError(
-            "batch_size: a Schedule of batch sizes needs a StreamingDataset with an index, or a Mixture, that the "
-            "training process reads itself; give an integer"
-        )
 
 
 def no_dataset(given: object) -> ConfigError:

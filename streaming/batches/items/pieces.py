@@ -100,12 +100,12 @@ class OneEach(PieceItems):
 
     def check_shape(self, shape: Shape, collate_fn: object) -> None:
         """See ``Items``: several in one rank's batch would differ in shape."""
-        if collate_fn is not None or max(shape.sizes) <= shape.num_ranks:
+        if collate_fn is not None or shape.sizes.most <= shape.num_ranks:
             return
         raise ConfigError(
             "batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
             f"length={self.length}; expected batch_size=1, which is global_batch_size={shape.num_ranks} on "
-            f"{shape.num_ranks} rank(s), got global_batch_size={max(shape.sizes)}. For several packs per step and rank "
+            f"{shape.num_ranks} rank(s), got global_batch_size={shape.sizes.most}. For several packs per step and rank "
             "give collate_fn=list, which makes each batch a list of padded packs"
         )
 
