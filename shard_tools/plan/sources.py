@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streaming.batches.build import Samples
 from streaming.catalog.packed import PackedSource
 from streaming.catalog.random_access import span_borders
 from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OfTable
@@ -36,6 +37,7 @@ class TableSet(OfTable):
     """
 
     can_be_mapped = False
+    items = Samples()
 
     def __init__(self, table: ChunkTable, *, sliced: bool) -> None:
         self._table, self._sliced = table, sliced

@@ -25,7 +25,6 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.course import Course, course_of, ranks_together
-from streaming.loops.options import check_padded
 from streaming.loops.runs import Begin, SegmentedRun
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
@@ -36,7 +35,7 @@ from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
-from streaming.replicas.exchange import PackExchange
+from streaming.replicas.exchange import RowExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
 
@@ -51,16 +50,16 @@ distant one, the chunks of the first batch should take a single round trip."""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
-    """Return the options for building batches, and the exchange of packs with other ranks, if there is one.
+    """Return the options for building batches, and the exchange of rows with other ranks, if there is one.
 
-    Packs are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
-    payload has nothing to exchange: its number of packs is that of the plan.
+    Rows are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
+    payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
-    if not config.exchanges or recipe.packs is None or recipe.portion.is_count:
+    if not recipe.items.exchanges or recipe.portion.is_count:
         return config, ()
     keeps_all = config.replicas.portion(config.mesh).is_whole
-    peers = PackExchange(config.mesh, recipe.packs, recipe.cut, metrics, keeps_all=keeps_all)
+    peers = RowExchange(config.mesh, recipe.items, recipe.cut, metrics, keeps_all=keeps_all)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), (peers,)
 
 
@@ -289,7 +288,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             )
         Sizes.chosen(None, self.shape.sizes.option, mesh.data_world_size)
         shape = replace(self.shape, num_ranks=mesh.data_world_size)
-        check_padded(self.config.recipe, shape)
+        self.config.recipe.items.check_shape(shape, self.config.recipe.collate_fn)
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
         state = self._state_at(at) if isinstance(at, int) else at
@@ -412,5 +411,4 @@ def _settings(config: LoopConfig, source: Source, crew: Crew) -> Settings:
         num_builders=config.num_workers or config.num_threads,
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
-        balance=config.balance,
     )
