@@ -16,7 +16,7 @@ from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.select import parse_subset
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.spans import SPAN_BYTES
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 if TYPE_CHECKING:
     from streaming.datasets.mixture import Mixture
@@ -42,9 +42,9 @@ class TableSet(OfTable):
         self.urls = [shard.name for shard in table.shards]
         self._order_by(shuffle=True, seed=0)
 
+    @override
     @property
     def table(self) -> ChunkTable:
-        """See ``OfTable``."""
         return self._table
 
     @property

@@ -24,7 +24,7 @@ from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
-from streaming.plan import memory as budget
+from streaming.plan.memory import Budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
@@ -42,7 +42,7 @@ class LoopConfig:
     Attributes:
         shape: Shape of the batches.
         mesh: The mesh, including this process's place in it.
-        memory_limit_bytes: Upper bound on everything this rank buffers.
+        memory: The rank's ``memory_limit``, divided.
         num_workers: Processes that build batches; 0: threads of this process.
         num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
             it.
@@ -53,22 +53,12 @@ class LoopConfig:
 
     shape: Shape
     mesh: DeviceMesh
-    memory_limit_bytes: int
+    memory: Budget
     num_workers: int
     num_threads: int
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-
-    @property
-    def batches_limit_bytes(self) -> int:
-        """The part of the memory for batches that are built but not handed out."""
-        return budget.batches_limit_bytes(self.memory_limit_bytes) - self.kept_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """The part of the memory for what rows are made by, such as lengths of documents."""
-        return self.recipe.items.kept_bytes(self.memory_limit_bytes)
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -78,7 +68,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         config.recipe,
         arena_bytes=arena_bytes,
         depth=config.depth,
-        batch_bytes=config.batches_limit_bytes,
+        batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
     )
 

@@ -213,7 +213,7 @@ def streaming_config(
     return LoopConfig(
         shape=shape,
         mesh=mesh,
-        memory_limit_bytes=checked_memory_limit(memory_limit),
+        memory=items.budget(checked_memory_limit(memory_limit)),
         num_workers=num_workers,
         num_threads=threads,
         depth=prefetch_factor * max(1, num_workers or threads),

@@ -272,7 +272,7 @@ CASES: dict[str, dict[str, Case]] = {
         "prefetch_factor": Case(5, base=By(lambda kind, _: {} if KINDS[kind].is_streamed else WORKERS),
                                 look=settings_of("depth", "prefetch_factor"), epochs=0),
         "pin_memory": Case(True, look=lambda loader, _: loader.pin_memory),
-        "memory_limit": Case("100KB", acts_by=(MemoryLimitError,), look=settings_of("memory_limit_bytes")),
+        "memory_limit": Case("100KB", acts_by=(MemoryLimitError,), look=settings_of("memory", "memory_limit")),
         "stall_report_s": Case(3.5, look=lambda loader, _: loader.stall_report_s),
         "remote_group": Case(RemoteGroup(name="others", num_actors=1), look=group_of),
         "replicate": Case("broadcast", base={"DataLoader": {"device_mesh": mesh(tp_size=2)}},

@@ -135,13 +135,14 @@ def test_mixtures_ask_their_sources(folder: Path) -> None:
 
 def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
     limit = 64 << 20
-    assert budget.batches_limit_bytes(limit) == limit // 4
+    memory = budget.Budget.of(limit, packs=True)
+    assert memory.batches_bytes + memory.packs_bytes == limit // 4
     packed = packed_of(folder)
     with loader_of(packed, memory_limit=limit) as loader:
         for _ in loader:
             pass
     parts = (packed._recent, packed._fits, packed._records, packed._lengths._recent)
-    assert sum(part._limit_bytes for part in parts) == budget.packs_limit_bytes(limit)
+    assert sum(part._limit_bytes for part in parts) == memory.packs_bytes
     assert all(0 < part._kept_bytes <= part._limit_bytes for part in parts)
 
 
