@@ -18,7 +18,6 @@ from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
@@ -31,9 +30,10 @@ from streaming.loops.options import (
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.words import Announcer
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of
+from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
+from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule
 from streaming.remote import RemoteGroup, open_remote

@@ -28,7 +28,6 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
 from streaming.loops.fetcher import EpochLoop
-from streaming.loops.map_style import resolve_dataset
 from streaming.loops.options import (
     STREAMED,
     Streamed,
@@ -38,6 +37,7 @@ from streaming.loops.options import (
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
+from streaming.ordinary.map_style import resolve_dataset
 from streaming.plan.order import ENDLESS
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import Shape

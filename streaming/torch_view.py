@@ -17,9 +17,9 @@ from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError, StateError
 from streaming.mesh_fetcher import DeviceMeshFetcher
+from streaming.ordinary.retry import SharedLog
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
-from streaming.samplers.retry import SharedLog
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64

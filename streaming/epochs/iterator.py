@@ -144,14 +144,17 @@ class Loop(ABC):
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
         """Return the place after the batch that ``run`` has just returned, which is the next one after ``place``."""
-        seen = place.samples_seen + self.shape.global_batch_size
-        if self.batches_left(seen):
-            return Place(epoch=place.epoch, samples_seen=seen)
-        return Place(epoch=place.epoch + 1, samples_seen=0)
+        seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
+        after = Place(epoch=place.epoch, samples_seen=seen)
+        return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
 
-    def shape_at(self, place: Place) -> Shape:  # noqa: ARG002  for loops whose batches change their size
+    def row_of(self, place: Place) -> int:
+        """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""
+        return place.samples_seen
+
+    def shape_at(self, place: Place) -> Shape:
         """Return the shape of the batch that comes after ``place``."""
-        return self.shape
+        return self.shape.at(self.row_of(place))
 
     def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know what they will draw
         """Describe what changes after ``place`` in what is read; "" if nothing does."""

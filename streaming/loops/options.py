@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
 from streaming.batches.build import Recipe
 from streaming.batches.jagged import checked_jagged
 from streaming.batches.sequence import find_peer
@@ -19,7 +19,7 @@ from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.base import MOST_BUILDERS, LoopConfig
+from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
