@@ -152,9 +152,10 @@ class Loop(ABC):
         """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""
         return place.samples_seen
 
-    def shape_at(self, place: Place) -> Shape:
-        """Return the shape of the batch that comes after ``place``."""
-        return self.shape.at(self.row_of(place))
+    @property
+    def next_shape(self) -> Shape:
+        """The shape of the batch that comes next."""
+        return self.shape.at(self.row_of(self.position.place))
 
     def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know what they will draw
         """Describe what changes after ``place`` in what is read; "" if nothing does."""
@@ -168,6 +169,18 @@ class Loop(ABC):
     def is_endless(self) -> bool:
         """Whether an epoch has no end."""
         return self.position.is_endless
+
+    def check_ends(self) -> None:
+        """Refuse to count the batches of an epoch without an end.
+
+        Raises:
+            TypeError: It has none.
+        """
+        if self.is_endless:
+            raise TypeError(
+                "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
+                "an epoch_size="
+            )
 
     def seen(self) -> dict[str, dict[str, float]]:
         """Count the samples drawn from each source.
