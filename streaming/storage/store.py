@@ -129,7 +129,7 @@ class Store:
         version = self._pins.get(url) if pinned and adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
         told_size = adapter.in_pieces or stop is not None  # else the duration of the answer cannot be estimated
-        hedging = traffic if told_size and self._options.hedging.hedge else None
+        hedging = traffic if told_size and self._options.hedge else None
         with self._active.under_way(url, start, stop) as call, self._threads if hedging else nullcontext():
             try:
                 if not transfer.is_done:
