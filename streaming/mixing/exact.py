@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.lanes import MixedLanes, stretch_of
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, LaneShares, ShareTree
@@ -52,17 +52,17 @@ _WINDOWS_AHEAD, _SAMPLES_AHEAD = 64, 2**12
 """So many windows and samples beyond a lane's position nothing is laid: chunks move by a few windows."""
 
 
-class ExactLanes(Endless):
+class ExactLanes(EndlessOrder):
     """The order of an endless mixture whose shares are exact at every row, by samples or by batches.
 
     After ``n`` samples of a lane a source has given ``n`` times its share, to within one for each node above it in the
     tree of sources.
 
     Args:
-        sources: See ``Endless``. What absent sources gave is not needed: no position depends on another source's
+        sources: See ``EndlessOrder``. What absent sources gave is not needed: no position depends on another source's
             chunks.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
         batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
@@ -99,7 +99,7 @@ class ExactLanes(Endless):
         return {**found, **{name: [name] for name in self.sources.every_name if name not in rows}}
 
     def _weigh(self) -> None:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         self._names_of = self._members()
         self._leaf_of = {name: leaf for leaf, names in self._names_of.items() for name in names}
         present = set(self.sources.names)
@@ -228,11 +228,11 @@ class ExactLanes(Endless):
         return sorted(found)
 
     def settle(self, place: int) -> None:
-        """See ``Endless``: only the weights before these rows."""
+        """See ``EndlessOrder``: only the weights before these rows."""
         self._planned(place)
 
     def drawn_before(self, row: int) -> Int64Array:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         lanes = self.settings.lanes
         whole, rest = divmod(row, lanes)
         counts = np.array([self._shares.counts(lane, whole + (lane < rest)) for lane in range(lanes)])
@@ -253,7 +253,7 @@ class ExactLanes(Endless):
         return found
 
     def free_pass(self, name: str) -> int:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         leaf, frontier = self._leaf_of[name], self.frontier
         index = self._leaves.index(leaf)
         drawn = [int(self._shares.counts(lane, frontier)[index]) for lane in range(self.settings.lanes)]
@@ -264,13 +264,13 @@ class ExactLanes(Endless):
 
     @property
     def known_from(self) -> int:
-        """See ``Endless``: where the last weight of an absent source ends."""
+        """See ``EndlessOrder``: where the last weight of an absent source ends."""
         stops = [*(entry.start for entry in self.schedule[1:]), ENDLESS]
         spans, absent = zip(self.schedule, stops, strict=True), list(self._absent())
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
 
     def check_from(self, place: int) -> None:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         known_from, lanes = self.known_from, self.settings.lanes
         if place >= known_from:
             return
@@ -304,9 +304,9 @@ class EvenLanes(ExactLanes):
     and other weights then apply a fixed number of draws after they have one again.
 
     Args:
-        sources: See ``Endless``.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        sources: See ``EndlessOrder``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class EvenLanes(ExactLanes):
         return {**({LAID: self._large} if self._large else {}), **found}
 
     def _weigh(self) -> None:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         super()._weigh()
         self.mixed_after = max(map(self._mixed_after, self._leaves[: len(self._streams)]))
 
@@ -360,7 +360,7 @@ class EvenLanes(ExactLanes):
         return self._inner(self._large, np.maximum.accumulate(starts).tolist())
 
     def apart(self) -> Self:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         made = super().apart()
         if self._laid is not None:
             made._laid = self._laid.apart()
@@ -396,7 +396,7 @@ class EvenLanes(ExactLanes):
 
     @property
     def frontier(self) -> int:
-        """See ``Endless``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
+        """See ``EndlessOrder``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
         with self._lock:
             # Both parts are of one moment, and grow only.
             laid = 0 if self._laid is None else self._laid.frontier
@@ -421,19 +421,19 @@ class EvenLanes(ExactLanes):
         return min(self._position(0, time), ENDLESS // self.settings.lanes) * self.settings.lanes
 
     def settle(self, place: int) -> None:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         super().settle(place)
         if self._laid is not None and place:
             leaf = self._leaves.index(LAID)
             self._laid.settle(max(int(self._shares.counts(lane, place)[leaf]) for lane in range(self.settings.lanes)))
 
     def free_pass(self, name: str) -> int:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         return self._laid.free_pass(name) if self._laid is not None and name in self._large else super().free_pass(name)
 
     @property
     def known_from(self) -> int:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         needed = self._laid.known_from if self._laid is not None else 0
         behind = max(self._position(lane, needed) for lane in range(self.settings.lanes)) if needed else 0
         return max(super().known_from, behind)

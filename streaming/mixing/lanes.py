@@ -21,7 +21,7 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.passes import Sources, Weights, drawn_in_lanes, keep_latest, keyed_number
 from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
@@ -41,16 +41,16 @@ _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
 
-class MixedLanes(Endless):
+class MixedLanes(EndlessOrder):
     """The order of an endless mixture: one pass, number 0, in which every lane is a stream of chunks by weight.
 
     After ``n`` samples of a lane, a source has given ``n`` times its share, to within one of its chunks plus its share
     of one chunk of every source. Any position is found by arithmetic and one permutation per pass and source.
 
     Args:
-        sources: See ``Endless``.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        sources: See ``EndlessOrder``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
         names: The sources that are laid, present and absent; None: all.
         row_at: Returns the row of the run at which so many samples of a lane were laid, for messages; None: they are
             all that a lane has.
@@ -86,7 +86,7 @@ class MixedLanes(Endless):
         super().__init__(sources, schedule, lock=lock)
 
     def _weigh(self) -> None:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         self._growths = growths(self._names, self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
         shares = np.where(self._growth.shares > 0, self._growth.shares, np.inf)
@@ -241,11 +241,11 @@ class MixedLanes(Endless):
         return self.sources.drawn(self, 0, lane, place)
 
     def drawn_before(self, row: int) -> Int64Array:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         return drawn_in_lanes(self.drawn, self.settings.lanes, row)
 
     def free_pass(self, name: str) -> int:
-        """See ``Endless``."""
+        """See ``EndlessOrder``."""
         with self._lock:
             # due follows from the frontier of one moment; a later frontier only makes it later.
             due = self._growths[name].due(self._frontier)
@@ -320,7 +320,7 @@ class MixedLanes(Endless):
 
     @property
     def known_from(self) -> int:
-        """See ``Endless``. What :meth:`find` searches is after that, too."""
+        """See ``EndlessOrder``. What :meth:`find` searches is after that, too."""
         looked_at = self._behind_absent + self.settings.window + self._slack
         return max(self._free, looked_at) if self._absent_until else 0
 

@@ -13,8 +13,8 @@ from streaming.errors import redact
 from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
 from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
-from streaming.storage.base.active import ActiveCalls, Call
 from streaming.storage.base.adapter import Adapter, ChangedError
+from streaming.storage.base.calls import ActiveCalls, Call
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import as_url, scheme_of, split_query
 from streaming.storage.requests.retry import retrying

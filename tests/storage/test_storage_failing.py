@@ -18,7 +18,6 @@ from leftovers import leftovers, our_threads
 
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
-from streaming.storage.base.active import Call
 from streaming.storage.base.adapter import (
     ChangedError,
     PassingError,
@@ -27,6 +26,7 @@ from streaming.storage.base.adapter import (
     UnreachableError,
     copy_piece,
 )
+from streaming.storage.base.calls import Call
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 from streaming.storage.requests import retry
 from streaming.storage.requests import traffic as traffic_module
