@@ -22,9 +22,9 @@ from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     STREAMED,
+    balanced,
     check_ordinary,
     check_streaming,
-    checked_balance,
     given,
     refuse_torch_names,
     streaming_config,
@@ -191,7 +191,7 @@ class DataLoader(DeviceMeshFetcher):
             return
         replicas = Replicas(**{name: options[name] for name in ("replicate", "stage_fields", "sequence")})
         made = self._resolve(self._given)
-        rules = checked_balance(options["balance"], options["cost"], made, collate_fn=options["collate_fn"])
+        items = balanced(made, options["balance"], options["cost"], collate_fn=options["collate_fn"])
         if not isinstance(made, STREAMED):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
@@ -201,7 +201,7 @@ class DataLoader(DeviceMeshFetcher):
             made, mesh, replicas, num_threads=options["num_threads"], memory_limit=options["memory_limit"],
             pin=page_locked, **choices,
         )  # fmt: skip
-        self._stream(made, replace(config, balance=rules), timeout_s)
+        self._stream(made, replace(config, recipe=replace(config.recipe, items=items)), timeout_s)
 
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]

@@ -152,8 +152,8 @@ class DeviceMeshFetcher(Closable):
             "global_batch_size": self._shape.sizes.plain,
             "last_batch": self._shape.last_batch,
         }
-        if config.balance is not None:
-            same["balance"] = config.balance.how
+        if (balance := config.recipe.items.balance) is not None:
+            same["balance"] = balance.how
         self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
 

@@ -301,7 +301,7 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
 
 def _rooms(planned: Any, options: PlanOptions) -> Rooms:
     """Return the memory of a loader without worker processes, which maps local files."""
-    return Rooms(planned, Budget.of(options.memory_limit_bytes, packs=planned.is_packed))
+    return Rooms(planned, Budget(options.memory_limit_bytes, planned.items.kept_bytes(options.memory_limit_bytes)))
 
 
 def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:

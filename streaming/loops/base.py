@@ -24,12 +24,12 @@ from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
-from streaming.packing.balance import BalanceRules
 from streaming.plan.memory import Budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import Replicas
+from streaming.types import override
 
 _Contents = TypeVar("_Contents", bound=Contents)
 _log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ class LoopConfig:
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
-        balance: How packs of a global batch are balanced; None: not at all.
     """
 
     shape: Shape
@@ -61,12 +60,6 @@ class LoopConfig:
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-    balance: BalanceRules | None = None
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether packs of a global batch are redistributed over its ranks."""
-        return self.balance is not None and self.balance.how == "exchange"
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -84,7 +77,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
     """Return the options of the reading side, and how one rank of a data share reads for the others, if one does.
 
-    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges packs
+    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges rows
     does so, and reads, in the thread that asks for batches: all such ranks have then come equally far when their loops
     end.
     """
@@ -102,7 +95,9 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
             "transform(sample, rng), and draw from rng only", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
-    sharing = Sharing.of_replicas(config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges)
+    sharing = Sharing.of_replicas(
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges
+    )
     return replace(config, recipe=recipe), (sharing,)
 
 
@@ -143,8 +138,7 @@ class Accounting:
             sample_in_shard=sample_in_shard,
             files=dataset.bad_files,
             rank=mesh.rank,
-            on_error=dataset.on_error,
-            part=dataset.recipe_parts[0],
+            fate=dataset.items.fate(dataset.on_error),
         )
         self._tally: Tally | None = None
         self._counted_in: ProcessGroup | None = None
@@ -199,8 +193,8 @@ class BaseLoop(Loop, Generic[_Contents]):
     def _start(self, place: Place) -> Run:
         """Start producing the epoch's batches from ``place`` on, in ``order``."""
 
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
-        """See ``Loop``."""
         if seed is not None:
             self.order, self._seeded_at = replace(self.order, seed=seed), place
         self._follow_changes()

@@ -25,7 +25,6 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.course import Course, course_of, ranks_together
-from streaming.loops.options import check_padded
 from streaming.loops.runs import Begin, SegmentedRun
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
@@ -35,9 +34,10 @@ from streaming.plan.order import ENDLESS
 from streaming.plan.plan import Plan
 from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
-from streaming.replicas.exchange import PackExchange
+from streaming.replicas.exchange import RowExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
+from streaming.types import override
 
 _log = logging.getLogger(__name__)
 
@@ -50,16 +50,16 @@ distant one, the chunks of the first batch should take a single round trip."""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
-    """Return the options for building batches, and the exchange of packs with other ranks, if there is one.
+    """Return the options for building batches, and the exchange of rows with other ranks, if there is one.
 
-    Packs are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
-    payload has nothing to exchange: its number of packs is that of the plan.
+    Rows are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
+    payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
-    if not config.exchanges or recipe.packs is None or recipe.portion.is_count:
+    if not recipe.items.exchanges or recipe.portion.is_count:
         return config, ()
     keeps_all = config.replicas.portion(config.mesh).is_whole
-    peers = PackExchange(config.mesh, recipe.packs, recipe.cut, metrics, keeps_all=keeps_all)
+    peers = RowExchange(config.mesh, recipe.items, recipe.cut, metrics, keeps_all=keeps_all)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), (peers,)
 
 
@@ -134,12 +134,12 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """See ``DataLoader.seen``."""
         return self.course.seen(self.order, self.row_of(self.position.place))
 
+    @override
     def now_read(self, dataset: Any) -> Any:
-        """See ``Loop``."""
         return self.course.now_read(dataset)
 
+    @override
     def outlook(self, place: Place) -> str:
-        """See ``Loop``."""
         return self.course.what_follows(self.row_of(place))
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
@@ -197,8 +197,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """See ``Loop``; with a schedule of batch sizes, the number in the current epoch."""
         return self.left_behind(Place(epoch=self.position.epoch, samples_seen=samples_seen))
 
+    @override
     def left_behind(self, place: Place) -> int:
-        """See ``Loop``."""
         left = self.samples_per_epoch - place.samples_seen
         return self.shape.sizes.batches(self.row_of(place), left, self.shape.last_batch)
 
@@ -268,7 +268,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             )
         Sizes.chosen(None, self.shape.sizes.option, mesh.data_world_size)
         shape = replace(self.shape, num_ranks=mesh.data_world_size)
-        check_padded(self.config.recipe, shape)
+        self.config.recipe.items.check_shape(shape, self.config.recipe.collate_fn)
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
         state = at if isinstance(at, LoaderState) else self._state_at(at)
@@ -386,5 +386,4 @@ def _settings(config: LoopConfig, source: Source, crew: Crew) -> Settings:
         num_builders=config.num_workers or config.num_threads,
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
-        balance=config.balance,
     )

@@ -16,7 +16,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +59,6 @@ class Budget:
     limit_bytes: int
     packs_bytes: int = 0
 
-    @classmethod
-    def of(cls, limit_bytes: int, *, packs: bool) -> Self:
-        """Return the budget of a dataset with or without packs: for them, a quarter of the part for batches."""
-        return cls(limit_bytes, min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS) if packs else 0)
-
     @property
     def chunks_bytes(self) -> int:
         """The part for chunks."""
@@ -92,6 +87,11 @@ class Budget:
     def holds(self, all_bytes: int) -> bool:
         """Tell whether there is room for all chunks of a set, as for most small sets."""
         return all_bytes <= min(READ_AHEAD_BYTES, self.chunks_bytes)
+
+
+def kept_for_packs(limit_bytes: int) -> int:
+    """Return the part of ``memory_limit`` for a packed set's packs and lengths: a quarter of the part for batches."""
+    return min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
 
 
 def needed_mib(chunks_bytes: int) -> int:

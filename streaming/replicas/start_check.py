@@ -103,7 +103,7 @@ class StartCheck:
             "fields": None if dataset.fields is None else list(dataset.fields),
             "decode": _described(dataset.decode),
             "transform": _described(dataset.transform),
-            "packs": sorted({repr(part.packs) for part in dataset.recipe_parts if part.packs is not None}),
+            "packs": dataset.items.options,
             "on_error": dataset.on_error,
             "stage_fields": repr(self._replicas.stage_fields),
             "sequence": repr(self._replicas.sequence),
