@@ -14,6 +14,7 @@ from streaming.arguments import checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
+from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
@@ -22,7 +23,6 @@ from streaming.loops.map_style import is_iterable, open_ordinary, resolve_datase
 from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
-    STREAMED,
     check_one_size,
     check_ordinary,
     check_streaming,
@@ -188,13 +188,13 @@ class DataLoader(DeviceMeshFetcher):
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)
         rules = checked_balance(balance, cost, made, collate_fn=collate_fn)
-        if not isinstance(made, STREAMED):
+        if not isinstance(made, DataSet):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)
         config = streaming_config(
-            made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=page_locked, **choices
+            made.source, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=page_locked, **choices
         )
         self._stream(made, replace(config, balance=rules), agreement_timeout)
 

@@ -19,7 +19,7 @@ from streaming.arguments import (
     seconds_or_none,
     shows,
 )
-from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches, Closable, Loop
@@ -31,8 +31,6 @@ from streaming.loops.base import LoopConfig
 from streaming.loops.fetcher import EpochLoop
 from streaming.loops.map_style import resolve_dataset
 from streaming.loops.options import (
-    STREAMED,
-    Streamed,
     check_one_size,
     no_dataset,
     refuse_what_deals,
@@ -88,7 +86,7 @@ class DeviceMeshFetcher(Closable):
 
     def __init__(
         self,
-        dataset: Streamed | Callable[[], Streamed],
+        dataset: DataSet[Any] | Callable[[], DataSet[Any]],
         batch_size: int | Schedule | None = None,
         *,
         global_batch_size: int | Schedule | None = None,
@@ -101,10 +99,10 @@ class DeviceMeshFetcher(Closable):
         mesh = self._begin(dataset, device_mesh, options_of(locals()))
         timeout_s = seconds_or_none("agreement_timeout", agreement_timeout, NO_CHECK)
         made = self._resolve(dataset)
-        if not isinstance(made, STREAMED):
+        if not isinstance(made, DataSet):
             raise no_dataset(made)
         config = streaming_config(
-            made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
+            made.source, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
             jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=page_locked,
         )  # fmt: skip
         self._stream(made, config, timeout_s)
@@ -142,19 +140,20 @@ class DeviceMeshFetcher(Closable):
 
     def _resolve(self, dataset: Any) -> Any:
         """Return the dataset itself, calling the function that makes it if one was given."""
-        made = dataset if isinstance(dataset, STREAMED) else resolve_dataset(dataset)
+        made = dataset if isinstance(dataset, DataSet) else resolve_dataset(dataset)
         refuse_what_deals(made)
         self._given = self._dataset = made
         return made
 
-    def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
+    def _stream(self, dataset: DataSet[Any], config: LoopConfig, timeout_s: float | None) -> None:
         """Open the loop over a streamed dataset, and the check that compares it with the loops of other ranks."""
         loop: EpochLoop | StreamedLoop
-        if isinstance(dataset, StreamingDataset) and not dataset.indexed:
-            check_one_size(self._shape)
-            loop = StreamedLoop(dataset, config)
+        source = dataset.source
+        if source.indexed:
+            loop = EpochLoop(source, config)
         else:
-            loop = EpochLoop(dataset, config)
+            check_one_size(self._shape)
+            loop = StreamedLoop(source, config)
         self._loop = loop
         ramp = self._shape.ramp
         same: dict[str, Any] = {
@@ -163,7 +162,7 @@ class DeviceMeshFetcher(Closable):
         }
         if config.balance is not None:
             same["balance"] = config.balance.how
-        self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
+        self._check = StartCheck(source, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
 
     @property

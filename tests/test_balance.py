@@ -159,7 +159,7 @@ def test_rows_of_a_batch_join_to_that_batch(folder: Path, options: dict[str, Any
             for place in range(3):  # as if they had come from another rank
                 rows[place] = decode(encode([_narrow(rows[place])], _allocated))[0]
             assert [row["input_ids"].dtype for row in rows[:2]] == [torch.int64, torch.int32]
-            again = join_packs(rows, packed.shape)
+            again = join_packs(rows, packed.source.shape)
             assert again.keys() == batch.keys()
             for name, value in batch.items():
                 alike = torch.equal(value, again[name]) if isinstance(value, torch.Tensor) else value == again[name]

@@ -65,15 +65,17 @@ def data(url: str) -> StreamingDataset:
 @lru_cache(maxsize=64)
 def members(dataset: StreamingDataset) -> frozenset[int]:
     """Numbers of the samples in a data set, which never change."""
-    table = dataset.shards.table
+    table = dataset.source.shards.table
     assert table is not None
     return frozenset(
-        np.flatnonzero(np.concatenate([dataset.selection.mask(shard) for shard in range(len(table.shards))])).tolist()
+        np.flatnonzero(
+            np.concatenate([dataset.source.selection.mask(shard) for shard in range(len(table.shards))])
+        ).tolist()
     )
 
 
 def pool_of(curriculum: Curriculum, row: int) -> set[int]:
-    found = [members(curriculum.leaves[name]) for name in curriculum.pool(row)]
+    found = [members(curriculum.source.leaves[name]) for name in curriculum.pool(row)]
     assert sum(map(len, found)) == len(set().union(*found))  # no sample in two buckets
     assert [len(one) for one in found] == list(curriculum.pool(row).values())
     return set().union(*found)
@@ -133,7 +135,7 @@ def test_the_pool_of_several_metrics_is_what_all_of_them_open(data: StreamingDat
         buckets={"tokens": [66, 514], "rarity": 10},
     )
     for row in (0, 100, 500, 899, 900, 999, 1000, 10**9):
-        rarity = curriculum.grid.metrics[1].schedule.at(row)
+        rarity = curriculum.source.grid.metrics[1].schedule.at(row)
         easy = {number for number, tokens in enumerate(TOKENS) if tokens <= (66 if row < 900 else 2000)}
         assert pool_of(curriculum, row) == easy & at_most(RARITY, float(rarity), 10)  # type: ignore[arg-type]
     assert len(pool_of(curriculum, 1000)) == NUM
@@ -207,7 +209,7 @@ def test_the_pool_is_drawn_from_evenly_and_others_not_yet(data: StreamingDataset
     seen = DataLoader(curriculum, batch_size=12)
     seen.load_state_dict(state)
     for name, one in seen.seen().items():
-        numbers = {f"{number:05d}" for number in members(curriculum.leaves[name])}
+        numbers = {f"{number:05d}" for number in members(curriculum.source.leaves[name])}
         assert one["samples"] == sum(row in numbers for row in rows)
 
 
@@ -342,8 +344,8 @@ def test_within_a_mixture_it_is_one_source(data: StreamingDataset, url: str) -> 
     assert abs(found["web"] - 900) <= 2 * 5 * 6
     assert sum(one["samples"] for name, one in seen.items() if name.startswith("web/tokens<=")) == found["web"]
     assert mix[NUM + 3]["__source__"] == "web"
-    assert data.max_bad_samples == 0.001
-    assert mix.bad_limits(mix.begun(), 0, 121_000) == {"web": 91, "all": 31}  # of all buckets together
+    assert data.source.max_bad_samples == 0.001
+    assert mix.source.bad_limits(mix.source.begun(), 0, 121_000) == {"web": 91, "all": 31}  # of all buckets together
     named = Curriculum(data, "tokens", STEPS, buckets=4, name_sources=True)
     with DataLoader(Mixture({"web": named}, weights={"web": 1}), batch_size=12) as loader:
         assert {one.partition("<=")[0] for one in next(iter(loader))["__source__"]} == {"web/tokens"}
@@ -383,7 +385,7 @@ def test_shares_by_tokens_count_those_of_the_open_buckets(tmp_path: Path) -> Non
     eight_shards = StreamingDataset(write(str(tmp_path), max_samples=30))  # the mean is of so many
     easy = Curriculum(eight_shards, "tokens", Schedule.steps({0: 66}), by="value", buckets=[66])
     mix = Mixture({"easy": easy, "all": eight_shards}, weights={"easy": 1, "all": 1}, unit="tokens")
-    means = mix.units_per_sample
+    means = mix.source.units_per_sample
     assert means["all"] == pytest.approx(np.mean(TOKENS))
     assert means["easy/tokens<=66"] == pytest.approx(np.mean([tokens for tokens in TOKENS if tokens <= 66]))
 
@@ -460,9 +462,9 @@ def test_what_it_reads_is_said_and_sorted_shards_cure_it(
             pass
         seen = sum(one["passes"] for one in loader.seen().values()) / len(curriculum.names)
     read = sum(entry["bytes"] for entry in data_gets(mini_s3.log(), mixed.urls[0].rpartition("/")[0]))
-    used = seen * mixed.table.total_bytes
+    used = seen * mixed.source.table.total_bytes
     # Chunks are read anew in every pass of a bucket, or kept where memory allows it.
-    assert read / used <= 1.3 * curriculum.read_amplification
+    assert read / used <= 1.3 * curriculum.source.read_amplification
     caplog.clear()
     target = f"{tmp_path}/sorted/"
     ran = CliRunner().invoke(
@@ -470,7 +472,7 @@ def test_what_it_reads_is_said_and_sorted_shards_cure_it(
     )
     assert ran.exit_code == 0, ran.output
     pure = Curriculum(StreamingDataset(target), "rarity", Schedule.steps({0: 1}), buckets=4)
-    assert pure.read_amplification < 1.5
+    assert pure.source.read_amplification < 1.5
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 

@@ -26,7 +26,7 @@ from streaming.plan.settings import Shape
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import MixedSource
 
 MAX_SWEPT_RANKS = 4096
 """Maximum number of data ranks that are computed; of more, this many equally spaced ones. Some milliseconds each."""
@@ -281,7 +281,7 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
         plans = epoch_plans(planned.chunk_samples, order, options)
         loads = Loads(plans, Reads.of_sets(planned), _rooms(planned, options))
         return _report(planned, loads, options)
-    mixture: Mixture = planned
+    mixture: MixedSource = planned
     mixture.check_shape(options.shape)
     ledger = mixture.begun(options.global_batch_size, order)
     most = max(num_samples, *options.shape.sizes) if mixture.is_endless else None

@@ -1,4 +1,4 @@
-"""Open the dataset of a plan, the same object that training builds; estimate what is read of its chunks."""
+"""Open the source of a plan, the same object that training reads; estimate what is read of its chunks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.types import Int64Array
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import MixedSource
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Leaf: TypeAlias = ChunkSource | PackedSource
-Planned: TypeAlias = "Leaf | Mixture"
+Planned: TypeAlias = "Leaf | MixedSource"
 MIXTURE_SUFFIX = ".json"
 
 
@@ -69,7 +69,7 @@ def open_planned(
     urls: str | Sequence[str], *, storage_options: Mapping[str, object] | None = None, subset: str | None = None,
     **options: Any,
 ) -> Planned:  # fmt: skip
-    """Open the dataset that training builds: the mixture of a JSON file if that is the only URL, else a set.
+    """Open what training reads: the mixture of a JSON file if that is the only URL, else a set.
 
     Args:
         urls: URLs as users write them.
@@ -92,14 +92,14 @@ def open_planned(
             raise ConfigError(
                 f"--{name.replace('_', '-')}: in a mixture it belongs to each source; write it into {listed[0]}"
             )
-        return Mixture.from_file(listed[0], storage_options=storage_options)
+        return Mixture.from_file(listed[0], storage_options=storage_options).source
     if subset is not None:
         given["subset"] = parse_subset(subset)
-    made: Any = open_described({"url": listed, **given}, storage_options=storage_options)
-    if not made.indexed:
-        raise IndexMissingError(made.shards.missing_index)
-    found: Planned = made
-    return found
+    found: Any = open_described({"url": listed, **given}, storage_options=storage_options).source
+    if not found.indexed:
+        raise IndexMissingError(found.shards.missing_index)
+    planned: Planned = found
+    return planned
 
 
 def sets_of(planned: Planned | TableSet) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import MixedSource
 
 _MAX_ROWS = 1 << 20  # maximum shown at once; a larger range of steps is surely a mistake
 
@@ -151,9 +151,9 @@ class PlannedRun:
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
     @property
-    def _mixture(self) -> Mixture:
+    def _mixture(self) -> MixedSource:
         mixture: Any = self.planned
-        found: Mixture = mixture
+        found: MixedSource = mixture
         return found
 
     @cached_property

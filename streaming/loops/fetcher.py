@@ -16,7 +16,7 @@ import numpy as np
 from infra import DeviceMesh
 from streaming.arguments import resolve_batch_size
 from streaming.batches.portion import Portion
-from streaming.datasets.mixture import Mixture
+from streaming.datasets.face import reading
 from streaming.engine.builders import Crew, is_surely_trivial
 from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
@@ -46,6 +46,7 @@ from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.exchange import PackExchange
 from streaming.replicas.options import CountedRun
+from streaming.sources.mixed import MixedSource
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class EpochLoop(BaseLoop):
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
         self.dataset = dataset
         self._num_samples = int(dataset.chunk_samples.sum())
-        self.shares = RunShares(dataset, config.shape) if isinstance(dataset, Mixture) else None
+        self.shares = RunShares(dataset, config.shape) if isinstance(dataset, MixedSource) else None
         if not self._num_samples:
             raise ConfigError(
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
@@ -141,7 +142,7 @@ class EpochLoop(BaseLoop):
 
     def now_read(self, dataset: Any) -> Any:
         """See ``Loop``."""
-        return dataset if self.shares is None else self.shares.now_read
+        return dataset if self.shares is None else reading(dataset, self.shares.now_read)
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
@@ -288,7 +289,7 @@ class EpochLoop(BaseLoop):
             )  # fmt: skip
         return found
 
-    def _read_of(self, mixture: Mixture) -> None:
+    def _read_of(self, mixture: MixedSource) -> None:
         """Read ``mixture`` from the next run on: the same samples, cut into the fetch units of the loaded run."""
         if mixture is self.dataset:
             return
@@ -503,7 +504,7 @@ class EpochLoop(BaseLoop):
         """Begin accounting for bad samples; an epoch without an end counts as one pass over the data."""
         num_samples = self._num_samples if self.is_endless else self.samples_per_epoch
         allowed_of: Callable[[float], Mapping[str, int]] | None = None
-        if self.shares is not None and isinstance(self.dataset, Mixture):
+        if self.shares is not None and isinstance(self.dataset, MixedSource):
             start = place.epoch * self.samples_per_epoch if not self.is_endless else place.samples_seen
             allowed_of = partial(self.dataset.bad_limits, self.shares.ledger, start, num_samples)
         self._begin_account(num_samples, place.epoch, allowed_of)

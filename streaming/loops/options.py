@@ -15,8 +15,7 @@ from streaming.batches.build import Recipe
 from streaming.batches.jagged import checked_jagged
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture
-from streaming.datasets.packed import Packed
+from streaming.datasets.face import DataSet
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import MOST_BUILDERS, LoopConfig
@@ -24,12 +23,15 @@ from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
+from streaming.sources.mixed import MixedSource
+from streaming.sources.packs import PackedDocuments
+from streaming.sources.samples import SampleSource
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
 DEFAULT_MEMORY_LIMIT = "4GiB"
-Streamed: TypeAlias = StreamingDataset | Mixture | Packed
-STREAMED = (StreamingDataset, Mixture, Packed)
+Streamed: TypeAlias = SampleSource | PackedDocuments | MixedSource
+"""What is read of the data sets that users hold."""
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself, each to one rank, in an order that resumes from a state_dict. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
@@ -138,7 +140,7 @@ def check_ordinary(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: {why}")
 
 
-def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
+def check_streaming(options: Mapping[str, Any], dataset: DataSet[Any]) -> None:
     """Accept options of ordinary datasets if they ask for what a ``StreamingDataset`` does anyway.
 
     Raises:
@@ -164,11 +166,12 @@ def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -
             )
         return None
     rules = BalanceRules(how=balance, cost=cost)
-    if not getattr(dataset, "is_packed", False):
+    source = dataset.source if isinstance(dataset, DataSet) else None
+    if source is None or not source.is_packed:
         raise ConfigError(
             f"balance={balance!r}: expected a Packed(…), or a Mixture of them, got a {type(dataset).__name__}"
         )
-    if dataset.recipe_parts[0].packs is None or dataset.recipe_parts[0].packs.padded:
+    if source.recipe_parts[0].packs is None or source.recipe_parts[0].packs.padded:
         raise ConfigError(
             f"balance={balance!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and costs "
             "the same as any other except for its last rows; leave out balance, or padded"
@@ -250,7 +253,7 @@ def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
         raise ConfigError(
             f"jagged: field {unread[0]!r} is not among the fields read, fields={recipe.fields}; add it there"
         )
-    if isinstance(dataset, StreamingDataset):
+    if isinstance(dataset, SampleSource):
         dataset.warn_of_names(tuple(recipe.jagged), option="jagged")
 
 
@@ -328,7 +331,7 @@ def refuse_what_deals(made: Any) -> None:
             f"{what} a {type(made).__name__}, whose batches are already split over the ranks and would be split again. "
             "Give its data set: DataLoader(loader.dataset, …), or iterate over it as it is"
         )
-    if isinstance(made, (list, tuple)) and made and isinstance(made[0], STREAMED):
+    if isinstance(made, (list, tuple)) and made and isinstance(made[0], DataSet):
         raise ConfigError(
             f"{what} a {type(made).__name__} of {len(made)}; name them and mix them, by size or with weights=: "
             'Mixture({"web": web, "code": code})'

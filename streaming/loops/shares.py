@@ -11,7 +11,6 @@ from typing import Any
 
 from infra import DeviceMesh
 from streaming.arguments import checked_int, format_bytes, some_names
-from streaming.datasets.mixture import Mixture
 from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.job.agreement import Facts, Together
 from streaming.job.store import job_store, job_world_size
@@ -21,6 +20,7 @@ from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+from streaming.sources.mixed import MixedSource
 
 _PASSES_TOLD = 6
 """Number of passes named in the log line at the start; later ones follow from them."""
@@ -51,7 +51,7 @@ class RunShares:
         ConfigError: Batches of one source each are not possible with this shape.
     """
 
-    def __init__(self, mixture: Mixture, shape: Shape) -> None:
+    def __init__(self, mixture: MixedSource, shape: Shape) -> None:
         self.mixture = self.now_read = mixture
         self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
         mixture.check_shape(shape)
@@ -59,10 +59,10 @@ class RunShares:
         self.ledger: Ledger = mixture.begun(shape.global_batch_size, order)
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
-        if quotas is not None and self.samples_per_pass < len(mixture):
+        if quotas is not None and self.samples_per_pass < mixture.num_readable:
             _log.info(
                 'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
-                "each source comes first in the next epoch", self.samples_per_pass, len(mixture),
+                "each source comes first in the next epoch", self.samples_per_pass, mixture.num_readable,
             )  # fmt: skip
         self._has_begun = False
         self._orders: Orders | None = None
@@ -259,7 +259,7 @@ def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
     return together, board is not None or mesh.world_size == 1
 
 
-def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+def resumed(mixture: MixedSource, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
     """Return the ledger of a run over a mixture that continues at ``row``; log once what changes.
 
     Raises:
@@ -289,7 +289,7 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
 
 
-def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings) -> None:
+def _tell_overlapping(mixture: MixedSource, ledger: Ledger, settings: OrderSettings) -> None:
     """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes."""
     names = mixture.overlapping(ledger, settings)
     if names:
@@ -300,13 +300,13 @@ def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings)
         )  # fmt: skip
 
 
-def in_words(mixture: Mixture) -> str:
+def in_words(mixture: MixedSource) -> str:
     """Describe the fetch units of a mixture."""
     sizes = [f"{name} {format_bytes(size)}" for name, size in mixture.fetch_bytes.items()]
     return some_names([*sizes, *(["whole chunks of the others"] if len(sizes) < len(mixture.names) else [])])
 
 
-def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
+def _with_laid(mixture: MixedSource, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
     """Record in a ledger's last entry what sources without weight have laid out, so that they can be dropped later.
 
     Args:
