@@ -134,7 +134,7 @@ def slices(folder: Path) -> object:
 def keys(folder: Path) -> object:
     samples = StreamingDataset(str(folder))
     chunks = np.arange(samples.source.table.num_chunks)
-    return keys_at(samples, chunks, samples.source.table.num_samples - 1)
+    return keys_at(samples.source, chunks, samples.source.table.num_samples - 1)
 
 
 def notes(folder: Path) -> object:
