@@ -19,11 +19,9 @@ from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
-    check_one_size,
     check_ordinary,
     check_streaming,
     checked_balance,
@@ -32,9 +30,10 @@ from streaming.loops.options import (
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.words import Announcer
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of
+from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
+from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule
 from streaming.remote import RemoteGroup, open_remote
@@ -181,7 +180,7 @@ class DataLoader(DeviceMeshFetcher):
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:
-            check_one_size(self._shape)
+            self._shape.check_one_size()
             there = {name: options[name] for name in _IN_ACTORS}
             self._loop = open_remote(dataset, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
             return
@@ -203,7 +202,7 @@ class DataLoader(DeviceMeshFetcher):
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
-        check_one_size(self._shape)
+        self._shape.check_one_size()
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)

@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,17 +28,15 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
 from streaming.loops.fetcher import EpochLoop
-from streaming.loops.map_style import resolve_dataset
 from streaming.loops.options import (
-    check_one_size,
     no_dataset,
     refuse_what_deals,
     streaming_config,
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
+from streaming.ordinary.map_style import resolve_dataset
 from streaming.plan.order import ENDLESS
-from streaming.plan.ramp import Ramp
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
@@ -127,15 +124,10 @@ class DeviceMeshFetcher(Closable):
         self._check: StartCheck | None = None
         self._finder = MeshFinder(device_mesh)
         mesh = self._finder.mesh
-        ramp = Ramp.chosen(options["batch_size"], options["global_batch_size"], mesh.data_world_size)
-        batch_size, size = options["batch_size"], options["global_batch_size"]
-        if ramp is not None:
-            batch_size, size = None, ramp.size_at(0)
-        shape = Shape.chosen(
-            batch_size, size, mesh.data_world_size,
+        self._shape = Shape.chosen(
+            options["batch_size"], options["global_batch_size"], mesh.data_world_size,
             last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
         )  # fmt: skip
-        self._shape = replace(shape, ramp=ramp)
         return mesh
 
     def _resolve(self, dataset: Any) -> Any:
@@ -152,12 +144,11 @@ class DeviceMeshFetcher(Closable):
         if source.indexed:
             loop = EpochLoop(source, config)
         else:
-            check_one_size(self._shape)
+            self._shape.check_one_size()
             loop = StreamedLoop(source, config)
         self._loop = loop
-        ramp = self._shape.ramp
         same: dict[str, Any] = {
-            "global_batch_size": self._shape.global_batch_size if ramp is None else [list(step) for step in ramp.steps],
+            "global_batch_size": repr(self._shape.sizes.option),
             "last_batch": self._shape.last_batch,
         }
         if config.balance is not None:
@@ -202,7 +193,7 @@ class DeviceMeshFetcher(Closable):
     @property
     def has_ramp(self) -> bool:
         """Whether the batch size follows a schedule."""
-        return self._shape.ramp is not None
+        return not self._shape.sizes.is_constant
 
     @property
     def batches_left(self) -> int:
@@ -417,9 +408,7 @@ class DeviceMeshFetcher(Closable):
         dropped = loop.remesh(mesh, position, f"remesh() to {who}, generation {number},") // size
         self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
         self._loaded = loop.state().to_dict()
-        ramp = loop.shape.ramp
-        sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
-        self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
+        self._options = {**self._options, "batch_size": None, "global_batch_size": loop.shape.sizes.option}
         loop.announce = Announcer(self._dataset, loop, self._finder)
         if self._check is not None:
             self._check.become(mesh)
@@ -509,7 +498,7 @@ class DeviceMeshFetcher(Closable):
         if seed is not None and (seed, place.has_begun) != (loop.position.next_seed, loop.position.place.has_begun):
             loop.set_seed(seed)
         if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
-            loop.take_weights(old)
+            loop.succeed(old)
         self.page_lock(locker)
 
 

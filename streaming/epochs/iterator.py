@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, Self
 
 from streaming.epochs.interrupts import is_interrupt
@@ -18,6 +19,15 @@ from streaming.forks import Maker
 from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+
+NO_SOURCES_SEEN = (
+    "seen: works with a loader over a Mixture only; this loader reads a single data set, whose samples state_dict() "
+    "counts"
+)
+NO_SOURCES_WEIGHED = (
+    "set_weights: works with a loader over a Mixture only; this loader reads a single data set: give it a "
+    "Mixture({…: dataset, …}, weights=…)"
+)
 
 
 class Run(Protocol):
@@ -46,6 +56,26 @@ class RunOver:
     def describe(self) -> str:
         """Describe the current activity, for reports."""
         return self._run.describe()
+
+
+class Stage(Protocol):
+    """A part of the way from what a rank reads to what it hands out, over many runs. For one thread."""
+
+    def run(self, read: Callable[[], Run], place: Place) -> Run:
+        """Return batches from ``place`` on; ``read`` begins the run below, if this rank needs one."""
+
+    def page_lock(self, locker: Any) -> Any:
+        """Return what page-locks the batches of the run below, where this stage makes none itself; None: nothing."""
+
+    def drop(self) -> None:
+        """Drop the connections to other ranks; the next run makes new ones."""
+
+
+def staged(stages: Iterable[Stage], read: Callable[[], Run], place: Place) -> Run:
+    """Return the run that ``read`` begins, through stages of which each knows only the run below it."""
+    for stage in stages:
+        read = partial(stage.run, read, place)
+    return read()
 
 
 class Closable(ABC):
@@ -123,6 +153,10 @@ class Loop(ABC):
         """Return the shape of the batch that comes after ``place``."""
         return self.shape
 
+    def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know what they will draw
+        """Describe what changes after ``place`` in what is read; "" if nothing does."""
+        return ""
+
     def now_read(self, dataset: Any) -> Any:
         """Return what is read of the dataset that the loop was made with, if a state or a call changed it since."""
         return dataset
@@ -138,10 +172,7 @@ class Loop(ABC):
         Raises:
             ConfigError: There are no sources.
         """
-        raise ConfigError(
-            "seen: works with a loader over a Mixture only; this loader reads a single data set, whose samples "
-            "state_dict() counts"
-        )
+        raise ConfigError(NO_SOURCES_SEEN)
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:  # noqa: ARG002
         """Change the weights of the sources.
@@ -149,10 +180,7 @@ class Loop(ABC):
         Raises:
             ConfigError: There are no sources.
         """
-        raise ConfigError(
-            "set_weights: works with a loader over a Mixture only; this loader reads a single data set: give it a "
-            "Mixture({…: dataset, …}, weights=…)"
-        )
+        raise ConfigError(NO_SOURCES_WEIGHED)
 
     @abstractmethod
     def state(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
 from streaming.batches.build import Recipe
 from streaming.batches.jagged import checked_jagged
 from streaming.batches.sequence import find_peer
@@ -18,7 +18,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.face import DataSet
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.base import MOST_BUILDERS, LoopConfig
+from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
@@ -192,12 +192,12 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
     """
     packs = recipe.packs
     budget = packs.length if packs is not None and packs.padded else recipe.parts[0].budget
-    if budget is None or recipe.collate_fn is not None or max(shape.sizes) <= shape.num_ranks:
+    if budget is None or recipe.collate_fn is not None or shape.sizes.most <= shape.num_ranks:
         return
     raise ConfigError(
         "batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
         f"length={budget}; expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} "
-        f"rank(s), got global_batch_size={max(shape.sizes)}. For several packs per step and rank give collate_fn=list, "
+        f"rank(s), got global_batch_size={shape.sizes.most}. For several packs per step and rank give collate_fn=list, "
         "which makes each batch a list of padded packs"
     )
 
@@ -295,19 +295,6 @@ def streaming_config(
         replicas=replicas,
         is_packed=dataset.is_packed,
     )
-
-
-def check_one_size(shape: Shape) -> None:
-    """Refuse a schedule of batch sizes for loops that do not support one.
-
-    Raises:
-        ConfigError: The shape has a schedule.
-    """
-    if shape.ramp is not None:
-        raise ConfigError(
-            "batch_size: a Schedule of batch sizes needs a StreamingDataset with an index, or a Mixture, that the "
-            "training process reads itself; give an integer"
-        )
 
 
 def no_dataset(given: object) -> ConfigError:

@@ -51,30 +51,29 @@ class PackExchange:
         shape: The form of batches.
         cut: Called with each batch and its number of packs; returns this rank's portion, possibly page-locked.
         metrics: Where bytes and waits are counted.
+        keeps_all: Whether that portion is the whole batch, so that it can lie in page-locked memory.
 
     Attributes:
         allocate: Allocates tensors made of packs of several ranks; None: fresh memory.
     """
 
-    def __init__(self, mesh: DeviceMesh, shape: PackShape, cut: Callable[[Any, int], Any], metrics: Metrics) -> None:
-        self.shape, self.cut, self.metrics = shape, cut, metrics
+    def __init__(
+        self, mesh: DeviceMesh, shape: PackShape, cut: Callable[[Any, int], Any], metrics: Metrics, *, keeps_all: bool
+    ) -> None:
+        self.shape, self.cut, self.metrics, self._keeps_all = shape, cut, metrics, keeps_all
         self.allocate: Allocate | None = None
         self._group: Any = None
-        self.become(mesh)
-        in_children(self, PackExchange.leave_behind)
-
-    def become(self, mesh: DeviceMesh) -> None:
-        """Make this a rank of another world; the next run connects with the ranks of that world."""
         self._rank, self.place = mesh.rank, mesh.data_rank
         self.ranks = tuple(mesh.replicas_of(share)[mesh.replica_rank] for share in range(mesh.data_world_size))
-        self.drop()
+        in_children(self, PackExchange.leave_behind)
 
-    def run(self, running: Run, place: Place) -> Run:
-        """Exchange the packs of the batches that ``running`` yields from ``place`` on.
+    def run(self, read: Callable[[], Run], place: Place) -> Run:
+        """Exchange the packs of the batches of a run from ``place`` on.
 
         Raises:
             ConfigError, ReplicaError: See ``gloo_group``.
         """
+        running = read()
         if self._group is None and len(self.ranks) > 1:
             self._group, _ = gloo_group(
                 self.ranks, TIMEOUT_S, option=_OPTION, of="the mesh", cure="begin to iterate on all of them",
@@ -82,8 +81,12 @@ class PackExchange:
             )  # fmt: skip
         return _ExchangedRun(self, running, place)
 
+    def page_lock(self, locker: Any) -> Any:
+        """See ``Stage``: batches are made here, of packs of several ranks."""
+        self.allocate = locker.allocate if locker is not None and self._keeps_all else None
+
     def drop(self) -> None:
-        """Drop the connections; the next run makes new ones."""
+        """See ``Stage``."""
         self._group = None
 
     def leave_behind(self) -> None:

@@ -356,7 +356,7 @@ class MixedSource(JoinedSource):
         """
         if self.batches == "mixed":
             return
-        if shape.ramp is not None:
+        if not shape.sizes.is_constant:
             raise ConfigError(
                 'batches="one_source": the source of a batch is worked out from batches of equal size; give '
                 'global_batch_size an integer, or use batches="mixed"'

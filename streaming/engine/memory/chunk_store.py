@@ -119,6 +119,7 @@ class ChunkStore:
         failure: Exception with which the thread that keeps the units' bytes unchanged ended; None: none. The consumer
             gets it next.
         retain: Keep units that are no longer needed as long as there is room, because the next epoch needs them again.
+        is_held: Units that are no longer needed were kept because another plan may need them: ``keep_first`` is due.
         abandoned: A finished run has left behind, or may still leave behind, a thread that reads from the arena. Such a
             store must be closed and not used again; ``close`` leaves the memory to the last reference.
     """
@@ -135,7 +136,7 @@ class ChunkStore:
         self._apart = apart
         self.limit_bytes = arena.budget_bytes
         self.room: Mapping[UnitKey, int] = {}
-        self.retain = False
+        self.retain = self.is_held = False
         self.abandoned = False
         self.failure: BaseException | None = None
         if maps is not None:
@@ -190,6 +191,7 @@ class ChunkStore:
 
         When room runs out, it is taken from the last of ``wanted`` first.
         """
+        self.is_held = False
         kept = [self._cold.pop(one.key) for one in wanted if one.key in self._cold]
         while self._cold:
             self._drop(self._cold.popitem()[1])
@@ -220,6 +222,11 @@ class ChunkStore:
                 unit.first_row = self.rows.add(take_apart(data), unit.start)
             except Exception as error:  # noqa: BLE001  the consumer gets it, at its place
                 _note(unit, error)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no other run may use this store. Needs no lock."""
+        return self.abandoned or self.failure is not None
 
     def pending(self) -> list[Unit]:
         """Return the units whose fetch has not ended yet."""
