@@ -32,6 +32,7 @@ from streaming.datasets.curriculum import _Metric
 from streaming.errors import ConfigError, OptionError, StateError
 from streaming.index.columns import count_values, plain_values
 from streaming.plan.state import LoaderState
+from streaming.sources.samples import SampleSource
 
 STEPS = Schedule.steps({0: 0.25, 600: 0.5, 1500: 1.0})
 
@@ -48,14 +49,12 @@ def data(url: str) -> StreamingDataset:
 
 
 @lru_cache(maxsize=64)
-def members(dataset: StreamingDataset) -> frozenset[int]:
-    """Numbers of the samples in a data set, which never change."""
-    table = dataset.source.shards.table
+def members(source: SampleSource) -> frozenset[int]:
+    """Numbers of the samples that are read, which never change."""
+    table = source.shards.table
     assert table is not None
     return frozenset(
-        np.flatnonzero(
-            np.concatenate([dataset.source.selection.mask(shard) for shard in range(len(table.shards))])
-        ).tolist()
+        np.flatnonzero(np.concatenate([source.selection.mask(shard) for shard in range(len(table.shards))])).tolist()
     )
 
 
@@ -144,7 +143,7 @@ def test_three_tenths_are_three_of_ten_buckets(data: StreamingDataset) -> None:
 )
 def test_of_a_filtered_set_and_of_a_view(url: str, choice: dict[str, Any]) -> None:
     dataset = StreamingDataset(url, **choice)[5:80]
-    kept = members(dataset)
+    kept = members(dataset.source)
     assert len(kept) == 75
     curriculum = Curriculum(dataset, "tokens", Schedule.steps({0: 0.5, 100: 1}), buckets=4)
     assert pool_of(curriculum, 100) == kept
