@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streaming.catalog.packed import PackedSource
 from streaming.catalog.random_access import span_borders
-from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OfTable
+from streaming.catalog.source import FILTER_GAP_BYTES, OfTable
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.select import parse_subset
 from streaming.index.chunk_table import ChunkTable
@@ -19,11 +18,9 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.types import Int64Array
 
 if TYPE_CHECKING:
-    from streaming.sources.mixed import MixedSource
+    from streaming.sources.mixed import AnySource
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
-Leaf: TypeAlias = ChunkSource | PackedSource
-Planned: TypeAlias = "Leaf | MixedSource"
 MIXTURE_SUFFIX = ".json"
 
 
@@ -68,7 +65,7 @@ class TableSet(OfTable):
 def open_planned(
     urls: str | Sequence[str], *, storage_options: Mapping[str, object] | None = None, subset: str | None = None,
     **options: Any,
-) -> Planned:  # fmt: skip
+) -> AnySource:  # fmt: skip
     """Open what training reads: the mixture of a JSON file if that is the only URL, else a set.
 
     Args:
@@ -98,11 +95,11 @@ def open_planned(
     found: Any = open_described({"url": listed, **given}, storage_options=storage_options).source
     if not found.indexed:
         raise IndexMissingError(found.shards.missing_index)
-    planned: Planned = found
+    planned: AnySource = found
     return planned
 
 
-def sets_of(planned: Planned | TableSet) -> Iterator[tuple[str, Any]]:
+def sets_of(planned: AnySource | TableSet) -> Iterator[tuple[str, Any]]:
     """Yield the sets of samples or packs in the order of their chunks, with their names; that of a single one is ""."""
     leaves = getattr(planned, "leaves", None)
     yield from [("", planned)] if leaves is None else sorted(leaves.items())
@@ -160,7 +157,7 @@ class Reads:
         )
 
     @classmethod
-    def of_sets(cls, planned: Planned | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:
+    def of_sets(cls, planned: AnySource | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:
         """Estimate for all sets; the mean sample is that of the samples ``drawn`` of each."""
         sets = list(sets_of(planned))
         parts = [cls.of_set(one) for _, one in sets]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -23,15 +23,12 @@ from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
-from streaming.sources.mixed import MixedSource
-from streaming.sources.packs import PackedDocuments
+from streaming.sources.mixed import AnySource
 from streaming.sources.samples import SampleSource
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
 DEFAULT_MEMORY_LIMIT = "4GiB"
-Streamed: TypeAlias = SampleSource | PackedDocuments | MixedSource
-"""What is read of the data sets that users hold."""
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself, each to one rank, in an order that resumes from a state_dict. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
@@ -231,7 +228,7 @@ def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None
         )
 
 
-def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
+def check_jagged(recipe: Recipe, dataset: AnySource) -> None:
     """Refuse jagged fields that packs do not support or nobody reads.
 
     Warn about fields that shards do not seem to have.
@@ -258,7 +255,7 @@ def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
 
 
 def streaming_config(
-    dataset: Streamed, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
+    dataset: AnySource, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
     num_workers: int, num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
     jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
     pin: Callable[[Any], Any],

@@ -637,6 +637,10 @@ class MixedSource(JoinedSource):
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 
 
+AnySource: TypeAlias = Leaf | MixedSource
+"""What is read of any data set that users hold."""
+
+
 def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
     """Return the sources that hold samples, in whole chunks: how a mixture inside is dealt out has no effect."""
     found: dict[str, Leaf] = {}
