@@ -93,22 +93,13 @@ class DeviceMeshFetcher(Closable):
         memory_limit: int | str = "4GiB",
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        mesh = self._begin(dataset, device_mesh, options_of(locals()))
-        timeout_s = seconds_or_none("agreement_timeout", agreement_timeout, NO_CHECK)
-        made = self._resolve(dataset)
-        if not isinstance(made, DataSet):
-            raise no_dataset(made)
-        config = streaming_config(
-            made.source, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
-            jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=page_locked,
-        )  # fmt: skip
-        self._stream(made, config, timeout_s)
+        self._begin(dataset, device_mesh, options_of(locals()))
 
-    _make: Callable[..., None] = __init__
-    """The constructor that takes the options, even when a user's subclass overrides ``__init__``."""
+    def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> None:
+        """Store the options, find the mesh and open the loop of this process's place in it.
 
-    def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> DeviceMesh:
-        """Store the options, find the mesh and determine the batch shape."""
+        The one beginning of every loader: of a new one, and of one that was sent to another process.
+        """
         if isinstance(dataset, str):
             raise no_dataset(dataset)
         self._options = options
@@ -123,12 +114,29 @@ class DeviceMeshFetcher(Closable):
         self._watchdog: Watchdog | None = None
         self._check: StartCheck | None = None
         self._finder = MeshFinder(device_mesh)
-        mesh = self._finder.mesh
+        self._open(self._finder.mesh)
+
+    def _open(self, mesh: DeviceMesh) -> None:
+        """Open the loop of this process's place in a mesh, by the options."""
+        options = self._options
+        timeout_s = seconds_or_none("agreement_timeout", options["agreement_timeout"], NO_CHECK)
+        self._shape_for(mesh)
+        made = self._resolve(self._given)
+        if not isinstance(made, DataSet):
+            raise no_dataset(made)
+        config = streaming_config(
+            made.source, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
+            jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=options["memory_limit"], pin=page_locked,
+        )  # fmt: skip
+        self._stream(made, config, timeout_s)
+
+    def _shape_for(self, mesh: DeviceMesh) -> None:
+        """Determine the shape of batches in a mesh."""
+        options = self._options
         self._shape = Shape.chosen(
             options["batch_size"], options["global_batch_size"], mesh.data_world_size,
             last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
         )  # fmt: skip
-        return mesh
 
     def _resolve(self, dataset: Any) -> Any:
         """Return the dataset itself, calling the function that makes it if one was given."""
@@ -148,11 +156,11 @@ class DeviceMeshFetcher(Closable):
             loop = StreamedLoop(source, config)
         self._loop = loop
         same: dict[str, Any] = {
-            "global_batch_size": repr(self._shape.sizes.option),
+            "global_batch_size": self._shape.sizes.plain,
             "last_batch": self._shape.last_batch,
         }
-        if config.balance is not None:
-            same["balance"] = config.balance.how
+        if (balance := config.recipe.items.balance) is not None:
+            same["balance"] = balance.how
         self._check = StartCheck(source, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
 
@@ -411,7 +419,7 @@ class DeviceMeshFetcher(Closable):
         self._options = {**self._options, "batch_size": None, "global_batch_size": loop.shape.sizes.option}
         loop.announce = Announcer(self._dataset, loop, self._finder)
         if self._check is not None:
-            self._check.become(mesh)
+            self._check = self._check.opened(mesh)
         tell_of_going_on(mesh.world_size)
         place = loop.position.place
         _log.info(
@@ -472,12 +480,13 @@ class DeviceMeshFetcher(Closable):
         return {"dataset": self._given, "options": options, "state": None if is_new else state}
 
     def __setstate__(self, made: dict[str, Any]) -> None:
-        self._make(made["dataset"], **made["options"])
+        options = dict(made["options"])
+        self._begin(made["dataset"], options.pop("device_mesh"), options)
         if made["state"] is not None:
             self.load_state_dict(made["state"])
 
     def _look_again(self, *, to_read: bool = False) -> None:
-        """Rebuild the loop if this process's place in the mesh has changed since the loader was made."""
+        """Open the loop anew if this process's place in the mesh has changed since the loader was made."""
         finder, old = self._finder, self._loop
         if not finder.look_again(to_read=to_read):
             return
@@ -485,21 +494,12 @@ class DeviceMeshFetcher(Closable):
             "this process is rank %d of %d (found by: %s), unlike when the loader was made; the plan is made anew",
             finder.mesh.rank, finder.mesh.world_size, finder.found_by,
         )  # fmt: skip
-        place, seed = old.position.place, old.position.next_seed
-        loaded, locker, stages = self._loaded, self._locker, self._stages
         old.close()
-        self._make(self._given, **{**self._options, "device_mesh": finder.mesh})
-        self._finder, self._stages = finder, stages
-        self._loop.announce = Announcer(self._dataset, self._loop, finder)
-        if loaded is not None:
-            self.load_state_dict(loaded)
-        loop = self._loop
-        loop.set_epoch(place.epoch)
-        if seed is not None and (seed, place.has_begun) != (loop.position.next_seed, loop.position.place.has_begun):
-            loop.set_seed(seed)
-        if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
-            loop.succeed(old)
-        self.page_lock(locker)
+        self._open(finder.mesh)
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+        self._loop.succeed(old)
+        self.page_lock(self._locker)
 
 
 def _committed(at: Any, global_batch_size: int) -> LoaderState | int:

@@ -17,10 +17,10 @@ from shard_tools.plan.sources import Reads, TableSet, open_planned
 from streaming.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
-from streaming.plan import memory as budget
+from streaming.plan.demand import Rooms
+from streaming.plan.memory import Budget, needed_mib
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
-from streaming.plan.room import Rooms
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch
@@ -301,7 +301,7 @@ def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) ->
 
 def _rooms(planned: Any, options: PlanOptions) -> Rooms:
     """Return the memory of a loader without worker processes, which maps local files."""
-    return Rooms(planned, options.memory_limit_bytes, is_mapped=planned.can_be_mapped)
+    return Rooms(planned, Budget(options.memory_limit_bytes, planned.items.kept_bytes(options.memory_limit_bytes)))
 
 
 def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
@@ -327,17 +327,13 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         window=whole.settings.window,
         unit=loads.unit,
         memory_limit_bytes=limit,
-        needed_limit_bytes=budget.needed_mib(max(load.live_bytes for load in found)) << 20,
+        needed_limit_bytes=needed_mib(max(load.live_bytes for load in found)) << 20,
         mixed_chunks=_mixed_chunks(loads.plans[len(loads.plans) // 2]),
         loads=found,
         sampled=len(found) < whole.dp_world_size,
         filtered=bool((reads.num_bytes < loads.chunk_bytes).any()),
         warnings=(),
-        limits={
-            "chunks": budget.chunks_limit_bytes(limit),
-            "batches": budget.batches_limit_bytes(limit, is_packed=planned.is_packed),
-            **({"packs": budget.packs_limit_bytes(limit)} if planned.is_packed else {}),
-        },
+        limits=loads.rooms.memory.parts,
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
         packs=PackTotals.of(planned) if planned.is_packed else None,
     )

@@ -17,8 +17,8 @@ from streaming.engine.workers.ring import PageLocker
 from streaming.fetch.read import FetchRange
 from streaming.forks import in_children
 from streaming.metrics import Metrics
+from streaming.plan.demand import Demand, Rooms
 from streaming.plan.plan import Plan
-from streaming.plan.room import Room, Rooms
 
 _log = logging.getLogger(__name__)
 
@@ -148,8 +148,9 @@ class Reader:
         Raises:
             MemoryLimitError: What is needed at once does not fit.
         """
-        room = self.rooms.of(plan, self.dp_rank, resumed=resumed)
-        return lambda: self._read(plan, room)
+        demand = self.rooms.demand(plan, self.dp_rank)
+        demand.check(resumed=resumed)
+        return lambda: self._read(plan, demand)
 
     def hold(self) -> None:
         """Keep the chunks that the current run releases, until the next run has chosen those that it needs."""
@@ -159,15 +160,15 @@ class Reader:
                 # From here on, released units stay in memory until keep_first() chooses.
                 store.retain = store.is_held = True
 
-    def _read(self, plan: Plan, room: Room) -> Pipeline:
-        units: Units = (BatchSlices if room.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
+    def _read(self, plan: Plan, demand: Demand) -> Pipeline:
+        units: Units = (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
         crew, store = self._machinery.open(self._make)
-        store.limit_bytes, store.retain = room.limit_bytes, room.retain
-        store.room = {self.source.chunk(number).key: size for number, size in room.pieces.items()}
+        store.limit_bytes, store.retain = demand.limit_bytes, demand.retains
+        store.room = {self.source.chunk(number).key: size for number, size in demand.pieces.items()}
         if store.is_held:
             with store.changed:
                 # What is kept and wanted is held again; everything else that was retained is free.
-                num_kept = store.keep_first([] if room.is_sliced else self._first_units(plan, room.limit_bytes))
+                num_kept = store.keep_first([] if demand.is_sliced else self._first_units(plan, demand.limit_bytes))
             _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)
         return Pipeline(
             plan=plan, dp_rank=self.dp_rank, units=units, source=self.source, store=store,

@@ -239,6 +239,14 @@ class Loop(ABC):
         if self.position.load(place, next_seed, what):
             self.stop()
 
+    def succeed(self, other: Loop) -> None:
+        """Take the place of another loop over the same dataset: in its epoch, with the seed that it was given."""
+        here, there = self.position, other.position
+        self.set_epoch(there.place.epoch)
+        seed, has_begun = there.next_seed, there.place.has_begun
+        if seed is not None and (seed, has_begun) != (here.next_seed, here.place.has_begun):
+            self.set_seed(seed)
+
     def describe(self) -> str:
         """Describe what the loop is waiting for right now."""
         running = self.running

@@ -24,8 +24,7 @@ from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
-from streaming.packing.balance import BalanceRules
-from streaming.plan import memory as budget
+from streaming.plan.memory import Budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
@@ -43,38 +42,23 @@ class LoopConfig:
     Attributes:
         shape: Shape of the batches.
         mesh: The mesh, including this process's place in it.
-        memory_limit_bytes: Upper bound on everything this rank buffers.
+        memory: The rank's ``memory_limit``, divided.
         num_workers: Processes that build batches; 0: threads of this process.
         num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
             it.
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
-        balance: How packs of a global batch are balanced; None: not at all.
-        is_packed: Whether packs are dealt out, of tokens or of whole samples: the data that they are made from takes a
-            part of the memory.
     """
 
     shape: Shape
     mesh: DeviceMesh
-    memory_limit_bytes: int
+    memory: Budget
     num_workers: int
     num_threads: int
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-    balance: BalanceRules | None = None
-    is_packed: bool = False
-
-    @property
-    def batches_limit_bytes(self) -> int:
-        """The part of the memory for batches that are built but not handed out."""
-        return budget.batches_limit_bytes(self.memory_limit_bytes, is_packed=self.is_packed)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether packs of a global batch are redistributed over its ranks."""
-        return self.balance is not None and self.balance.how == "exchange"
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -84,7 +68,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         config.recipe,
         arena_bytes=arena_bytes,
         depth=config.depth,
-        batch_bytes=config.batches_limit_bytes,
+        batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
     )
 
@@ -92,7 +76,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
     """Return the options of the reading side, and how one rank of a data share reads for the others, if one does.
 
-    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges packs
+    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges rows
     does so, and reads, in the thread that asks for batches: all such ranks have then come equally far when their loops
     end.
     """
@@ -110,7 +94,9 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
             "transform(sample, rng), and draw from rng only", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
-    sharing = Sharing.of_replicas(config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges)
+    sharing = Sharing.of_replicas(
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges
+    )
     return replace(config, recipe=recipe), (sharing,)
 
 
@@ -151,8 +137,7 @@ class Account:
             sample_in_shard=sample_in_shard,
             files=dataset.bad_files,
             rank=mesh.rank,
-            on_error=dataset.on_error,
-            part=dataset.recipe_parts[0],
+            fate=dataset.items.fate(dataset.on_error),
         )
         self._tally: Tally | None = None
         self._counted_in: ProcessGroup | None = None

@@ -15,29 +15,27 @@ from streaming.batches.portion import Portion
 from streaming.engine.builders import Crew, is_surely_trivial
 from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.engine.memory.mapped import FileMaps
+from streaming.engine.memory.mapped import maps_of
 from streaming.engine.pipeline import Settings
 from streaming.engine.reading import Reader
 from streaming.engine.source import Source
-from streaming.epochs.iterator import Run, Stage, staged
+from streaming.epochs.iterator import Loop, Run, Stage, staged
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.course import Course, course_of, ranks_together
-from streaming.loops.options import check_padded
 from streaming.loops.runs import Begin, SegmentedRun
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
-from streaming.plan import memory as budget
+from streaming.plan.demand import Rooms
 from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.order import ENDLESS
 from streaming.plan.plan import Plan
-from streaming.plan.room import Rooms
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
-from streaming.replicas.exchange import PackExchange
+from streaming.replicas.exchange import RowExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
 
@@ -52,16 +50,16 @@ distant one, the chunks of the first batch should take a single round trip."""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
-    """Return the options for building batches, and the exchange of packs with other ranks, if there is one.
+    """Return the options for building batches, and the exchange of rows with other ranks, if there is one.
 
-    Packs are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
-    payload has nothing to exchange: its number of packs is that of the plan.
+    Rows are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
+    payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
-    if not config.exchanges or recipe.packs is None or recipe.portion.is_count:
+    if not recipe.items.exchanges or recipe.portion.is_count:
         return config, ()
     keeps_all = config.replicas.portion(config.mesh).is_whole
-    peers = PackExchange(config.mesh, recipe.packs, recipe.cut, metrics, keeps_all=keeps_all)
+    peers = RowExchange(config.mesh, recipe.items, recipe.cut, metrics, keeps_all=keeps_all)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), (peers,)
 
 
@@ -88,8 +86,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
-        if config.is_packed:
-            dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
+        dataset.keep_at_most(config.memory.packs_bytes)
         self._is_resumed = False
         self._sizes = self.shape.sizes
         self._loaded_at: Place | None = None
@@ -111,7 +108,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
     def _open_reader(self) -> None:
         """Read the course's source from the next run on."""
         source, config = self.course.source, self.config
-        rooms = Rooms(source, config.memory_limit_bytes, is_mapped=_is_mapped(source, config))
+        rooms = Rooms(source, config.memory, is_shared=config.num_workers > 0)
         self._reader = Reader(
             source, rooms, config.mesh.data_rank, self._machinery,
             make=partial(_open_store, source, config, rooms, self.metrics),
@@ -190,13 +187,15 @@ class EpochLoop(BaseLoop[ChunkStore]):
         begin = self._reader.prepared(plan, resumed=self._is_resumed)
         return lambda: (begin(), plan)
 
-    def succeed(self, other: EpochLoop) -> None:
-        """Take over the weights that ``set_weights`` gave to another loop over the same dataset.
+    def succeed(self, other: Loop) -> None:
+        """See ``Loop``: also with the weights that ``set_weights`` gave to the other loop.
 
         Raises:
             StateError: Batches of one source have another size here.
         """
-        self._follow(self.course.succeeding(other.course, other.state(), self.row_of(self.position.place)))
+        super().succeed(other)
+        if isinstance(other, EpochLoop):
+            self._follow(self.course.succeeding(other.course, other.state(), self.row_of(self.position.place)))
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``; with a schedule of batch sizes, the number in the current epoch."""
@@ -289,7 +288,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             )
         Sizes.chosen(None, self.shape.sizes.option, mesh.data_world_size)
         shape = replace(self.shape, num_ranks=mesh.data_world_size)
-        check_padded(self.config.recipe, shape)
+        self.config.recipe.items.check_shape(shape, self.config.recipe.collate_fn)
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
         state = self._state_at(at) if isinstance(at, int) else at
@@ -388,16 +387,10 @@ def _sample_in_shard(dataset: Source, number: int) -> int:
     return wanted.first_sample + wanted.lead + int(dataset.samples_of(np.array([chunk]), offset)[0])
 
 
-def _is_mapped(source: Source, config: LoopConfig) -> bool:
-    """Tell whether local shards are memory-mapped, which requires that no other process needs to see the arena."""
-    return not config.num_workers and source.can_be_mapped
-
-
 def _open_store(source: Source, config: LoopConfig, rooms: Rooms, metrics: Metrics) -> tuple[Crew, ChunkStore]:
     """Return the builders of batches and the chunk store, for all runs."""
     keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order
-    room = min(budget.chunks_limit_bytes(config.memory_limit_bytes), budget.most_room(rooms.all_bytes))
-    crew = open_crew(config, room, metrics)
+    crew = open_crew(config, rooms.most_bytes, metrics)
     return crew, ChunkStore(
         fetch=source.fetch_unit,
         apart=source.apart,
@@ -405,7 +398,7 @@ def _open_store(source: Source, config: LoopConfig, rooms: Rooms, metrics: Metri
         num_threads=min(FETCH_THREADS, (os.cpu_count() or 1) if source.is_local else FETCH_THREADS),
         metrics=metrics,
         changed=Monitor(),
-        maps=FileMaps(crew.arena, source.reads_whole) if _is_mapped(source, config) else None,
+        maps=maps_of(crew.arena, source.reads_whole, rooms.align_bytes),
     )
 
 
@@ -417,6 +410,5 @@ def _settings(config: LoopConfig, source: Source, crew: Crew) -> Settings:
         fields=source.fields,
         num_builders=config.num_workers or config.num_threads,
         depth=config.depth,
-        batch_bytes=config.batches_limit_bytes,
-        balance=config.balance,
+        batch_bytes=config.memory.batches_bytes,
     )

@@ -147,12 +147,12 @@ class StreamedLoop(BaseLoop[_Window]):
             order=self.order,
             epoch=place.epoch,
             dp_rank=config.mesh.data_rank,
-            window_bytes=int(config.memory_limit_bytes * _WINDOW_SHARE),
+            window_bytes=int(config.memory.limit_bytes * _WINDOW_SHARE),
             fields=self.dataset.fields,
             shape=self.shape,
             first_batch=place.samples_seen // config.shape.global_batch_size,
             depth=config.depth,
-            piece_bytes=piece_bytes_of(config.memory_limit_bytes),
+            piece_bytes=piece_bytes_of(config.memory.limit_bytes),
             keep_duplicates=self.dataset.duplicate_keys == "keep",
             max_gzip_ratio=self.dataset.max_gzip_ratio,
         )
@@ -161,7 +161,7 @@ class StreamedLoop(BaseLoop[_Window]):
             settings,
             self._machinery.open(partial(_open_crew, config, self.metrics))[0],
             num_builders=config.num_workers or config.num_threads,
-            batch_bytes=config.batches_limit_bytes,
+            batch_bytes=config.memory.batches_bytes,
             metrics=self.metrics,
             report=self._account.bad.report,
         )
@@ -169,6 +169,6 @@ class StreamedLoop(BaseLoop[_Window]):
 
 def _open_crew(config: LoopConfig, metrics: Metrics) -> tuple[Crew, _Window]:
     """Return the builders of batches, for all runs."""
-    arena_bytes = min(int(config.memory_limit_bytes * _ARENA_SHARE), budget.READ_AHEAD_BYTES)
+    arena_bytes = min(int(config.memory.limit_bytes * _ARENA_SHARE), budget.READ_AHEAD_BYTES)
     crew = open_crew(config, arena_bytes, metrics)
     return crew, _Window(crew)

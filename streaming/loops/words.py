@@ -72,8 +72,8 @@ class Announcer:
 
     def _builders(self) -> list[str]:
         workers, threads = getattr(self._config, "num_workers", None), getattr(self._config, "num_threads", None)
-        limit = getattr(self._config, "memory_limit_bytes", None)
-        made = [] if limit is None else [f"memory_limit {format_bytes(limit)} a rank"]
+        memory = getattr(self._config, "memory", None)
+        made = [] if memory is None else [f"memory_limit {format_bytes(memory.limit_bytes)} a rank"]
         if workers:
             made.append(f"{workers} worker processes a rank")
         elif threads is not None:

@@ -31,6 +31,7 @@ from streaming.ordinary.options import Collate, OrdinaryConfig, with_valid
 from streaming.ordinary.parts import Cursor, pinned
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
+from streaming.types import override
 
 _KEPT = 3
 """Number of latest batches to keep: the last one that training received, and two that may be read but not handed
@@ -79,6 +80,7 @@ class DispatchLoop(IterableLoop):
         self._reads = reads
         in_children(self, DispatchLoop._leave_others_behind)
 
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``.
 
@@ -102,8 +104,8 @@ class DispatchLoop(IterableLoop):
         super().close()
         self._forget_others()
 
+    @override
     def clean_up(self) -> None:
-        """See ``Loop``."""
         super().clean_up()
         self._forget_others()
 

@@ -42,6 +42,7 @@ from streaming.ordinary.parts import (
 from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import hash_words
 from streaming.plan.state import LoaderState
+from streaming.types import override
 
 UNKNOWN_SIZE = 2**62
 """``num_samples`` in the state of a dataset of unknown size."""
@@ -141,6 +142,7 @@ class IterableLoop(Loop):
         in_children(self, IterableLoop._leave_behind)
         self._warn()
 
+    @override
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``.
 
@@ -151,6 +153,7 @@ class IterableLoop(Loop):
             raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
         return max(0, (self._epoch_samples() - samples_seen) // self.shape.global_batch_size)
 
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``.
 
@@ -164,8 +167,8 @@ class IterableLoop(Loop):
             cursors = ()
         return _IterableRun(self, self._open(place.epoch, cursors))
 
+    @override
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
-        """See ``Loop``."""
         if self.is_counted:
             return replace(super().after_batch(place, run), detail=run.cursors)
         if run.is_last:
@@ -219,8 +222,8 @@ class IterableLoop(Loop):
         self.close_stream()
         self._workers.close()
 
+    @override
     def clean_up(self) -> None:
-        """See ``Loop``."""
         self.close_stream()
 
     def close_stream(self, only: _Packets | None = None) -> None:

@@ -26,6 +26,7 @@ from streaming.ordinary.retry import RetrySampler
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
+from streaming.types import override
 
 
 def is_map_style(dataset: object) -> bool:
@@ -105,12 +106,12 @@ class MapLoop(Loop):
         self._loader: DataLoader[Any] | None = None
         in_children(self, MapLoop._leave_behind)
 
+    @override
     def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``."""
         return self.sampler.batches_left(samples_seen)
 
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
-        """See ``Loop``."""
         self.sampler.use_seed(seed)
         self._rows.plan = plan = self.sampler.plan(place)
         return _MapRun(self, plan, self._retry.follow(self._open()))
@@ -138,6 +139,7 @@ class MapLoop(Loop):
         super().close()
         self.clean_up()
 
+    @override
     def clean_up(self) -> None:
         """See ``Loop``: after an error, torch's loader is in an unknown state."""
         loader, self._loader = self._loader, None

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,25 +49,51 @@ def whole_pages(sizes: npt.ArrayLike) -> Int64Array:
     return np.asarray(-(-given // PAGE_BYTES) * PAGE_BYTES, dtype=np.int64)
 
 
-def chunks_limit_bytes(memory_limit_bytes: int) -> int:
-    """Return the part of ``memory_limit`` that chunks may take."""
-    return int(memory_limit_bytes * CHUNKS_SHARE)
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A rank's ``memory_limit``, divided.
+
+    Attributes:
+        limit_bytes: Upper bound on everything that the rank buffers.
+        packs_bytes: The part for data that packs are made from; 0: there are no packs.
+    """
+
+    limit_bytes: int
+    packs_bytes: int = 0
+
+    @property
+    def chunks_bytes(self) -> int:
+        """The part for chunks."""
+        return int(self.limit_bytes * CHUNKS_SHARE)
+
+    @property
+    def batches_bytes(self) -> int:
+        """The part for batches that are built but not handed out."""
+        return int(self.limit_bytes * (1 - CHUNKS_SHARE)) - self.packs_bytes
+
+    @property
+    def recommended_bytes(self) -> int:
+        """The part for chunks, with a margin for other epochs."""
+        return int(self.chunks_bytes * EPOCHS_VARY)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, those that there are."""
+        found = {"chunks": self.chunks_bytes, "batches": self.batches_bytes, "packs": self.packs_bytes}
+        return {name: size for name, size in found.items() if size}
+
+    def with_read_ahead(self, live_bytes: int) -> int:
+        """Return the most that chunks take where so many bytes are needed at once: these, and read-ahead."""
+        return min(self.chunks_bytes, live_bytes + READ_AHEAD_BYTES)
+
+    def holds(self, all_bytes: int) -> bool:
+        """Tell whether there is room for all chunks of a set, as for most small sets."""
+        return all_bytes <= min(READ_AHEAD_BYTES, self.chunks_bytes)
 
 
-def most_room(all_chunks_bytes: int) -> int:
-    """Return the most that the chunks of a dataset can ever take: all of them, doubled because slices may overlap."""
-    return 2 * all_chunks_bytes + (16 << 20)
-
-
-def batches_limit_bytes(memory_limit_bytes: int, *, is_packed: bool = False) -> int:
-    """Return the part of ``memory_limit`` for batches that are built but not handed out."""
-    whole = int(memory_limit_bytes * (1 - CHUNKS_SHARE))
-    return whole - packs_limit_bytes(memory_limit_bytes) if is_packed else whole
-
-
-def packs_limit_bytes(memory_limit_bytes: int) -> int:
+def kept_for_packs(limit_bytes: int) -> int:
     """Return the part of ``memory_limit`` for a packed set's packs and lengths: a quarter of the part for batches."""
-    return min(int(memory_limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
+    return min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
 
 
 def needed_mib(chunks_bytes: int) -> int:
@@ -79,26 +106,16 @@ def enough_for_batches_mib(batches_bytes: int) -> int:
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
 
 
-def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
-    """Return the most that a rank's chunks take: what is needed at once, plus read-ahead."""
-    return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
-
-
-def holds_all(memory_limit_bytes: int, all_bytes: int) -> bool:
-    """Tell whether a rank has room for all chunks of a set, as for most small sets."""
-    return all_bytes <= min(READ_AHEAD_BYTES, chunks_limit_bytes(memory_limit_bytes))
-
-
-def check_whole_chunks(
+def refuse_whole_chunks(
     plan: Plan,
     chunk_bytes: Int64Array,
     dp_rank: int,
     *,
     live_bytes: int,
-    memory_limit_bytes: int,
+    memory: Budget,
     resumed: bool = False,
     more_cures: str = "",
-) -> None:
+) -> NoReturn:
     """Refuse a plan whose live chunks do not fit.
 
     Args:
@@ -106,22 +123,20 @@ def check_whole_chunks(
         chunk_bytes: int64 [C], :func:`whole_pages` of each chunk.
         dp_rank: The data-parallel rank.
         live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
-        memory_limit_bytes: The rank's ``memory_limit``.
+        memory: The rank's ``memory_limit``.
         resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
         more_cures: Other remedies, for the message.
 
     Raises:
-        MemoryLimitError: They do not fit; the message shows the calculation and the remedies.
+        MemoryLimitError: Always; the message shows the calculation and the remedies.
     """
-    limit_bytes = chunks_limit_bytes(memory_limit_bytes)
-    if live_bytes <= limit_bytes:
-        return
+    limit_bytes = memory.chunks_bytes
     lanes = -(-plan.settings.lanes // plan.dp_world_size)
     mean = int(chunk_bytes.mean())
     per_chunk = plan.chunk_samples.mean()
     cures = (_cures_of_resumed if resumed else _cures_of_lanes)(plan, chunk_bytes, dp_rank, limit_bytes)
     raise MemoryLimitError(
-        f"memory_limit: {format_bytes(memory_limit_bytes)} is too little for this plan. Rank {dp_rank} of "
+        f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {dp_rank} of "
         f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
         f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
         f"needs up to {format_bytes(live_bytes)} of chunks at the same time, and chunks get {CHUNKS_SHARE:.0%} of "
@@ -129,21 +144,23 @@ def check_whole_chunks(
     )
 
 
-def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int) -> bool:
+def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
     """Tell whether ranks that share a storage order read slices of chunks instead of all chunks each.
 
     A slice is widened to borders of spans, by 64 KiB in total on average. If a rank's share of a batch plus this is no
     less than the batch, each rank reads everything anyway, and whole chunks take far fewer requests.
 
     Args:
-        plan: The plan, in storage order over several ranks.
+        plan: The plan; only in storage order several ranks read the same chunks.
         chunk_bytes: int64 [C], size of each chunk.
-        memory_limit_bytes: A rank's ``memory_limit``; if whole chunks do not fit, slices are read.
+        memory: A rank's ``memory_limit``; if whole chunks do not fit, slices are read.
     """
+    if plan.settings.shuffle or plan.dp_world_size == 1:
+        return False
     sample_bytes = int(chunk_bytes.sum()) / plan.samples_per_pass
     if rank_rows(plan) * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
         return True
-    return plan.live_bytes(whole_pages(chunk_bytes), 0) > chunks_limit_bytes(memory_limit_bytes)
+    return plan.live_bytes(whole_pages(chunk_bytes), 0) > memory.chunks_bytes
 
 
 def rank_rows(plan: Plan) -> int:
@@ -151,7 +168,7 @@ def rank_rows(plan: Plan) -> int:
     return plan.shape.most_rows
 
 
-def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], *, memory_limit_bytes: int) -> int:
+def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], memory: Budget) -> int:
     """Return an upper bound of the memory for a rank's share of any batch, read as slices of chunks.
 
     It holds for every rank, epoch and start, because it is that of the largest run of as many samples. If whole chunks
@@ -161,11 +178,11 @@ def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans],
         plan: The plan.
         room_bytes: int64 [C], :func:`whole_pages` of each chunk.
         spans: The first sample of each span, and where each begins in chunks laid end to end, ``room_bytes`` each.
-        memory_limit_bytes: A rank's ``memory_limit``.
+        memory: A rank's ``memory_limit``.
     """
     firsts = np.cumsum(plan.chunk_samples) - plan.chunk_samples
     bound = _largest_run(plan, firsts, np.cumsum(room_bytes) - room_bytes, int(room_bytes.sum()))
-    if bound <= chunks_limit_bytes(memory_limit_bytes):
+    if bound <= memory.chunks_bytes:
         return bound
     edges = 4 * PAGE_BYTES  # the first and the last slice are rounded to whole pages at both ends
     return min(bound, _largest_run(plan, *spans(), int(room_bytes.sum())) + edges)
@@ -193,20 +210,20 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
     return min(int((highs - lows).max()), total_bytes)
 
 
-def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> None:
+def check_slices(plan: Plan, batch_bytes: int, memory: Budget) -> None:
     """Refuse a plan if one batch, read as slices of chunks (storage order over several ranks), may not fit.
 
     Args:
         plan: The plan.
         batch_bytes: The result of :func:`slices_bytes` for it.
-        memory_limit_bytes: The rank's ``memory_limit``.
+        memory: The rank's ``memory_limit``.
 
     Raises:
         MemoryLimitError: One batch does not fit.
     """
-    if batch_bytes > chunks_limit_bytes(memory_limit_bytes):
+    if batch_bytes > memory.chunks_bytes:
         raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory_limit_bytes)} is too little for this plan: where samples are "
+            f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: where samples are "
             f"largest, the {rank_rows(plan)} of one rank in a batch take {format_bytes(batch_bytes)}, and chunks get "
             f'{CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{needed_mib(batch_bytes)}MiB", or a smaller batch'
         )

@@ -112,6 +112,11 @@ class Sizes:
         return self.at(0) if self.is_constant else Schedule.steps(dict(self.steps))
 
     @property
+    def plain(self) -> int | list[list[int]]:
+        """These sizes as JSON, for people: a number, or rows and the sizes from each on."""
+        return self.at(0) if self.is_constant else [list(step) for step in self.steps]
+
+    @property
     def most(self) -> int:
         """The largest size."""
         return max(size for _, size in self.steps)

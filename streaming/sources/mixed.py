@@ -24,7 +24,7 @@ from streaming.arguments import (
     some_names,
 )  # fmt: skip
 from streaming.arrays import rows_by, sums
-from streaming.batches.build import OnError, Part
+from streaming.batches.build import Items, OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.source import ChunkSource, Places
@@ -311,6 +311,11 @@ class MixedSource(JoinedSource):
             * sum(one.expected_samples(one.num_readable) for one in leaves)
             / max(sum(one.num_readable for one in leaves), 1)
         )
+
+    @property
+    def items(self) -> Items:
+        """What a row of a batch is: the same in all sources."""
+        return next(iter(self.leaves.values())).items
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
@@ -664,22 +669,22 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
     Raises:
         ConfigError: The sources are such.
     """
-    packed = {name: one.shape for name, one in leaves.items() if isinstance(one, PackedDocuments)}
+    packed = {name: one.items.options for name, one in leaves.items() if one.items.options}
     if not packed:
         return
     others = sorted(leaves.keys() - packed.keys())
     if others:
         raise ConfigError(
             f"sources: {some_names(sorted(packed))} are Packed and {some_names(others)} are not; pack all of them, "
-            f"Packed(…, length={next(iter(packed.values())).length}), or none"
+            f"Packed(…, length={next(iter(packed.values()))['length']}), or none"
         )
-    first, shape = next(iter(packed.items()))
+    first, options = next(iter(packed.items()))
     for name, other in packed.items():
-        for option in shape.__dataclass_fields__:
-            if getattr(shape, option) != getattr(other, option):
+        for option in options:
+            if options[option] != other[option]:
                 raise ConfigError(
-                    f"sources: Packed {first!r} has {option}={getattr(shape, option)!r}, but {name!r} has "
-                    f"{option}={getattr(other, option)!r}; packs of one batch must be alike: "
+                    f"sources: Packed {first!r} has {option}={options[option]!r}, but {name!r} has "
+                    f"{option}={other[option]!r}; packs of one batch must be alike: "
                     + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
                        "the width" if option == "dtype" else "give both the same")
                 )  # fmt: skip

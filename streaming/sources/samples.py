@@ -12,7 +12,7 @@ import numpy as np
 
 from infra import MeshError, MeshFinder, agent_store
 from streaming.arguments import Urls, format_bytes
-from streaming.batches.build import OnError, Part
+from streaming.batches.build import Items, OnError, Part, Samples
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.open import check_decoded, check_fields, open_shards
@@ -159,6 +159,11 @@ class SampleSource(ChunkSource):
     def expected_samples(self, num_rows: float) -> float:
         """See ``ShardSet``: a row is a sample."""
         return num_rows
+
+    @property
+    def items(self) -> Items:
+        """See ``ShardSet``: a row is a sample."""
+        return Samples()
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:

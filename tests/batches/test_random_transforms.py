@@ -21,6 +21,7 @@ from streaming.batches.build import Part, Recipe
 from streaming.batches.draw_watch import generator_states
 from streaming.decode import resolve_decoders
 from streaming.loops.base import LoopConfig, open_sharing
+from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.replicas.options import Replicas
@@ -247,7 +248,7 @@ def test_a_rank_that_reads_for_others_draws_in_a_process(
     mesh = DeviceMesh.from_sizes(dp_size=1, tp_size=2, rank=0, environ={})
     recipe = Recipe(parts=(Part(decoders=resolve_decoders(None), transform=transform),))
     config = LoopConfig(
-        shape=Shape(sizes=Sizes.constant(4), num_ranks=1), mesh=mesh, memory_limit_bytes=1 << 20, num_workers=0,
+        shape=Shape(sizes=Sizes.constant(4), num_ranks=1), mesh=mesh, memory=Budget(1 << 20), num_workers=0,
         num_threads=1, depth=1, recipe=recipe, replicas=Replicas(replicate="broadcast"),
     )  # fmt: skip
     changed, sharing = open_sharing(config)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
-from streaming.batches.columns import as_planned
+from streaming.batches.items.packs import as_planned
+from streaming.batches.items.whole import WholeSamples
 from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.builders import LocalBuilder, is_trivial
@@ -202,7 +203,7 @@ def test_packs_are_as_planned_only_if_tokens_and_masks_are() -> None:
 
 
 def test_another_sample_of_a_batch_of_like_ones_stands_in_if_it_can_be_read() -> None:
-    recipe = Recipe(parts=(part("", {"cls": "int"}, budget=9),))
+    recipe = Recipe(parts=(part("", {"cls": "int"}),), items=WholeSamples(length=9))
     damage = {row: ChecksumError(f"row {row}") for row in (0, 1, 3)}
     rows = replace(
         rows_of(*((0, {"cls": b"%d" % n}) for n in range(4))), damage=damage, packs=packs_of_one([1, 1, 1, 1])

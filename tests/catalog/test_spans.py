@@ -226,7 +226,7 @@ def test_no_batch_takes_more_than_the_bound_that_is_checked(
         epoch_size=data.draw(st.none() | st.integers(80, 300)), last_batch="partial",
     )  # fmt: skip
     spans = partial(span_borders, view.source.table, room, lambda _: table)
-    loose, exact = (budget.slices_bytes(plan, room, spans, memory_limit_bytes=limit) for limit in (1 << 40, 0))
+    loose, exact = (budget.slices_bytes(plan, room, spans, budget.Budget(limit)) for limit in (1 << 40, 0))
     assert exact <= loose
     largest = 0
     for rank in range(plan.dp_world_size):

@@ -17,6 +17,7 @@ from functools import cache
 from folders import ROOT, TESTS
 from source_tree import (
     KNOWN_TO,
+    NEVER_RUN,
     NOT_DECLARED,
     OPTIONAL,
     PACKAGES,
@@ -256,7 +257,7 @@ def test_third_party_packages_are_known_where_the_table_says() -> None:
     for module in modules():
         for name in imports(module):
             package = name.split(".")[0]
-            if package in PACKAGES or package in sys.stdlib_module_names or package in OPTIONAL:
+            if package in {*PACKAGES, *sys.stdlib_module_names, *OPTIONAL, *NEVER_RUN}:
                 continue
             if not is_known_to(module, KNOWN_TO.get(package, ())):
                 findings.append(f"{module} imports {name}; it is known to {KNOWN_TO.get(package, 'nobody')}")

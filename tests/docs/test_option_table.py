@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def settings_of(*names: str) -> Look:
             (actor,) = loop._open()
             return look(actor._open()[0], None)
         config, check = loop.config, loader._check
-        found = [getattr(config, name, None) for name in names]
+        found = [reduce(lambda value, part: getattr(value, part, None), name.split("."), config) for name in names]
         return [*found, getattr(check, "_timeout_s", None) if "timeout_s" in names else None]
 
     return look
@@ -272,7 +272,7 @@ CASES: dict[str, dict[str, Case]] = {
         "prefetch_factor": Case(5, base=By(lambda kind, _: {} if KINDS[kind].is_streamed else WORKERS),
                                 look=settings_of("depth", "prefetch_factor"), epochs=0),
         "pin_memory": Case(True, look=lambda loader, _: loader.pin_memory),
-        "memory_limit": Case("100KB", acts_by=(MemoryLimitError,), look=settings_of("memory_limit_bytes")),
+        "memory_limit": Case("100KB", acts_by=(MemoryLimitError,), look=settings_of("memory", "memory_limit")),
         "stall_report_s": Case(3.5, look=lambda loader, _: loader.stall_report_s),
         "remote_group": Case(RemoteGroup(name="others", num_actors=1), look=group_of),
         "replicate": Case("broadcast", base={"DataLoader": {"device_mesh": mesh(tp_size=2)}},
@@ -285,7 +285,7 @@ CASES: dict[str, dict[str, Case]] = {
                          base={"DataLoader": {"device_mesh": mesh(cp_size=2)}}),
         "balance": Case("local"),
         "cost": Case(10, base=By(lambda kind, _: {"DataLoader": {"balance": "local"} if kind == "packed" else {}}),
-                     look=settings_of("balance")),
+                     look=settings_of("recipe.items")),
         "agreement_timeout": Case(9.5, look=settings_of("timeout_s")),
         "drop_last": Case(False, base=By(uneven)),
         "shuffle": Case(By(lambda kind, _: kind == "iterable")),

@@ -99,7 +99,9 @@ def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
     """128 MiB, but no less than 8 chunks: then the first of them come first. One that has come makes room."""
     store, changed = Store(), threading.Condition()
     arena = Arena(4096 * MIB)
-    chunks = ChunkStore(fetch=store.fetch, arena=arena, num_threads=80, metrics=Metrics(), changed=changed)
+    chunks = ChunkStore(
+        fetch=store.fetch, arena=arena, num_threads=80, metrics=Metrics(), changed=changed, maps=mapped.NoMaps()
+    )
     with changed:
         units = [chunks.admit(wanted(number, mib * MIB)) for number in range(80)]
     store.wait(at_once)
@@ -130,7 +132,9 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
         )  # fmt: skip
 
     changed = threading.Condition()
-    chunks = ChunkStore(fetch=fetch, arena=Arena(2 * MIB), num_threads=1, metrics=Metrics(), changed=changed)
+    chunks = ChunkStore(
+        fetch=fetch, arena=Arena(2 * MIB), num_threads=1, metrics=Metrics(), changed=changed, maps=mapped.NoMaps()
+    )
     chunks.retain = True
 
     def get(number: int) -> Unit | None:

@@ -38,6 +38,7 @@ from streaming import (
 )
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.chunk_store import ChunkStore
+from streaming.engine.memory.mapped import NoMaps
 from streaming.errors import ConfigError, IteratorSupersededError, StateError
 from streaming.job import store as job_store_module
 from streaming.loops import base
@@ -579,7 +580,7 @@ def test_what_is_needed_last_makes_room_first(samples: SampleSet) -> None:
     budget = sum(-(-one.num_bytes // 4096) * 4096 for one in wanted)
     store = ChunkStore(
         fetch=dataset.source.fetch_unit, arena=Arena(budget, shared=False), num_threads=1, metrics=Metrics(),
-        changed=threading.Condition(),
+        changed=threading.Condition(), maps=NoMaps(),
     )  # fmt: skip
     store.retain = True
     with store.changed:

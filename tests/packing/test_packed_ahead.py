@@ -16,9 +16,9 @@ from data_sets import same_batch
 from packed_sets import LENGTH, epoch_of, loader_of, write
 
 from streaming import Mixture, Packed, StreamingDataset
+from streaming.batches.items.packs import TokenPacks
 from streaming.catalog import packed as catalog
 from streaming.catalog.packed import PackedSource
-from streaming.engine.pipeline import Pipeline
 from streaming.packing.fit import Fit, fit
 from streaming.packing.rules import PackRules
 from streaming.plan import memory as budget
@@ -58,7 +58,7 @@ def test_a_group_is_packed_once_and_not_under_the_lock(
 
     monkeypatch.setattr(PackedSource, "_packed", noted)
     if not ahead:
-        monkeypatch.setattr(Pipeline, "_pack_ahead", lambda *_: None)
+        monkeypatch.setattr(TokenPacks, "ahead", lambda *_: None)
     packed = packed_of(folder)
     found = epoch_of(packed)
     assert all(map(same_batch, found, expected))
@@ -135,13 +135,14 @@ def test_mixtures_ask_their_sources(folder: Path) -> None:
 
 def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
     limit = 64 << 20
-    assert budget.batches_limit_bytes(limit, is_packed=True) + budget.packs_limit_bytes(limit) == limit // 4
+    memory = budget.Budget(limit, budget.kept_for_packs(limit))
+    assert memory.batches_bytes + memory.packs_bytes == limit // 4
     packed = packed_of(folder)
     with loader_of(packed, memory_limit=limit) as loader:
         for _ in loader:
             pass
     parts = (packed.source._recent, packed.source._fits, packed.source._records, packed.source._lengths._recent)
-    assert sum(part._limit_bytes for part in parts) == budget.packs_limit_bytes(limit)
+    assert sum(part._limit_bytes for part in parts) == memory.packs_bytes
     assert all(0 < part._kept_bytes <= part._limit_bytes for part in parts)
 
 

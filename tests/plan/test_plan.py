@@ -463,5 +463,5 @@ def test_the_largest_run_of_pieces_is_that_of_all_runs(wraps: bool) -> None:
 @pytest.mark.parametrize("mib", [1, 47, 48, 49, 10_000])
 def test_limits_that_messages_recommend_are_enough(mib: int) -> None:
     recommended = budget.needed_mib(mib << 20) << 20
-    assert budget.chunks_limit_bytes(recommended) * budget.EPOCHS_VARY >= mib << 20
-    assert budget.batches_limit_bytes(budget.enough_for_batches_mib(mib << 20) << 20) >= mib << 20
+    assert budget.Budget(recommended).chunks_bytes * budget.EPOCHS_VARY >= mib << 20
+    assert budget.Budget(budget.enough_for_batches_mib(mib << 20) << 20).batches_bytes >= mib << 20

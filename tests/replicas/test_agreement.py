@@ -295,7 +295,7 @@ def test_packs_that_are_laid_out_otherwise_are_told(tmp_path: Path) -> None:
 
     found = on_ranks(4, start)
     assert all(type(one) is AgreementError for one in found), found
-    assert all('rank 2: packs is ["PackShape(' in str(one) for one in found), found[0]
+    assert all("rank 2: packs is {'length': 64, " in str(one) for one in found), found[0]
 
 
 @pytest.mark.usefixtures("board")

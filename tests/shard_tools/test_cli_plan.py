@@ -171,7 +171,7 @@ def test_loads_agree_with_the_plan_for_any_topology(
         assert load.start_bytes >= int(sizes[np.unique(first)].sum())
         assert load.start_requests <= load.num_requests
     assert sum(load.num_samples for load in report.loads) == report.epoch_samples
-    fits = all(load.live_bytes <= budget.chunks_limit_bytes(limit) for load in report.loads)
+    fits = all(load.live_bytes <= budget.Budget(limit).chunks_bytes for load in report.loads)
     assert fits == (not any("refuse" in warning for warning in report.warnings))
 
 

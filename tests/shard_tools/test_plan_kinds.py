@@ -172,8 +172,7 @@ class World:
 
 
 def is_padded(dataset: Any) -> bool:
-    part = dataset.source.recipe_parts[0]
-    return part.budget is not None or (part.packs is not None and part.packs.padded)
+    return bool(dataset.source.items.options.get("padded"))
 
 
 def rows_of(batch: Any) -> list[tuple[Any, Any]]:

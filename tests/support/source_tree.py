@@ -29,6 +29,7 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "transformers": ("streaming.integrations.transformers",),
 }
 NOT_DECLARED = ("accelerate", "transformers")
+NEVER_RUN = ("typing_extensions",)  # type checkers bring it
 # Extras: one module of each of our packages knows one, and imports it when it is used.
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
 OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray", "tokenizers", "sentencepiece", "tiktoken")
