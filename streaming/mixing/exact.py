@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.lanes import MixedLanes, stretch_of
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, LaneShares, ShareTree
@@ -52,17 +52,17 @@ _WINDOWS_AHEAD, _SAMPLES_AHEAD = 64, 2**12
 """So many windows and samples beyond a lane's position nothing is laid: chunks move by a few windows."""
 
 
-class ExactLanes(Endless):
+class ExactLanes(EndlessOrder):
     """The order of an endless mixture whose shares are exact at every row, by samples or by batches.
 
     After ``n`` samples of a lane a source has given ``n`` times its share, to within one for each node above it in the
     tree of sources.
 
     Args:
-        sources: See ``Endless``. What absent sources gave is not needed: no position depends on another source's
+        sources: See ``EndlessOrder``. What absent sources gave is not needed: no position depends on another source's
             chunks.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
         batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
@@ -230,7 +230,7 @@ class ExactLanes(Endless):
 
     @override
     def settle(self, place: int) -> None:
-        """See ``Endless``: only the weights before these rows."""
+        """See ``EndlessOrder``: only the weights before these rows."""
         self._planned(place)
 
     @override
@@ -267,7 +267,7 @@ class ExactLanes(Endless):
     @override
     @property
     def known_from(self) -> int:
-        """See ``Endless``: where the last weight of an absent source ends."""
+        """See ``EndlessOrder``: where the last weight of an absent source ends."""
         stops = [*(entry.start for entry in self.schedule[1:]), ENDLESS]
         spans, absent = zip(self.schedule, stops, strict=True), list(self._absent())
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
@@ -307,9 +307,9 @@ class EvenLanes(ExactLanes):
     and other weights then apply a fixed number of draws after they have one again.
 
     Args:
-        sources: See ``Endless``.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        sources: See ``EndlessOrder``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class EvenLanes(ExactLanes):
     @override
     @property
     def frontier(self) -> int:
-        """See ``Endless``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
+        """See ``EndlessOrder``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
         with self._lock:
             # Both parts are of one moment, and grow only.
             laid = 0 if self._laid is None else self._laid.frontier

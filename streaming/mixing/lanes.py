@@ -21,7 +21,7 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.passes import Sources, Weights, drawn_in_lanes, keep_latest, keyed_number
 from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
@@ -41,16 +41,16 @@ _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
 
-class MixedLanes(Endless):
+class MixedLanes(EndlessOrder):
     """The order of an endless mixture: one pass, number 0, in which every lane is a stream of chunks by weight.
 
     After ``n`` samples of a lane, a source has given ``n`` times its share, to within one of its chunks plus its share
     of one chunk of every source. Any position is found by arithmetic and one permutation per pass and source.
 
     Args:
-        sources: See ``Endless``.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        sources: See ``EndlessOrder``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
         names: The sources that are laid, present and absent; None: all.
         row_at: Returns the row of the run at which so many samples of a lane were laid, for messages; None: they are
             all that a lane has.
@@ -321,7 +321,7 @@ class MixedLanes(Endless):
     @override
     @property
     def known_from(self) -> int:
-        """See ``Endless``. What :meth:`find` searches is after that, too."""
+        """See ``EndlessOrder``. What :meth:`find` searches is after that, too."""
         looked_at = self._behind_absent + self.settings.window + self._slack
         return max(self._free, looked_at) if self._absent_until else 0
 

@@ -26,7 +26,7 @@ from streaming.plan.settings import Shape
 from streaming.remote import cluster
 from streaming.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.remote.handles import BatchHandle, RemoteBatch
-from streaming.remote.reader import Note, Reader, State, Step
+from streaming.remote.reader import Note, RemoteReader, State, Step
 from streaming.types import override
 
 _MAX_RECIPE_BYTES = 1 << 20
@@ -319,7 +319,7 @@ class RemoteLoop(Loop):
                 (self._recipe, tuple(mesh.with_rank(mesh.replicas_of(data_rank)[0]) for data_rank in ranks))
                 for ranks in self._ranks
             ]
-            self._actors = cluster.start(Reader, arguments, self.config.group)
+            self._actors = cluster.start(RemoteReader, arguments, self.config.group)
         return self._actors
 
     def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:

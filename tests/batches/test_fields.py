@@ -23,8 +23,8 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ChecksumError, IndexMismatchError, MemoryLimitError
+from streaming.fetch.checksums import Sum
 from streaming.fetch.pieces import pieces_of
-from streaming.fetch.sums import Sum
 from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage

@@ -51,7 +51,7 @@ FORBIDDEN = (
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
 ENVIRONMENT_MAY += ("streaming.engine.workers.context", "streaming.engine.workers.main", "shard_tools.tokens.encode")
 # Pure modules of packages that also do I/O.
-ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.sums", "streaming.fetch.pieces")
+ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.checksums", "streaming.fetch.pieces")
 
 
 # --- the source

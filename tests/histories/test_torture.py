@@ -42,7 +42,7 @@ SHARD_SAMPLES = 100
 CHUNK_SAMPLES = 4
 FAULT_SHARE = 0.55
 DAMAGED_CHUNKS = (5, 33, 77)
-IMPATIENT = {"first_backoff_s": 0.001, "max_backoff_s": 0.02, "read_timeout_s": 0.5, "hedge_least_s": 0.1,
+IMPATIENT = {"first_backoff_s": 0.001, "max_backoff_s": 0.02, "read_timeout_s": 0.5,
              "max_retries": 1000, "retry_share": 1000.0, "deadline_s": 250.0, "unreachable_s": 60.0}  # fmt: skip
 """Short waits, and no limits: what is tested is that any number of faults is survived, not when to give up."""
 ANYWHERE: tuple[Kind, ...] = ("status", "reset_before", "slow") * 8 + ("silent",)

@@ -41,7 +41,7 @@ from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, Mixture, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
-from streaming.remote.reader import Reader
+from streaming.remote.reader import RemoteReader
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -75,7 +75,7 @@ class WarmReaders:
     """
 
     def __init__(self) -> None:
-        class Warm(Reader):
+        class Warm(RemoteReader):
             """Defined here, so that it travels as it is: the actors do not import this file."""
 
             def __init__(self) -> None:
@@ -84,7 +84,7 @@ class WarmReaders:
             def become(self, *given: Any) -> None:
                 for loader in self._loaders:
                     loader.close()
-                Reader.__init__(self, *given)
+                RemoteReader.__init__(self, *given)
 
         warm = ray.remote(concurrency_groups={cluster._CONTROL: 1})(Warm)
         self.free = [warm.options(num_cpus=0, resources={node: 0.01}).remote() for node in ("away", "home")]

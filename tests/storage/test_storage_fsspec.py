@@ -16,6 +16,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import TransferError
 from streaming.storage import ChangedError, Storage
+from streaming.storage.requests import traffic
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, 2 * MIB, np.uint8).tobytes()
@@ -68,8 +69,9 @@ def storage_of(play: Play, **options: object) -> Storage:
 
 class TestHedging:
     @pytest.fixture(autouse=True)
-    def held(self) -> Iterator[threading.Event]:
+    def held(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         """What stalls does so until the test is over; then nothing is left."""
+        monkeypatch.setattr(traffic, "HEDGE_LEAST_S", 0.01)
         before, others, self.end = leftovers(), our_threads(), threading.Event()
         yield self.end
         self.end.set()
@@ -92,7 +94,7 @@ class TestHedging:
         return script
 
     def test_a_stalled_read_is_asked_for_again(self, play: Play) -> None:
-        storage = storage_of(play, hedge_least_s=0.01)
+        storage = storage_of(play)
         for _ in range(8):
             storage.read(URL, 0, 10)
         play.script, out = self.stall(1), bytearray(MIB)
@@ -104,7 +106,7 @@ class TestHedging:
         assert counted["storage_bytes"] == 80 + MIB
 
     def test_a_second_one_that_stalls_as_well_gets_a_third(self, play: Play) -> None:
-        storage = storage_of(play, hedge_least_s=0.01)
+        storage = storage_of(play)
         for _ in range(8):
             storage.read(URL, 0, 10)
         play.script = self.stall(1, 2)
@@ -112,7 +114,7 @@ class TestHedging:
         assert (storage.metrics.get("hedges"), storage.metrics.get("hedges_won")) == (2, 1)
 
     def test_a_file_system_without_time_outs_ends_at_the_deadline(self, play: Play) -> None:
-        storage = storage_of(play, hedge_least_s=0.01, deadline_s=0.5)
+        storage = storage_of(play, deadline_s=0.5)
         for _ in range(8):
             storage.read(URL, 0, 10)
         play.script = self.stall(*range(1, 99))
@@ -136,7 +138,7 @@ class TestHedging:
                 writer.write({"__key__": f"{i:04d}", "bin": DATA[i : i + 1000]})
         (shard,) = tmp_path.glob("*.tar")
         play.data = shard.read_bytes()
-        options = {"fsspec": {"play": play}, "hedge_least_s": 0.01}
+        options = {"fsspec": {"play": play}}
         dataset = StreamingDataset(
             "scripted://b/000000.tar", index=str(tmp_path), storage_options=options, decode=None, shuffle=False
         )

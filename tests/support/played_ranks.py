@@ -13,7 +13,7 @@ import torch.distributed as dist
 from infra import DeviceMesh
 from streaming.loops import course
 from streaming.remote import cluster
-from streaming.remote.reader import Reader
+from streaming.remote.reader import RemoteReader
 from streaming.replicas import group as replica_group
 
 Play = Callable[..., list[Any]]
@@ -44,7 +44,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Play:
 def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a remote loader's readers work in this process, without Ray: what they return stands for its reference."""
 
-    def end(reader: Reader) -> None:
+    def end(reader: RemoteReader) -> None:
         for loader in reader._loaders:
             loader.close()
 

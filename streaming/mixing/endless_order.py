@@ -16,7 +16,7 @@ from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
 
-class Endless(ABC):
+class EndlessOrder(ABC):
     """Track what is drawn from each source by time, and how far it is planned. A single pass, number 0, without an end.
 
     Thread-safe except ``append``, which is thread-safe with a ``lock``. What has been planned never changes: weights
