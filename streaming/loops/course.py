@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from infra import DeviceMesh
 from streaming.arguments import checked_int, format_bytes, some_names
-from streaming.datasets.mixture import Mixture
+from streaming.datasets.face import reading
 from streaming.engine.source import Source
 from streaming.epochs.iterator import NO_SOURCES_SEEN, NO_SOURCES_WEIGHED, Run
 from streaming.epochs.position import Place
@@ -30,6 +30,7 @@ from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
+from streaming.sources.mixed import MixedSource
 from streaming.types import override
 
 _PASSES_TOLD = 6
@@ -146,7 +147,7 @@ def course_of(source: Source, shape: Shape) -> Course:
     Raises:
         ConfigError: Batches of one source each are not possible with this shape.
     """
-    return Mixed(source, shape) if isinstance(source, Mixture) else Single(source)
+    return Mixed(source, shape) if isinstance(source, MixedSource) else Single(source)
 
 
 class Single(Course):
@@ -198,8 +199,8 @@ class Mixed(Course):
         ConfigError: Batches of one source each are not possible with this shape.
     """
 
-    def __init__(self, mixture: Mixture, shape: Shape) -> None:
-        self.source: Mixture = mixture
+    def __init__(self, mixture: MixedSource, shape: Shape) -> None:
+        self.source: MixedSource = mixture
         self._now = mixture
         self._sizes = shape.sizes
         mixture.check_shape(shape)
@@ -208,16 +209,16 @@ class Mixed(Course):
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
         self.num_samples = int(mixture.chunk_samples.sum())
-        if quotas is not None and self.samples_per_pass < len(mixture):
+        if quotas is not None and self.samples_per_pass < mixture.num_readable:
             _log.info(
                 'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
-                "each source comes first in the next epoch", self.samples_per_pass, len(mixture),
+                "each source comes first in the next epoch", self.samples_per_pass, mixture.num_readable,
             )  # fmt: skip
         self._has_begun = False
         self._orders: Orders | None = None
         self._running: Callable[[], ReplannedRun | None] = lambda: None
 
-    def _with(self, mixture: Mixture, ledger: Ledger, orders: Orders | None) -> Self:
+    def _with(self, mixture: MixedSource, ledger: Ledger, orders: Orders | None) -> Self:
         """Return the course with another ledger, perhaps with other fetch units."""
         made = copy(self)
         made.source, made.ledger, made._orders, made._now = mixture, ledger, orders, mixture.weighed_as(ledger)
@@ -254,7 +255,7 @@ class Mixed(Course):
 
     @override
     def now_read(self, dataset: Any) -> Any:
-        return self._now
+        return reading(dataset, self._now)
 
     @override
     def saying(self, weights: Any, at: Any) -> Callable[[int], Facts]:
@@ -405,7 +406,7 @@ def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
     return together, board is not None or mesh.world_size == 1
 
 
-def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+def resumed(mixture: MixedSource, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
     """Return the ledger of a run over a mixture that continues at ``row``; log once what changes.
 
     Raises:
@@ -435,7 +436,7 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
 
 
-def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings) -> None:
+def _tell_overlapping(mixture: MixedSource, ledger: Ledger, settings: OrderSettings) -> None:
     """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes."""
     names = mixture.overlapping(ledger, settings)
     if names:
@@ -446,13 +447,13 @@ def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings)
         )  # fmt: skip
 
 
-def in_words(mixture: Mixture) -> str:
+def in_words(mixture: MixedSource) -> str:
     """Describe the fetch units of a mixture."""
     sizes = [f"{name} {format_bytes(size)}" for name, size in mixture.fetch_bytes.items()]
     return some_names([*sizes, *(["whole chunks of the others"] if len(sizes) < len(mixture.names) else [])])
 
 
-def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
+def _with_laid(mixture: MixedSource, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
     """Record in a ledger's last entry what sources without weight have laid out, so that they can be dropped later.
 
     Args:

@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from streaming.datasets.dataset import StreamingDataset
 from streaming.engine.builders import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
@@ -20,6 +19,7 @@ from streaming.metrics import Metrics
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
+from streaming.sources.samples import SampleSource
 from streaming.types import override
 
 DEFAULT_WINDOW = 4096
@@ -57,7 +57,7 @@ class StreamedLoop(BaseLoop[_Window]):
 
     no_remesh = "without an index an epoch cannot continue on other ranks. Index the shards: shard_tools index URL"
 
-    def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
+    def __init__(self, dataset: SampleSource, config: LoopConfig) -> None:
         if config.shape.epoch_size is None:
             raise ConfigError(
                 f"{dataset.shards.missing_index}. Without an index the set can only be streamed shard after shard, and "
