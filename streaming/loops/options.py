@@ -10,7 +10,14 @@ from typing import Any, TypeAlias
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.arguments import (
+    DEFAULT_MEMORY_LIMIT,
+    MOST_BUILDERS,
+    checked_flag,
+    checked_int,
+    checked_memory_limit,
+    option_names,
+)
 from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
@@ -27,7 +34,6 @@ from streaming.replicas.options import Replicas
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
-DEFAULT_MEMORY_LIMIT = "4GiB"
 Streamed: TypeAlias = StreamingDataset | Mixture | Packed
 STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
