@@ -30,7 +30,7 @@ from streaming.loops.options import (
     without_torchs_defaults,
 )  # fmt: skip
 from streaming.loops.words import Announcer
-from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of
+from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
 from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
@@ -180,7 +180,7 @@ class DataLoader(DeviceMeshFetcher):
         remote_group, timeout_s = options["remote_group"], options["agreement_timeout"]
         if remote_group is None:
             timeout_s = seconds_or_none("agreement_timeout", timeout_s, NO_CHECK)
-        self._shape_for(mesh)
+        self._shape = shape_of(options, mesh)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:

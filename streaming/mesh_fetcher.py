@@ -123,7 +123,7 @@ class DeviceMeshFetcher(Closable):
         """Open the loop of this process's place in a mesh, by the options."""
         options = self._options
         timeout_s = seconds_or_none("agreement_timeout", options["agreement_timeout"], NO_CHECK)
-        self._shape_for(mesh)
+        self._shape = shape_of(options, mesh)
         made = self._resolve(self._given)
         if not isinstance(made, STREAMED):
             raise no_dataset(made)
@@ -132,14 +132,6 @@ class DeviceMeshFetcher(Closable):
             jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=options["memory_limit"], pin=page_locked,
         )  # fmt: skip
         self._stream(made, config, timeout_s)
-
-    def _shape_for(self, mesh: DeviceMesh) -> None:
-        """Determine the shape of batches in a mesh."""
-        options = self._options
-        self._shape = Shape.chosen(
-            options["batch_size"], options["global_batch_size"], mesh.data_world_size,
-            last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
-        )  # fmt: skip
 
     def _resolve(self, dataset: Any) -> Any:
         """Return the dataset itself, calling the function that makes it if one was given."""
@@ -192,13 +184,13 @@ class DeviceMeshFetcher(Closable):
         With a schedule of batch sizes: the size of the next batch.
         """
         self._look_again()
-        return self._next_shape.global_batch_size
+        return self._loop.next_shape.global_batch_size
 
     @property
     def batch_size(self) -> int:
         """Samples in a full batch on this rank. With a schedule of batch sizes: the size of the next batch."""
         mesh = self.device_mesh
-        return self._next_shape.rows_of(mesh.data_rank)
+        return self._loop.next_shape.rows_of(mesh.data_rank)
 
     @property
     def has_ramp(self) -> bool:
@@ -213,12 +205,8 @@ class DeviceMeshFetcher(Closable):
             TypeError: The length of the epoch is unknown, as for ``len(loader)``.
         """
         self._look_again()
-        self._check_ends()
+        self._loop.check_ends()
         return self._loop.left_behind(self._loop.position.place)
-
-    @property
-    def _next_shape(self) -> Shape:
-        return self._loop.shape_at(self._loop.position.place)
 
     def __iter__(self) -> Batches:
         """Return an iterator over the next epoch, or over the rest of the current one.
@@ -281,15 +269,8 @@ class DeviceMeshFetcher(Closable):
             TypeError: The dataset is a ``Mixture`` without an end.
         """
         self._look_again()
-        self._check_ends()
+        self._loop.check_ends()
         return self._loop.num_batches
-
-    def _check_ends(self) -> None:
-        if self._loop.is_endless:
-            raise TypeError(
-                "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
-                "an epoch_size="
-            )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``. If that epoch is already next, a loaded position is kept.
@@ -524,6 +505,14 @@ def _report(loop: weakref.WeakMethod[Callable[[], str]], stages: _Stages) -> str
     in a job that has switched garbage collection off.
     """
     return "\n".join(describe() for part in (loop, *stages) if (describe := part()) is not None)
+
+
+def shape_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Shape:
+    """Return the shape of batches that options ask for in a mesh."""
+    return Shape.chosen(
+        options["batch_size"], options["global_batch_size"], mesh.data_world_size,
+        last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
+    )  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from streaming.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
 from streaming.plan.demand import Rooms
-from streaming.plan.memory import Budget, needed_mib
+from streaming.plan.memory import needed_mib
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
@@ -301,7 +301,7 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
 
 def _rooms(planned: Any, options: PlanOptions) -> Rooms:
     """Return the memory of a loader without worker processes, which maps local files."""
-    return Rooms(planned, Budget(options.memory_limit_bytes, planned.items.kept_bytes(options.memory_limit_bytes)))
+    return Rooms(planned, planned.items.budget(options.memory_limit_bytes))
 
 
 def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:

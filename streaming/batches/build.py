@@ -29,9 +29,10 @@ from streaming.batches.sequence import SequenceSlice
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
 from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamplesError
 from streaming.packing.balance import BalanceRules
+from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
 from streaming.storage import redact
-from streaming.types import Batch, Int64Array, Sample, Transform
+from streaming.types import Batch, Int64Array, Sample, Transform, override
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
 LENGTH = "length"
@@ -204,9 +205,9 @@ class Items(ABC):
         """What must be the same on all ranks, and in all sources of a mixture, by the user's names."""
         return {}
 
-    def kept_bytes(self, memory_limit_bytes: int) -> int:  # noqa: ARG002
-        """Return the part of ``memory_limit`` for what rows are made by; see ``Source.keep_at_most``."""
-        return 0
+    def budget(self, limit_bytes: int) -> Budget:
+        """Return how ``memory_limit`` is divided; see ``Source.keep_at_most``."""
+        return Budget.of(limit_bytes, packs=False)
 
     def fate(self, on_error: OnError) -> str:
         """Say what takes the place of a lost sample, for people."""
@@ -250,18 +251,18 @@ class Samples(Items):
 
     group_rows = 2_048
 
+    @override
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
-        """See ``Items``."""
         return replace(
             stock.rows(of.first_rows + of.within, of.chunk_ids, lost), numbers=stock.numbers(of), positions=of.positions
         )
 
+    @override
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:
-        """See ``Items``."""
         return sums(chunk_samples)
 
+    @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        """See ``Items``."""
         mask = builder.recipe.mask_of(len(rows.keys), valid)
         copied = builder.copied(rows, mask)
         return self.one_by_one(builder, rows, mask) if copied is None else copied
@@ -270,8 +271,8 @@ class Samples(Items):
         """Return the batch, each sample made alone."""
         return builder.collate([builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
 
+    @override
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
-        """See ``Items``."""
         recipe, sample = builder.recipe, builder.first_of(prototypes)
         if recipe.collate_fn is not None:
             return builder.without_rows(self.given(builder, sample))
@@ -283,10 +284,10 @@ class Samples(Items):
         """Return what ``collate_fn`` gets for a row that consists of one sample."""
         return sample
 
+    @override
     def columns(
         self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
     ) -> Columns:
-        """See ``Items``."""
         decoders, names = [part.decoders for part in recipe.parts], [part.name for part in recipe.parts]
         return Columns(rows, decoders, allocate, place, names, recipe.jagged)
 

@@ -24,7 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class Contents(Protocol):
-    """What lies in an arena."""
+    """What lies in an arena.
+
+    Attributes:
+        limit_bytes: The most that chunks may take of it, as the current run was planned; 0: there are no chunks.
+    """
+
+    limit_bytes: int
 
     @property
     def is_broken(self) -> bool:
@@ -80,13 +86,13 @@ class Machinery(Generic[_Contents]):
         """Start worker processes anew if what the user's functions refer to has changed; return whether it has."""
         return self.crew is not None and not self.crew.abandoned and self.crew.renew()
 
-    def gauges(self, limit_bytes: int) -> dict[str, float]:
-        """Return the current values of gauges, by name; ``limit_bytes`` is the most that may lie in the arena."""
+    def gauges(self) -> dict[str, float]:
+        """Return the current values of gauges, by name."""
         self._note_peak()
         crew = self.crew
         ring = None if crew is None else crew.ring
         return {
-            "arena_limit_bytes": 0 if crew is None else limit_bytes,
+            "arena_limit_bytes": 0 if self.contents is None else self.contents.limit_bytes,
             "arena_bytes": 0 if crew is None else crew.arena.used_bytes,
             "ring_bytes": 0 if ring is None else ring.held_bytes,
             "ring_slots_in_use": 0 if ring is None else ring.num_taken,
@@ -115,7 +121,7 @@ def _close_all(crew: Crew, contents: Contents) -> None:
     contents.close()
 
 
-class Reader:
+class PlanReader:
     """Read one rank's share of plans over a source. What an earlier reader left in the machinery serves this one.
 
     Args:

@@ -144,14 +144,18 @@ class Loop(ABC):
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
         """Return the place after the batch that ``run`` has just returned, which is the next one after ``place``."""
-        seen = place.samples_seen + self.shape.global_batch_size
-        if self.batches_left(seen):
-            return Place(epoch=place.epoch, samples_seen=seen)
-        return Place(epoch=place.epoch + 1, samples_seen=0)
+        seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
+        after = Place(epoch=place.epoch, samples_seen=seen)
+        return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
 
-    def shape_at(self, place: Place) -> Shape:  # noqa: ARG002  for loops whose batches change their size
-        """Return the shape of the batch that comes after ``place``."""
-        return self.shape
+    def row_of(self, place: Place) -> int:
+        """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""
+        return place.samples_seen
+
+    @property
+    def next_shape(self) -> Shape:
+        """The shape of the batch that comes next."""
+        return self.shape.at(self.row_of(self.position.place))
 
     def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know what they will draw
         """Describe what changes after ``place`` in what is read; "" if nothing does."""
@@ -165,6 +169,18 @@ class Loop(ABC):
     def is_endless(self) -> bool:
         """Whether an epoch has no end."""
         return self.position.is_endless
+
+    def check_ends(self) -> None:
+        """Refuse to count the batches of an epoch without an end.
+
+        Raises:
+            TypeError: It has none.
+        """
+        if self.is_endless:
+            raise TypeError(
+                "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
+                "an epoch_size="
+            )
 
     def seen(self) -> dict[str, dict[str, float]]:
         """Count the samples drawn from each source.

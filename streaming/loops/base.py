@@ -114,7 +114,7 @@ def tell_of_own_generators(recipe: Recipe) -> None:
         )  # fmt: skip
 
 
-class Account:
+class Accounting:
     """Account for the bad samples of a loop: its own, and through a tally those that all known ranks find.
 
     Args:
@@ -181,16 +181,12 @@ class BaseLoop(Loop, Generic[_Contents]):
         self.order = order
         self._machinery: Machinery[_Contents] = Machinery(self.metrics)
         self._locker: PageLocker | None = None
-        self._account = Account(dataset, config.mesh, self.metrics, sample_in_shard)
+        self._seeded_at: Place | None = None
+        self._account = Accounting(dataset, config.mesh, self.metrics, sample_in_shard)
         self._earlier = dataset.counters()
         in_children(self, BaseLoop._leave_behind)
         self._redefinitions = Redefinitions(config.recipe.functions_of_user)
         tell_of_own_generators(config.recipe)
-
-    @property
-    def _arena_limit_bytes(self) -> int:
-        """The most that chunks may take of the arena, as the current run was planned; 0: there are no chunks."""
-        return 0
 
     @abstractmethod
     def _start(self, place: Place) -> Run:
@@ -199,7 +195,7 @@ class BaseLoop(Loop, Generic[_Contents]):
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
         if seed is not None:
-            self.order = replace(self.order, seed=seed)
+            self.order, self._seeded_at = replace(self.order, seed=seed), place
         self._follow_changes()
         return _Accounted(self._start(place), self._account.bad, self.shape.rows_of(self.config.mesh.data_rank))
 
@@ -219,7 +215,7 @@ class BaseLoop(Loop, Generic[_Contents]):
     def report(self) -> dict[str, Any]:
         """Return all metrics, and the bad samples of this epoch by name."""
         shared = {name: value - self._earlier.get(name, 0) for name, value in self._read_set.counters().items()}
-        gauges = self._machinery.gauges(self._arena_limit_bytes)
+        gauges = self._machinery.gauges()
         own = self.metrics.snapshot()
         gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
         return {**own, **shared, **gauges, "bad": self._account.bad.listing()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.memory.mapped import maps_of
 from streaming.engine.pipeline import Settings
-from streaming.engine.reading import Reader
+from streaming.engine.reading import PlanReader
 from streaming.engine.source import Source
 from streaming.epochs.iterator import Loop, Run, Stage, staged
 from streaming.epochs.position import Place
@@ -32,7 +32,6 @@ from streaming.plan.demand import Rooms
 from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.order import ENDLESS
 from streaming.plan.plan import Plan
-from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
 from streaming.replicas.exchange import RowExchange
@@ -68,6 +67,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
 
     Attributes:
         course: What is drawn when.
+        samples_per_epoch: Samples of an epoch, over all ranks; used for every batch.
     """
 
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
@@ -87,41 +87,36 @@ class EpochLoop(BaseLoop[ChunkStore]):
             config = replace(config, num_workers=0)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         dataset.keep_at_most(config.memory.packs_bytes)
+        self.samples_per_epoch = self.shape.epoch_size or self.course.samples_per_pass
         self._is_resumed = False
         self._sizes = self.shape.sizes
         self._loaded_at: Place | None = None
-        self._seeded_at: Place | None = None
         self._begun_at: Place | None = None
         self.shape.check_enough(self.samples_per_epoch)
         self.position.is_endless = self.samples_per_epoch >= ENDLESS
-        self._alone = self.config
+        self._shared = self._stages
         self._open(self.config)
 
     def _open(self, config: LoopConfig) -> None:
-        """Open what depends on the world, over the machinery: connections to other ranks, and the reader of a share."""
-        shared = self._stages
-        self.config, exchange = open_exchange(config, self.metrics)
-        self._stages = (*exchange, *shared)
-        self._open_reader()
-        self.page_lock(self._locker)
+        """Open what depends on world and source, over the machinery: the reader of this rank's share, and the stages.
 
-    def _open_reader(self) -> None:
-        """Read the course's source from the next run on."""
-        source, config = self.course.source, self.config
+        Args:
+            config: The options, before those that an exchange of packs needs.
+        """
+        self._before_exchange = config
+        self.config, exchange = open_exchange(config, self.metrics)
+        self._stages = (*exchange, *self._shared)
+        config, source = self.config, self.course.source
         rooms = Rooms(source, config.memory, is_shared=config.num_workers > 0)
-        self._reader = Reader(
+        self._reader = PlanReader(
             source, rooms, config.mesh.data_rank, self._machinery,
             make=partial(_open_store, source, config, rooms, self.metrics),
             settings=partial(_settings, config, source), metrics=self.metrics, report=self._account.bad.report,
         )  # fmt: skip
-
-    @cached_property
-    def samples_per_epoch(self) -> int:
-        """Samples of an epoch, over all ranks; used for every batch."""
-        return self.shape.epoch_size or self.course.samples_per_pass
+        self.page_lock(self._locker)
 
     def row_of(self, place: Place) -> int:
-        """Return the number of samples of the run, over all ranks and epochs, that come before a place."""
+        """See ``Loop``: over all epochs of the run."""
         return place.epoch * self.samples_per_epoch + place.samples_seen
 
     def set_seed(self, seed: int) -> None:
@@ -206,16 +201,6 @@ class EpochLoop(BaseLoop[ChunkStore]):
         left = self.samples_per_epoch - place.samples_seen
         return self.shape.sizes.batches(self.row_of(place), left, self.shape.last_batch)
 
-    def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  place and sizes say it
-        """See ``Loop``."""
-        seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
-        after = Place(epoch=place.epoch, samples_seen=seen)
-        return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
-
-    def shape_at(self, place: Place) -> Shape:
-        """Return the shape of the batch after a place."""
-        return self.shape.at(self.row_of(place))
-
     def state(self) -> LoaderState:
         """Return the position; the same on every rank."""
         return LoaderState(
@@ -258,13 +243,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         if is_cut:  # the same samples, in the fetch units of the loaded run
             self.stop()  # what it holds are other units
             self._drop_machinery()
-            self._open_reader()
-
-    def start(self, place: Place, seed: int | None) -> Run:
-        """See ``Loop``."""
-        if seed is not None:
-            self._seeded_at = place
-        return super().start(place, seed)
+            self._open(self._before_exchange)
 
     def remesh(self, mesh: DeviceMesh, at: LoaderState | int, what: str) -> int:
         """Continue from ``at`` in the mesh ``mesh``, keeping worker processes, memory and chunks that are still needed.
@@ -291,15 +270,15 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self.config.recipe.items.check_shape(shape, self.config.recipe.collate_fn)
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
-        state = self._state_at(at) if isinstance(at, int) else at
+        state = at if isinstance(at, LoaderState) else self._state_at(at)
         place = self._taken_over(state)
         self._reader.hold()
         self.go_to(place, state.next_seed, what)
         for stage in self._stages:
             stage.drop()
-        self.shape, self._stages = shape, ()
+        self.shape = shape
         self._account.open(mesh)
-        self._open(replace(self._alone, shape=shape, mesh=mesh))
+        self._open(replace(self._before_exchange, shape=shape, mesh=mesh))
         return max(came_to - self.row_of(self.position.place), 0)
 
     def _state_at(self, num_batches: int) -> LoaderState:
@@ -356,11 +335,6 @@ class EpochLoop(BaseLoop[ChunkStore]):
             row = place.samples_seen if self.is_endless else place.epoch * self.samples_per_epoch
             self._account.begin(num_samples, place.epoch, self.course.allowed_bad(row, num_samples))
         return self.course.replannable(begin(), plan)
-
-    @property
-    def _arena_limit_bytes(self) -> int:
-        store = self._machinery.contents
-        return 0 if store is None else store.limit_bytes
 
 
 def _sizes_behind(was: Sizes | None, own: Sizes, row: int) -> Sizes:

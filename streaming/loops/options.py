@@ -27,7 +27,6 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
-from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
@@ -206,7 +205,7 @@ def streaming_config(
         else checked_int("num_threads", num_threads, 0, MOST_BUILDERS)
     )
     replicas.check(dataset.on_error)
-    items, limit_bytes = dataset.items, checked_memory_limit(memory_limit)
+    items = dataset.items
     recipe = Recipe(
         parts=dataset.recipe_parts, items=items, collate_fn=collate_fn, portion=replicas.built(mesh),
         finish=pin if pin_memory and torch.cuda.is_available() else None,
@@ -220,7 +219,7 @@ def streaming_config(
     return LoopConfig(
         shape=shape,
         mesh=mesh,
-        memory=Budget(limit_bytes, items.kept_bytes(limit_bytes)),
+        memory=items.budget(checked_memory_limit(memory_limit)),
         num_workers=num_workers,
         num_threads=threads,
         depth=prefetch_factor * max(1, num_workers or threads),

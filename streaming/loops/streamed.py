@@ -35,7 +35,7 @@ class _Window:
     """What lies in the arena: batches that are read but not built."""
 
     def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+        self._crew, self.limit_bytes = crew, 0
 
     @property
     def is_broken(self) -> bool:

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from streaming.arguments import format_bytes
+from streaming.errors import MemoryLimitError
 from streaming.plan import memory as budget
 from streaming.plan.memory import Budget
 from streaming.plan.plan import Plan
@@ -177,7 +179,14 @@ class SlicesDemand(Demand):
 
     def check(self, *, resumed: bool = False) -> None:  # noqa: ARG002  storage order has no lanes
         """See ``Demand``."""
-        budget.check_slices(self.plan, self.live_bytes, self.rooms.memory)
+        memory, num_bytes = self.rooms.memory, self.live_bytes
+        if num_bytes > memory.chunks_bytes:
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: where samples are "
+                f"largest, the {self.plan.shape.most_rows} of one rank in a batch take {format_bytes(num_bytes)}, and "
+                f'chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.needed_mib(num_bytes)}'
+                'MiB", or a smaller batch'
+            )
 
 
 class LiveDemand(Demand):
@@ -220,11 +229,18 @@ class LiveDemand(Demand):
 
     def check(self, *, resumed: bool = False) -> None:
         """See ``Demand``."""
-        memory, plan = self.rooms.memory, self.plan
-        if self.live_bytes > memory.chunks_bytes:
-            lanes = -(-plan.settings.lanes // plan.dp_world_size)
-            cure = self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
-            budget.refuse_whole_chunks(
-                plan, self.rooms.room_bytes, self.dp_rank, live_bytes=self.live_bytes, memory=memory, resumed=resumed,
-                more_cures=cure,
-            )  # fmt: skip
+        memory, plan, room_bytes = self.rooms.memory, self.plan, self.rooms.room_bytes
+        if self.live_bytes <= memory.chunks_bytes:
+            return
+        lanes = -(-plan.settings.lanes // plan.dp_world_size)
+        find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
+        cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes)
+        cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
+        raise MemoryLimitError(
+            f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "
+            f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
+            f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
+            f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
+            f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
+            f'"{budget.needed_mib(self.live_bytes)}MiB"{cures}'
+        )

@@ -16,13 +16,11 @@ import math
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import format_bytes
-from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
@@ -61,6 +59,11 @@ class Budget:
     limit_bytes: int
     packs_bytes: int = 0
 
+    @classmethod
+    def of(cls, limit_bytes: int, *, packs: bool) -> Self:
+        """Return the budget of a dataset with or without packs: for them, a quarter of the part for batches."""
+        return cls(limit_bytes, min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS) if packs else 0)
+
     @property
     def chunks_bytes(self) -> int:
         """The part for chunks."""
@@ -91,11 +94,6 @@ class Budget:
         return all_bytes <= min(READ_AHEAD_BYTES, self.chunks_bytes)
 
 
-def kept_for_packs(limit_bytes: int) -> int:
-    """Return the part of ``memory_limit`` for a packed set's packs and lengths: a quarter of the part for batches."""
-    return min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
-
-
 def needed_mib(chunks_bytes: int) -> int:
     """Return a ``memory_limit``, in MiB, into which this many bytes of chunks fit in every epoch."""
     return math.ceil(chunks_bytes / CHUNKS_SHARE / EPOCHS_VARY / (16 << 20)) * 16
@@ -104,44 +102,6 @@ def needed_mib(chunks_bytes: int) -> int:
 def enough_for_batches_mib(batches_bytes: int) -> int:
     """Return a ``memory_limit``, in MiB, that leaves this many bytes for batches."""
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
-
-
-def refuse_whole_chunks(
-    plan: Plan,
-    chunk_bytes: Int64Array,
-    dp_rank: int,
-    *,
-    live_bytes: int,
-    memory: Budget,
-    resumed: bool = False,
-    more_cures: str = "",
-) -> NoReturn:
-    """Refuse a plan whose live chunks do not fit.
-
-    Args:
-        plan: The plan.
-        chunk_bytes: int64 [C], :func:`whole_pages` of each chunk.
-        dp_rank: The data-parallel rank.
-        live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
-        memory: The rank's ``memory_limit``.
-        resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
-        more_cures: Other remedies, for the message.
-
-    Raises:
-        MemoryLimitError: Always; the message shows the calculation and the remedies.
-    """
-    limit_bytes = memory.chunks_bytes
-    lanes = -(-plan.settings.lanes // plan.dp_world_size)
-    mean = int(chunk_bytes.mean())
-    per_chunk = plan.chunk_samples.mean()
-    cures = (_cures_of_resumed if resumed else _cures_of_lanes)(plan, chunk_bytes, dp_rank, limit_bytes)
-    raise MemoryLimitError(
-        f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {dp_rank} of "
-        f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
-        f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
-        f"needs up to {format_bytes(live_bytes)} of chunks at the same time, and chunks get {CHUNKS_SHARE:.0%} of "
-        f'the limit. Use memory_limit="{needed_mib(live_bytes)}MiB"{cures}{more_cures}'
-    )
 
 
 def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
@@ -158,14 +118,9 @@ def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
     if plan.settings.shuffle or plan.dp_world_size == 1:
         return False
     sample_bytes = int(chunk_bytes.sum()) / plan.samples_per_pass
-    if rank_rows(plan) * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
+    if plan.shape.most_rows * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
         return True
     return plan.live_bytes(whole_pages(chunk_bytes), 0) > memory.chunks_bytes
-
-
-def rank_rows(plan: Plan) -> int:
-    """Return the number of samples in the largest share of a batch."""
-    return plan.shape.most_rows
 
 
 def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], memory: Budget) -> int:
@@ -189,7 +144,7 @@ def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans],
 
 
 def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes: int) -> int:
-    """Return the most bytes of pieces that any run of :func:`rank_rows` samples touches.
+    """Return the most bytes of pieces that any run of as many samples touches as a rank has of a batch.
 
     Args:
         plan: The plan. If its epochs are not whole passes, a run may wrap from the end of a pass to its beginning.
@@ -197,7 +152,7 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
         begins: int64 [n], first byte of each.
         total_bytes: Bytes of all pieces.
     """
-    rows, num_samples = rank_rows(plan), plan.samples_per_pass
+    rows, num_samples = plan.shape.most_rows, plan.samples_per_pass
     wraps = plan.num_samples != num_samples
     if rows >= num_samples or (wraps and rows > num_samples - int(plan.chunk_samples.max())):
         return total_bytes
@@ -210,26 +165,7 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
     return min(int((highs - lows).max()), total_bytes)
 
 
-def check_slices(plan: Plan, batch_bytes: int, memory: Budget) -> None:
-    """Refuse a plan if one batch, read as slices of chunks (storage order over several ranks), may not fit.
-
-    Args:
-        plan: The plan.
-        batch_bytes: The result of :func:`slices_bytes` for it.
-        memory: The rank's ``memory_limit``.
-
-    Raises:
-        MemoryLimitError: One batch does not fit.
-    """
-    if batch_bytes > memory.chunks_bytes:
-        raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: where samples are "
-            f"largest, the {rank_rows(plan)} of one rank in a batch take {format_bytes(batch_bytes)}, and chunks get "
-            f'{CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{needed_mib(batch_bytes)}MiB", or a smaller batch'
-        )
-
-
-def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
+def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
     """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does."""
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
@@ -242,7 +178,7 @@ def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_byt
     return ""
 
 
-def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
+def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
     """Recommend what helps if lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:

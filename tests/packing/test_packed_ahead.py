@@ -135,7 +135,7 @@ def test_mixtures_ask_their_sources(folder: Path) -> None:
 
 def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
     limit = 64 << 20
-    memory = budget.Budget(limit, budget.kept_for_packs(limit))
+    memory = budget.Budget.of(limit, packs=True)
     assert memory.batches_bytes + memory.packs_bytes == limit // 4
     packed = packed_of(folder)
     with loader_of(packed, memory_limit=limit) as loader:

@@ -13,7 +13,7 @@ from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.packing.fill import Filler, segments_of
 from streaming.packing.layout import PackRows, PackShape, rows_of_padded
-from streaming.types import Batch, Int64Array
+from streaming.types import Batch, Int64Array, override
 
 
 class PackColumns:
@@ -100,8 +100,8 @@ class PaddedColumns(PackColumns):
         del batch["cu_seqlens"], batch["max_seqlen"]
         return batch
 
+    @override
     def _laid_out(self, packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape, Int64Array | None]:
-        """See ``PackColumns``."""
         return rows_of_padded(packs, shape)
 
 

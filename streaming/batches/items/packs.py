@@ -23,7 +23,7 @@ from streaming.errors import ConfigError, DecodeError
 from streaming.packing.balance import BalanceRules, order_local
 from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
 from streaming.storage import redact
-from streaming.types import Batch, Int64Array, Sample
+from streaming.types import Batch, Int64Array, Sample, override
 
 _log = logging.getLogger(__name__)
 _FATE = "Padding takes the place of its tokens and carries no loss"
@@ -52,12 +52,12 @@ class TokenPacks(PieceItems):
         return 8_192 if self.balance is None else 0
 
     @property
+    @override
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See ``PieceItems``."""
         return self.shape.fields
 
+    @override
     def typed(self, look: Callable[[str], str]) -> PieceItems:
-        """See ``PieceItems``."""
         return replace(self, shape=replace(self.shape, dtype=look(self.shape.field)))
 
     # --- which samples ---
@@ -87,8 +87,8 @@ class TokenPacks(PieceItems):
 
     # --- batches ---
 
+    @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        """See ``Items``."""
         packs, recipe = pieces_of(rows), builder.recipe
         available = self._tokens_there(builder, rows, packs)
         of, count, valid = self._marked(packs, valid, is_plain=recipe.collate_fn is None)
@@ -137,8 +137,8 @@ class TokenPacks(PieceItems):
         batch["num_tokens"] = int(self._is_token(batch)[counts].sum())
         batch["num_labels"] = int((labels != IGNORED).sum())  # type: ignore[attr-defined]
 
+    @override
     def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:
-        """See ``PieceItems``."""
         found: list[Any] = list(samples)
         memory = b"".join(one.get(name, b"") for name in self.shape.fields for one in found)
         places, at = {}, 0
@@ -209,31 +209,31 @@ class TokenPacks(PieceItems):
 
     # --- between ranks ---
 
+    @override
     def split(self, batch: Batch) -> list[Batch]:
-        """See ``Items``."""
         return split_packs(batch)
 
+    @override
     def sent(self, row: Batch) -> Batch:
-        """See ``Items``."""
         return narrow_pack(row)
 
+    @override
     def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
-        """See ``Items``."""
         return join_packs(rows, self.shape, allocate)
 
     # --- options ---
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
-        """See ``Items``."""
         return {**asdict(self.shape), "padded": False}
 
+    @override
     def fate(self, on_error: OnError) -> str:
-        """See ``Items``."""
         return Items.fate(self, on_error) if on_error == "raise" else _FATE
 
-    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:  # noqa: ARG002
-        """See ``Items``."""
+    @override
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:
         if rules.how == "exchange" and collate_fn is not None:
             raise ConfigError(
                 'balance="exchange" with a collate_fn: ranks can only exchange packs in the batches that Packed makes '
@@ -320,8 +320,8 @@ class PaddedDocuments(OneEach, TokenPacks):
         return is_token
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
-        """See ``Items``."""
         return {**asdict(self.shape), "padded": True}
 
     def _check_borders(self, wanted: SequenceSlice, least: int) -> None:  # noqa: ARG002

@@ -14,9 +14,9 @@ from streaming.batches.rows import PlannedRows, Rows, Stock
 from streaming.errors import ConfigError, DataError
 from streaming.packing.balance import BalanceRules
 from streaming.packing.layout import PackRows
-from streaming.plan import memory as budget
+from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
-from streaming.types import Int64Array, Sample
+from streaming.types import Int64Array, Sample, override
 
 
 class PieceItems(Items):
@@ -59,8 +59,8 @@ class PieceItems(Items):
         """Return the positions that random numbers derive from: of each row, or of each piece."""
         return positions
 
+    @override
     def row_of(self, rows: Rows, i: int) -> int:
-        """See ``Items``."""
         return int(pieces_of(rows).packs[i])
 
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
@@ -72,9 +72,9 @@ class PieceItems(Items):
         group, offset, number = (np.array([value]) for value in (chunk_id, 0, pass_number))
         return partial(stock.source.packs, group, offset, number, stock.seed)
 
-    def kept_bytes(self, memory_limit_bytes: int) -> int:
-        """See ``Items``: for packs, and lengths of documents."""
-        return budget.kept_for_packs(memory_limit_bytes)
+    def budget(self, limit_bytes: int) -> Budget:
+        """See ``Items``: with a part for packs, and lengths of documents."""
+        return Budget.of(limit_bytes, packs=True)
 
     @abstractmethod
     def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:

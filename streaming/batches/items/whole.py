@@ -15,7 +15,7 @@ from streaming.batches.items.pieces import OneEach, pieces_of
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.batches.rows import FieldRange, Rows
 from streaming.packing.layout import PackRows
-from streaming.types import Int64Array, Sample
+from streaming.types import Int64Array, Sample, override
 
 _MOST_OF_PACK = 2**24
 """Maximum number of samples in a pack: their random numbers derive from the pack's position times this, plus their
@@ -94,15 +94,15 @@ class WholeSamples(OneEach, Samples):
         """See ``Items``: samples are concatenated within a batch, of which ``collate_fn`` gets a list."""
         return checked_jagged(jagged, None)
 
+    @override
     def fate(self, on_error: OnError) -> str:
-        """See ``Items``."""
         if on_error == "raise":
             return Samples.fate(self, on_error)
         return f'{_FATE}. Replacements have False in batch["__valid__"]' if on_error == "skip" else _FATE
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
-        """See ``Items``."""
         return {"length": self.length, "field": "", "max_docs": self.max_docs, "multiple": self.multiple,
                 "padded": True}  # fmt: skip
 
