@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from items_contract import KEYS, ItemsContract, PackedContract, Windows, write_documents
+from items_contract import KEYS, ItemsContract, PackedContract, windows, write_documents
 from played_ranks import Play, played
 
 from streaming import StreamingDataset
@@ -51,8 +51,8 @@ class TestWholeSamples(PackedContract):
 
 
 class TestWindows(ItemsContract):
-    def make(self, folder: Path, **options: Any) -> Windows:
-        return Windows(str(folder), 3, **options)
+    def make(self, folder: Path, **options: Any) -> StreamingDataset:
+        return windows(folder, 3, **options)
 
     def due(self) -> Counter[tuple[str, ...]]:
         firsts = [number for number in range(len(KEYS)) if number % 8 < 6]

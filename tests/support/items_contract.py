@@ -1,6 +1,6 @@
 """What a loader promises of batches, whatever their rows are: a battery for any ``Items``, and rows of our own.
 
-``Windows`` is a kind of row that streaming/ does not know: its rows are sliding windows over a data set.
+``windows`` have rows that streaming/ does not know: sliding windows over a data set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -29,9 +29,11 @@ from streaming.batches.collate import default_collate, empty_like
 from streaming.batches.items.pieces import PieceItems, pieces_of
 from streaming.batches.portion import Portion
 from streaming.batches.rows import Rows
+from streaming.datasets.face import reading
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
 from streaming.replicas.batch_codec import decode, encode
+from streaming.sources.samples import SampleSource
 from streaming.types import Int64Array, Sample
 
 LENGTHS = [3 + 5 * number % 17 for number in range(64)]
@@ -91,12 +93,16 @@ class WindowRows(PieceItems):
         raise NotImplementedError
 
 
-class Windows(StreamingDataset):
-    """The sliding windows of ``size`` samples over each chunk of a set."""
+class WindowSource(SampleSource):
+    """The sliding windows of ``size`` samples over each chunk of a source."""
 
-    def __init__(self, folder: str, size: int, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self.size = size
+    size: int
+
+    @classmethod
+    def over(cls, source: SampleSource, size: int) -> Self:
+        made = cls.__new__(cls)
+        made.__dict__ |= {**source.__dict__, "size": size}
+        return made
 
     @property
     def items(self) -> WindowRows:
@@ -110,9 +116,6 @@ class Windows(StreamingDataset):
     def fingerprint(self) -> str:
         return f"{super().fingerprint}-{self.size}"
 
-    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        return len(self.chunk_samples) if fingerprint == self.fingerprint else None
-
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         inside = (offsets[:, None] + np.arange(self.size)).reshape(-1)
         return PackRows.of_samples(
@@ -124,6 +127,12 @@ class Windows(StreamingDataset):
 
     def expected_samples(self, num_rows: float) -> float:
         return num_rows * self.size
+
+
+def windows(folder: Path, size: int, **options: Any) -> StreamingDataset:
+    """Return a set whose rows are such windows."""
+    dataset = StreamingDataset(str(folder), **options)
+    return reading(dataset, WindowSource.over(dataset.source, size))
 
 
 # --- the battery ---
@@ -190,7 +199,7 @@ class ItemsContract:
         whole = self.whole(dataset)
         rows = [row for batch in whole for row in batch]
         assert all(len(batch) == _GLOBAL_BATCH for batch in whole[:-1])
-        assert len(rows) == int(dataset.chunk_samples.sum())
+        assert len(rows) == int(dataset.source.chunk_samples.sum())
         if (due := self.due()) is None:
             assert Counter(key for row in rows for key in row) == Counter(KEYS)
         else:
@@ -225,10 +234,10 @@ class ItemsContract:
     @pytest.mark.parametrize("world", [2])
     def test_the_last_batch_is_dropped_padded_or_partial(self, folder: Path, world: int) -> None:
         dataset = self.make(folder)
-        size = next(size for size in (5, 7) if int(dataset.chunk_samples.sum()) % size)
+        size = next(size for size in (5, 7) if int(dataset.source.chunk_samples.sum()) % size)
         options = {"global_batch_size": size * world}
         found = {how: self.whole(dataset, world, last_batch=how, **options) for how in ("drop", "partial", "pad")}
-        due, left = divmod(int(dataset.chunk_samples.sum()), size * world)
+        due, left = divmod(int(dataset.source.chunk_samples.sum()), size * world)
         assert [len(batch) for batch in found["drop"]] == due * [size * world]
         assert [len(batch) for batch in found["partial"]] == due * [size * world] + [left] * (left > 0)
         assert [len(batch) for batch in found["pad"]] == (due + (left > 0)) * [size * world]
@@ -270,7 +279,7 @@ class ItemsContract:
         for num_reads in (True, False):
             dataset = self.make(folder, cache_dir=str(tmp_path / "cache"))
             assert same(self.batches(dataset), whole)
-            assert bool(dataset.counters().get("cache_misses", 0)) == num_reads
+            assert bool(dataset.source.counters().get("cache_misses", 0)) == num_reads
 
     @pytest.mark.parametrize("world", [2])
     def test_batches_that_grow_are_the_same_on_any_world_and_after_a_resume(self, folder: Path, world: int) -> None:
