@@ -39,7 +39,8 @@ class PackTotals(Report):
         """Sum up all sets of a packed dataset."""
         sets = [one for _, one in sets_of(planned)]
         return cls(
-            length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit, packs=sum(map(len, sets)),
+            length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit,
+            packs=sum(one.num_readable for one in sets),
             counts=reduce(add, (one.counts for one in sets)),
         )  # fmt: skip
 
