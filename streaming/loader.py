@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import checks_names, seconds_or_none
+from streaming.arguments import DEFAULT_MEMORY_LIMIT, checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
@@ -20,7 +20,6 @@ from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.options import (
-    DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     balanced,
     check_ordinary,

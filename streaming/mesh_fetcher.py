@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import (
+    DEFAULT_MEMORY_LIMIT,
     checked_int,
     checked_seconds,
     checks_names,
@@ -90,7 +91,7 @@ class DeviceMeshFetcher(Closable):
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
-        memory_limit: int | str = "4GiB",
+        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._begin(dataset, device_mesh, options_of(locals()))

@@ -31,6 +31,7 @@ from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
 from streaming.sources.mixed import MixedSource
+from streaming.types import override
 
 _PASSES_TOLD = 6
 """Number of passes named in the log line at the start; later ones follow from them."""
@@ -156,16 +157,16 @@ class Single(Course):
         self.source = source
         self.num_samples = self.samples_per_pass = int(source.chunk_samples.sum())
 
+    @override
     def orders(self, settings: OrderSettings) -> Orders:
-        """See ``Course``."""
         return self.source.orders(settings)
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See ``Course``."""
         return {"fingerprint": self.source.fingerprint, "num_samples": self.samples_per_pass, "ledger": None}
 
-    def restored(self, state: LoaderState, row: int) -> Course:  # noqa: ARG002  nothing changes on the way
-        """See ``Course``."""
+    @override
+    def restored(self, state: LoaderState, row: int) -> Course:
         if state.ledger is not None:
             raise StateError(
                 f"this state belongs to a mixture of {', '.join(state.ledger.sources)}, but this loader reads a single "
@@ -229,12 +230,12 @@ class Mixed(Course):
             self._orders = self.source.orders(settings, self.ledger)
         return self._orders
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See ``Course``."""
         return {"fingerprint": self.source.fingerprint, "num_samples": self.num_samples, "ledger": self.ledger}
 
+    @override
     def restored(self, state: LoaderState, row: int) -> Course:
-        """See ``Course``."""
         if state.ledger is None:
             raise StateError(
                 "this state belongs to a single data set, but this loader reads a mixture; load it into a loader over "
@@ -252,12 +253,12 @@ class Mixed(Course):
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         return self if ledger == self.ledger and mixture is self.source else self._with(mixture, ledger, None)
 
+    @override
     def now_read(self, dataset: Any) -> Any:
-        """See ``Course``."""
         return reading(dataset, self._now)
 
+    @override
     def saying(self, weights: Any, at: Any) -> Callable[[int], Facts]:
-        """See ``Course``."""
         return partial(self._said, weights, at)
 
     def _said(self, weights: Any, at: Any, row: int) -> Facts:
@@ -266,8 +267,8 @@ class Mixed(Course):
         at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
         return {"weights": plain, "at": at, "row": row}
 
+    @override
     def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> Course:
-        """See ``Course``."""
         (first, said), *others = told.items()
         weights, at = said["weights"], said["at"]
         for rank, one in others:
@@ -296,37 +297,37 @@ class Mixed(Course):
         orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
         return self._with(self.source, _with_laid(self.source, ledger, lambda: orders), orders)
 
+    @override
     def tell_change(self, told: Mapping[int, Facts], row: int, settings: OrderSettings) -> int:
-        """See ``Course``."""
         weights, start = next(iter(told.values()))["weights"], self.ledger.last.start
         step = f", step {-(-start // self._sizes.at(0)):,}" if self._sizes.is_constant else ""
         _log.info("set_weights: %s from row %d%s on, %d rows from here", weights, start, step, start - row)
         _tell_overlapping(self.source, self.ledger, settings)
         return start
 
+    @override
     def succeeding(self, other: Course, state: LoaderState, row: int) -> Course:
-        """See ``Course``."""
         return self.restored(state, row) if isinstance(other, Mixed) and other.ledger.is_changed else self
 
+    @override
     def replannable(self, run: Run, plan: Plan) -> Run:
-        """See ``Course``."""
         if not self.source.is_endless:
             return run
         replanned = ReplannedRun(run, plan)
         self._running = weakref.ref(replanned)
         return replanned
 
+    @override
     def held(self, otherwise: Place) -> AbstractContextManager[Held]:
-        """See ``Course``."""
         run = self._running()
         return nullcontext(NothingHeld(otherwise)) if run is None or run.is_closed else run.held()
 
+    @override
     def allowed_bad(self, row: int, num_samples: int) -> Callable[[float], Mapping[str, int] | None]:
-        """See ``Course``."""
         return partial(self.source.bad_limits, self.ledger, row, num_samples)
 
+    @override
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
-        """See ``Course``."""
         passes, units = self.source.forecast(self.ledger).passes, self.source.units_per_sample
         orders: Any = self.orders(settings)
         found: dict[str, dict[str, float]] = {}

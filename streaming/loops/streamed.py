@@ -20,6 +20,7 @@ from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
 from streaming.sources.samples import SampleSource
+from streaming.types import override
 
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set of unknown size; its bytes are limited to half of memory_limit."""
@@ -98,8 +99,8 @@ class StreamedLoop(BaseLoop[_Window]):
         """Fingerprint of the shards, and of the number of ranks if the order does not include it."""
         return self._shards if self.order.shuffle else f"{self._shards}@{self.shape.num_ranks}"
 
+    @override
     def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``."""
         return self.shape.batches_in(self._size - samples_seen)
 
     def state(self) -> LoaderState:
