@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shard_tools.stats.totals import Totals
-from streaming.errors import AccessDeniedError, NotFoundError
+from streaming.errors import AccessDeniedError, NotFoundError, StorageError
 from streaming.index.files import read_document, write_document
 from streaming.storage import Storage, join_url
 
 _FORMAT, _VERSION = "shardstream-stats", 1
+_log = logging.getLogger(__name__)
+_SHARE = 20  # writing takes a twentieth of the time at most, however large the totals are
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,14 +33,20 @@ class TotalsJournal:
         folder: Folder or prefix where it is kept.
         storage: Its store.
         work: What is summed up.
-        every_s: Seconds between two writings.
+        is_needed: Whether the run fails if it cannot be written.
+        every_s: Seconds between two writings, or more if they take long; 0: write always.
     """
 
     folder: str
     storage: Storage
     work: Mapping[str, Any]
+    is_needed: bool
     every_s: float
-    _written_s: float = field(default_factory=time.monotonic)
+    _next_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Begin to wait."""
+        self._next_s = time.monotonic() + self.every_s
 
     @property
     def url(self) -> str:
@@ -46,7 +56,8 @@ class TotalsJournal:
 
     def load(self) -> tuple[int, Totals]:
         """Return the number of shards that are done, and their totals; none if there is no file, or it is damaged."""
-        with suppress(NotFoundError, AccessDeniedError, ValueError, KeyError, TypeError, RecursionError):
+        missing = NotFoundError if self.is_needed else StorageError
+        with suppress(missing, AccessDeniedError, ValueError, KeyError, TypeError, RecursionError):
             content = read_document(self.storage.read(self.url))
             if (content["format"], content["version"], content["work"]) == (_FORMAT, _VERSION, dict(self.work)):
                 return int(content["num_shards"]), Totals.of_dict(content["totals"])
@@ -54,12 +65,22 @@ class TotalsJournal:
 
     def note(self, num_shards: int, totals: Totals) -> None:
         """Write the totals of so many shards if the last time is long enough ago."""
-        if time.monotonic() - self._written_s >= self.every_s:
+        begun_s = time.monotonic()
+        if begun_s >= self._next_s:
             content = {"format": _FORMAT, "version": _VERSION, "work": self.work, "num_shards": num_shards}
-            self.storage.put(self.url, write_document({**content, "totals": totals.as_dict()}))
-            self._written_s = time.monotonic()
+            try:
+                self.storage.put(self.url, write_document({**content, "totals": totals.as_dict()}))
+            except StorageError as error:
+                if self.is_needed:
+                    error.add_note("--journal names another place for the progress of this run")
+                    raise
+                _log.warning("%s; if this run is stopped, the next one begins anew. See --journal", error)
+                self._next_s = math.inf
+                return
+            now_s = time.monotonic()
+            self._next_s = now_s + (max(self.every_s, _SHARE * (now_s - begun_s)) if self.every_s else 0)
 
     def close(self) -> None:
         """Delete the file: the work is done."""
-        with suppress(NotFoundError):
+        with suppress(NotFoundError if self.is_needed else StorageError):
             self.storage.delete(self.url)

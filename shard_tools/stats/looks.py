@@ -142,6 +142,8 @@ def _tensor(field_name: str, data: bytes, num_bytes: int) -> Seen:
     version = np.lib.format.read_magic(stream)
     read: Any = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects, which are pickles: decoders refuse it")
     return Seen(words={"array": _shape(str(dtype), shape)}, numbers={"items": float(np.prod(shape, dtype=np.float64))})
 
 

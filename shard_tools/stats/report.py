@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shard_tools.stats.kinds import UNKNOWN, kind_of
+from shard_tools.stats.kinds import UNKNOWN, is_class, kind_of
 from shard_tools.stats.sketches import Top
 from shard_tools.stats.surprises import Surprise, content_field
 from shard_tools.stats.totals import ColumnTotals, FieldTotals, Totals
@@ -59,8 +59,8 @@ class StatsReport:
         if self.totals.num_read >= self.num_samples:
             return "all samples"
         return (
-            f"{self.totals.num_read:,} of {self.num_samples:,} samples, in runs of four spread over all shards (seed "
-            f"{self.seed}); sizes, keys and columns are those of all; --all reads all"
+            f"{self.totals.num_read:,} of {self.num_samples:,} samples, in runs of four spread over the whole set "
+            f"(seed {self.seed}); sizes, keys and columns are those of all; --all reads all"
         )
 
     def classes(self) -> dict[str, Top]:
@@ -69,7 +69,7 @@ class StatsReport:
             name: one.words["value"] for name, one in self.totals.fields.items()
             if self.kinds[name] == "class" and "value" in one.words
         }  # fmt: skip
-        return found | {name: one.top for name, one in self.totals.columns.items() if one.adjacent.num}
+        return found | {name: one.top for name, one in self.totals.columns.items() if is_class(name)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""

@@ -184,7 +184,13 @@ def _sum_up(reader: ShardReader, options: StatsOptions) -> Totals:
         kept = "" if reader.kept is None else reader.kept.identity
         columns = {column.name: column.version for column in reader.late}
         work = {"set": reader.shards.chunks.fingerprint, "kept": kept, "columns": columns, "seed": options.seed}
-        journal = TotalsJournal(folder=options.journal, storage=reader.storage, work=work, every_s=options.save_every_s)
+        journal = TotalsJournal(
+            folder=options.journal,
+            storage=reader.storage,
+            work=work,
+            every_s=options.save_every_s,
+            is_needed=options.journal != JOURNALS,
+        )
         done, totals = journal.load()
         reader.progress.advance(num=done)
     num_shards = len(reader.shards.urls)

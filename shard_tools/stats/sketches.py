@@ -29,8 +29,8 @@ WORDS = 4096
 """Different values that a ``Top`` counts; of ``n`` values, one that occurs more than ``n / 4096`` times is kept."""
 WORD_CHARACTERS = 128
 """Of longer texts, only the beginning tells them apart."""
-HASHES = 1 << 22
-"""Different hashes that ``Repeats`` keeps: 64 MiB."""
+HASHES = 1 << 21
+"""Different hashes that ``Repeats`` keeps: 32 MiB, and four times as much while they are counted."""
 _BINS = 24
 _HASH_BITS = 63
 

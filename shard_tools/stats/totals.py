@@ -205,14 +205,13 @@ class Totals:
 
     def add_keys(self, keys: Sequence[str]) -> None:
         """Take keys in."""
-        array = key_array(keys)
+        array = texts = key_array(keys)
+        odd: list[str] = []
         if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):  # not all UTF-8
-            odd = [key for key in keys if not key.isprintable() or any("\ud800" <= one <= "\udfff" for one in key)]
+            odd = [key for key in keys if not _is_utf8(key)]
+            texts = pa.array([key for key in keys if _is_utf8(key)], pa.string())
             array = array.view(pa.large_string() if pa.types.is_large_binary(array.type) else pa.string())
-        else:
-            plain = pc.and_not(pc.match_substring_regex(array, _PLAIN_KEY), pc.match_substring_regex(array, _ODD_START))
-            composed = pc.equal(pc.utf8_normalize(array, form="NFC"), array)
-            odd = array.filter(pc.invert(pc.and_(plain, composed))).to_pylist()
+        odd += _odd_of(texts)
         self.keys.add(stable_hash(array).to_numpy())
         self.num_odd += len(odd)
         self.odd = [*self.odd, *odd][:EXAMPLES]
@@ -277,6 +276,18 @@ def _read(kind: type[_T], content: Mapping[str, Any]) -> _T:
         given["numbers"] = {name: Distribution.of_dict(one) for name, one in content["numbers"].items()}
         given["words"] = {name: Top.of_dict(one) for name, one in content["words"].items()}
     return kind(**given)
+
+
+def _is_utf8(key: str) -> bool:
+    return not any("\ud800" <= one <= "\udfff" for one in key)
+
+
+def _odd_of(keys: pa.Array) -> list[str]:
+    """Return the keys with characters, or a beginning, that other programs may stumble over."""
+    plain = pc.and_not(pc.match_substring_regex(keys, _PLAIN_KEY), pc.match_substring_regex(keys, _ODD_START))
+    composed = pc.equal(pc.utf8_normalize(keys, form="NFC"), keys)
+    found: list[str] = keys.filter(pc.invert(pc.and_(plain, composed))).to_pylist()
+    return found
 
 
 @dataclass(slots=True)

@@ -24,17 +24,19 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
+from servers import MiniS3Server, fresh_name
 from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.show.pages import stats_page
 from shard_tools.stats import journal, sketches
+from shard_tools.stats import run as stats_run
 from shard_tools.stats.report import StatsReport
 from shard_tools.stats.run import DEFAULT_LIMIT, StatsOptions, choose, stats
 from shard_tools.stats.shard import ShardReader
 from shard_tools.stats.sketches import Distribution, Repeats, Top
-from streaming.errors import ConfigError, IndexMissingError
+from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
 
 Sample = dict[str, Any]
@@ -567,6 +569,21 @@ def test_a_missing_and_a_cut_shard_are_told(tmp_path: Path) -> None:
     assert any(re.match("10 samples cannot be read: .*000002.tar", one.what) for one in report.found)
 
 
+def test_keys_that_are_not_utf8_and_empty_shards(tmp_path: Path) -> None:
+    names = [b"a".decode(), b"\xff\xfe".decode("utf-8", "surrogateescape"), "e\u0301", "../up", "\u4e2d\u6587-1.5"]
+    write_tar(tmp_path / "d/0.tar", [(f"{name}.txt", b"x" * i) for i, name in enumerate(names)])
+    write_tar(tmp_path / "d/1.tar", [])
+    report = report_of(tmp_path / "d")
+    assert report.totals.num_odd == 2 + 1
+    assert report.as_dict()["samples"] == 5
+    assert json.loads(run(tmp_path / "d", "--json", "--html", tmp_path / "a.html").stdout)["samples"] == 5
+    write_tar(tmp_path / "e/1.tar", [])
+    report = report_of(tmp_path / "e")
+    assert (report.num_samples, report.as_dict()["fields"]) == (0, {})
+    assert "0" in stats_page(report)
+    assert run(tmp_path / "e").exit_code == 0
+
+
 # ------------------------------------------------------------------------------------------------------ command line
 
 
@@ -661,6 +678,35 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert not kept.exists()
 
 
+def test_a_run_over_a_bucket_goes_on_from_the_bucket(mini_s3: MiniS3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, options = mini_s3.create_bucket(fresh_name()), mini_s3.storage_options
+    with ShardWriter(f"{bucket}/d/{{:03d}}.tar", max_samples=10, storage_options=options) as writer:
+        for i in range(80):
+            writer.write({"__key__": f"{i:03d}", "txt": f"{i % 9}" * i})
+    storage = Storage(options)
+    chosen = StatsOptions(limit=None, journal=f"{bucket}/journal/", save_every_s=0, workers=1)
+    whole = stats([f"{bucket}/d/"], storage=storage, options=StatsOptions(limit=None)).as_dict()
+    original = ShardReader.read
+    read: list[int] = []
+
+    def until(stop: int) -> Callable[[ShardReader, int], Any]:
+        def reading(self: ShardReader, position: int) -> Any:
+            if position == stop:
+                raise KeyboardInterrupt
+            read.append(position)
+            return original(self, position)
+
+        return reading
+
+    monkeypatch.setattr(ShardReader, "read", until(3))
+    with pytest.raises(KeyboardInterrupt):
+        stats([f"{bucket}/d/"], storage=storage, options=chosen)
+    monkeypatch.setattr(ShardReader, "read", until(-1))
+    assert stats([f"{bucket}/d/"], storage=storage, options=chosen).as_dict() == whole
+    assert read == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert list(storage.list(f"{bucket}/journal/")) == []
+
+
 def test_a_journal_of_other_work_or_damaged_is_not_used(tmp_path: Path) -> None:
     data = write(tmp_path / "d", ({"__key__": f"{i:04d}", "txt": f"{i}"} for i in range(60)), per_shard=20)
     place = tmp_path / "journal"
@@ -673,6 +719,17 @@ def test_a_journal_of_other_work_or_damaged_is_not_used(tmp_path: Path) -> None:
     kept.write_bytes(content.replace(b'"num_shards": 2', b'"num_shards": 1'))
     assert report_of(data, journal=str(place)).as_dict() == report_of(data).as_dict()
     assert not kept.exists()
+
+
+def test_a_journal_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write(tmp_path / "d", ({"__key__": f"{i:04d}", "txt": f"{i}"} for i in range(60)), per_shard=20)
+    (tmp_path / "file").write_text("")
+    place = f"{tmp_path}/file/below"
+    with pytest.raises(StorageError) as caught:
+        report_of(data, journal=place, save_every_s=0)
+    assert "--journal" in "".join(caught.value.__notes__)
+    monkeypatch.setattr(stats_run, "JOURNALS", place)  # nobody asked for it
+    assert report_of(data, journal=place, save_every_s=0).num_samples == 60
 
 
 def test_the_journal_is_written_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
