@@ -24,6 +24,7 @@ from streaming.filters.select import parse_subset
 from streaming.storage import Storage, redact_text
 
 _SHOWN = 6  # words of a field, values of a column
+_RARE = 100  # a value that less than one in so many samples has
 
 
 @click.command("stats")
@@ -123,7 +124,7 @@ def show_stats(report: StatsReport) -> None:
         [
             (
                 f"{name}{' (late)' if one.is_late else ''}", one.type, f"{report.num_samples - one.num:,}",
-                *(_ends(one.numbers) if one.numbers.num else (one.least or "", one.most or "")), _most(one.top),
+                *(_ends(one.numbers) if one.numbers.num else (one.least or "", one.most or "")), _frequent(one.top),
             )
             for name, one in columns
         ],
@@ -172,6 +173,14 @@ def _shown(one: FieldTotals) -> Iterator[str]:
 def _most(top: Top, total: int | None = None) -> str:
     found = [f"{plain(str(word))[:40]} {count / (total or top.num):.1%}" for word, count in top.most_common(_SHOWN)]
     return ", ".join(found) + (", …" if len(top.counts) > _SHOWN else "")
+
+
+def _frequent(top: Top) -> str:
+    """Return the most frequent values of a column, or how many there are if each is rare."""
+    most = max(top.counts.values(), default=0)
+    if most * _RARE >= top.num:
+        return _most(top)
+    return f"{len(top.counts):,} different" if top.is_exact else f"more than {len(top.counts):,} different"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

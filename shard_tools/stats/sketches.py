@@ -76,11 +76,6 @@ class Distribution:
             kept = np.argpartition(self._priorities, VALUES)[:VALUES]
             self._priorities, self._values = self._priorities[kept], self._values[kept]
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether quantiles are those of all numbers."""
-        return self.num <= VALUES
-
     def quantile(self, share: float) -> float | None:
         """Return the number below which this share of them lies; None without numbers."""
         return _plain(float(np.quantile(self._values, share))) if self.num else None
