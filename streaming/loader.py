@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import checks_names, seconds_or_none
+from streaming.arguments import DEFAULT_MEMORY_LIMIT, checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
@@ -19,8 +19,8 @@ from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
+from streaming.loops.descriptions import Announcer
 from streaming.loops.options import (
-    DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     balanced,
     check_ordinary,
@@ -30,7 +30,6 @@ from streaming.loops.options import (
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.loops.words import Announcer
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
 from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.ordinary.options import OrdinaryDataset

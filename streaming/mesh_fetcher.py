@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import (
+    DEFAULT_MEMORY_LIMIT,
     checked_int,
     checked_seconds,
     checks_names,
@@ -27,14 +28,14 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
-from streaming.loops.fetcher import EpochLoop
+from streaming.loops.descriptions import Announcer, what_is_read
+from streaming.loops.epoch_loop import EpochLoop
 from streaming.loops.options import (
     no_dataset,
     refuse_what_deals,
     streaming_config,
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
-from streaming.loops.words import Announcer, what_is_read
 from streaming.ordinary.map_style import resolve_dataset
 from streaming.plan.order import ENDLESS
 from streaming.plan.schedule import Schedule
@@ -90,7 +91,7 @@ class DeviceMeshFetcher(Closable):
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
-        memory_limit: int | str = "4GiB",
+        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._begin(dataset, device_mesh, options_of(locals()))

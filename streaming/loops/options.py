@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.arguments import (
+    DEFAULT_MEMORY_LIMIT,
+    MOST_BUILDERS,
+    checked_flag,
+    checked_int,
+    checked_memory_limit,
+    option_names,
+)
 from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
@@ -27,7 +34,6 @@ from streaming.sources.samples import SampleSource
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
-DEFAULT_MEMORY_LIMIT = "4GiB"
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself, each to one rank, in an order that resumes from a state_dict. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
