@@ -179,6 +179,7 @@ VERBS: dict[str, list[str]] = {
     "plan": ["{good}", "--batch-size", "2"],
     "repair": ["{damaged}", "--to", "{target}/repaired", "--drop-damaged"],
     "reshard": ["{good}", "{target}/resharded", "--max-samples", "3", "--shuffle"],
+    "stats": ["{good}", "--all", "--html", "{local}/report.html"],
     "verify": ["{good}"],
     "view save": ["{good}", "{name}", "--where", "num >= 2"],
     "view list": ["{good}"],
@@ -200,6 +201,8 @@ MORE = [
     ("plan", ["{rows}", "--batch-size", "2"]),
     ("info", ["{good}", "--index", "{rows}"]),
     ("ls", ["{good}", "--limit", "{good}"]),
+    ("stats", ["{damaged}", "--where", "{rows}"]),
+    ("stats", ["{damaged}", "--json"]),
     ("cat", ["{good}", "001", "{rows}"]),
     ("view save", ["{good}", "x", "--exclude", "{rows}"]),
 ]
