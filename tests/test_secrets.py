@@ -173,6 +173,7 @@ VERBS: dict[str, list[str]] = {
     "column list": ["{good}"],
     "convert": ["{rows}", "{target}/converted", "--max-samples", "1"],
     "copy": ["{good}", "{target}/copied"],
+    "diff": ["{good}", "{good}"],
     "index": ["{good}", "--index", "{local}/index"],
     "info": ["{good}"],
     "ls": ["{good}", "--long"],
@@ -201,6 +202,8 @@ MORE = [
     ("info", ["{good}", "--index", "{rows}"]),
     ("ls", ["{good}", "--limit", "{good}"]),
     ("cat", ["{good}", "001", "{rows}"]),
+    ("diff", ["{good}", "{damaged}", "--index-b", "{rows}"]),
+    ("diff", ["{damaged}", "{good}"]),
     ("view save", ["{good}", "x", "--exclude", "{rows}"]),
 ]
 """What fails late, finds damage, or is not said right."""
