@@ -168,6 +168,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 # ----------------------------------------------------------------------------------------------------------- verbs
 
 VERBS: dict[str, list[str]] = {
+    "bench": ["{good}", "--seconds", "0.5"],
     "cat": ["{good}", "001"],
     "column add": ["{good}", "{name}", "--from", "{score}", "--on", "key", "--value", "score"],
     "column list": ["{good}"],
@@ -201,6 +202,8 @@ MORE = [
     ("plan", ["{rows}", "--batch-size", "2"]),
     ("info", ["{good}", "--index", "{rows}"]),
     ("ls", ["{good}", "--limit", "{good}"]),
+    ("bench", ["{good}", "--seconds", "0.5", "--prices", "{rows}"]),
+    ("bench", ["{good}", "--index", "{rows}"]),
     ("cat", ["{good}", "001", "{rows}"]),
     ("diff", ["{good}", "{damaged}", "--index-b", "{rows}"]),
     ("diff", ["{damaged}", "{good}"]),
