@@ -76,14 +76,14 @@ fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 torture: venv
-	$(BIN)/python -m pytest -n 0 -s tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
-	$(BIN)/python -m pytest -n 0 -s tests/test_remesh_processes.py --torture-changes $(or $(CHANGES),1000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n 0 -s tests/histories/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n 0 -s tests/loops/test_remesh_processes.py --torture-changes $(or $(CHANGES),1000) --torture-seed $(or $(SEED),1)
 
 flips: venv
-	$(BIN)/python -m pytest -n $(JOBS) --dist load tests/test_index_flips.py --index-flips $(or $(FLIPS),100000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n $(JOBS) --dist load tests/catalog/test_index_flips.py --index-flips $(or $(FLIPS),100000) --torture-seed $(or $(SEED),1)
 
 differential: venv
-	$(BIN)/python -m pytest -n $(JOBS) tests/test_differential.py tests/test_differential_streamed.py tests/test_histories.py tests/test_histories_model.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n $(JOBS) tests/histories/test_differential.py tests/histories/test_differential_streamed.py tests/histories/test_histories.py tests/histories/test_histories_model.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -15,7 +15,7 @@ import common
 
 from streaming import DataLoader, StreamingDataset
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "support"))
 from fault_proxy import FaultProxy
 
 

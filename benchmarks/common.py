@@ -138,8 +138,8 @@ def s3_copy(folder: str, mb_per_s: float = 0.0) -> Iterator[tuple[str, dict[str,
 
     ``mb_per_s`` is what the server sends at most; 0: as much as the machine can.
     """
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
-    from servers import MiniS3Server  # noqa: PLC0415  tests/ is no package, and on the path only from here on
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "support"))
+    from servers import MiniS3Server  # noqa: PLC0415  tests/support is no package, and on the path only from here on
 
     with MiniS3Server(buckets=("bench",), mb_per_s=mb_per_s) as server:
         storage = Storage(server.storage_options)

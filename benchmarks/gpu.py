@@ -50,7 +50,7 @@ STEPS = 60
 
 def tests() -> tuple[bool, str]:
     """Whether all tests marked ``gpu`` pass, and what pytest says of them last."""
-    files = sorted(str(path) for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.gpu" in path.read_text())
+    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-p", "no:benchmark", "-rs", *files]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)

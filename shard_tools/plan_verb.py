@@ -25,8 +25,8 @@ from shard_tools.plan.steps import open_run, parse_steps, show_steps
 from shard_tools.plan.view import save_plot, show_plan
 from shard_tools.verbs import emit
 from streaming.errors import ConfigError
-from streaming.plan.ramp import Ramp
 from streaming.plan.schedule import Schedule
+from streaming.plan.sizes import Sizes
 from streaming.storage import Storage
 from streaming.types import LastBatch
 
@@ -189,8 +189,9 @@ def plan_command(
     planned = open_planned(urls, storage_options=storage_options, **_described(arguments))
     memory_limit = arguments.pop("memory_limit")
     options = PlanOptions(
-        mesh=mesh, **_sizes(batch_size, global_batch_size, mesh), memory_limit_bytes=memory_limit, **arguments
-    )
+        mesh=mesh, global_batch_size=Sizes.chosen(batch_size, global_batch_size, mesh.data_world_size),
+        memory_limit_bytes=memory_limit, **arguments,
+    )  # fmt: skip
     if state_url:
         run = open_run(planned, state_url, storage=Storage(storage_options), options=options)
         asked = None if steps is None else parse_steps(steps)
@@ -246,11 +247,3 @@ def _described(arguments: dict[str, Any]) -> dict[str, Any]:
     if packs and "length" not in packs:
         raise click.UsageError("Packs need --length, their tokens; with --padded, the budget of a batch.")
     return {**described, "packed": packs or None}
-
-
-def _sizes(batch_size: Any, global_batch_size: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the global batch size, and how it changes."""
-    ramp = Ramp.chosen(batch_size, global_batch_size, mesh.data_world_size)
-    if ramp is not None:
-        return {"global_batch_size": ramp.size_at(0), "ramp": ramp}
-    return {"global_batch_size": global_batch_size or (batch_size or 0) * mesh.data_world_size}

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from streaming.datasets.table_file import TableDataset
     from streaming.device.prefetcher import DevicePrefetcher
     from streaming.loader import DataLoader
-    from streaming.loops.ordinary_options import OrdinaryDataset
     from streaming.mesh_fetcher import DeviceMeshFetcher
+    from streaming.ordinary.mesh_sampler import DeviceMeshSampler
+    from streaming.ordinary.options import OrdinaryDataset
+    from streaming.ordinary.retry import RetrySampler
     from streaming.plan.schedule import Schedule
     from streaming.plan.settings import ShuffleConfig
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas.options import Broadcast
-    from streaming.samplers.device_mesh import DeviceMeshSampler
-    from streaming.samplers.retry import RetrySampler
     from streaming.torch_view import TorchIterable
 
 _HOMES = {
@@ -59,15 +59,15 @@ _HOMES = {
     "Curriculum": "streaming.datasets.curriculum",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.mesh_fetcher",
-    "DeviceMeshSampler": "streaming.samplers.device_mesh",
+    "DeviceMeshSampler": "streaming.ordinary.mesh_sampler",
     "DevicePrefetcher": "streaming.device.prefetcher",
     "Jagged": "streaming.batches.jagged",
     "Mixture": "streaming.datasets.mixture",
-    "OrdinaryDataset": "streaming.loops.ordinary_options",
+    "OrdinaryDataset": "streaming.ordinary.options",
     "Packed": "streaming.datasets.packed",
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
-    "RetrySampler": "streaming.samplers.retry",
+    "RetrySampler": "streaming.ordinary.retry",
     "Schedule": "streaming.plan.schedule",
     "SequenceSlice": "streaming.batches.sequence",
     "ShuffleConfig": "streaming.plan.settings",

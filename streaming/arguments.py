@@ -26,9 +26,11 @@ _FACTORS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 MAX_COUNT = 2**62
-_LEAST_BY_SHARE = 2  # bad samples
 """Limit on samples, rows and epochs: sums of two stay within 64 bits."""
 MAX_SEED = 2**64 - 1
+MOST_BUILDERS = 4096
+"""Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
+_LEAST_BY_SHARE = 2  # bad samples
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 

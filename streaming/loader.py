@@ -18,23 +18,22 @@ from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
     STREAMED,
-    check_one_size,
+    balanced,
     check_ordinary,
     check_streaming,
-    checked_balance,
     given,
     refuse_torch_names,
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.words import Announcer
-from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of
+from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
+from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
+from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule
 from streaming.remote import RemoteGroup, open_remote
@@ -175,35 +174,39 @@ class DataLoader(DeviceMeshFetcher):
     ) -> None:
         options = without_torchs_defaults(options_of(locals()))
         refuse_torch_names(options)
+        self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
+
+    def _open(self, mesh: DeviceMesh) -> None:
+        options = self._options
+        remote_group, timeout_s = options["remote_group"], options["agreement_timeout"]
         if remote_group is None:
-            agreement_timeout = seconds_or_none("agreement_timeout", agreement_timeout, NO_CHECK)
-        mesh = self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
+            timeout_s = seconds_or_none("agreement_timeout", timeout_s, NO_CHECK)
+        self._shape = shape_of(options, mesh)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:
-            check_one_size(self._shape)
+            self._shape.check_one_size()
             there = {name: options[name] for name in _IN_ACTORS}
-            self._loop = open_remote(dataset, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
+            self._loop = open_remote(self._given, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
             return
-        replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
-        made = self._resolve(dataset)
-        rules = checked_balance(balance, cost, made, collate_fn=collate_fn)
+        replicas = Replicas(**{name: options[name] for name in ("replicate", "stage_fields", "sequence")})
+        made = self._resolve(self._given)
+        items = balanced(made, options["balance"], options["cost"], collate_fn=options["collate_fn"])
         if not isinstance(made, STREAMED):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)
         config = streaming_config(
-            made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=page_locked, **choices
-        )
-        self._stream(made, replace(config, balance=rules), agreement_timeout)
-
-    _make: Callable[..., None] = __init__
+            made, mesh, replicas, num_threads=options["num_threads"], memory_limit=options["memory_limit"],
+            pin=page_locked, **choices,
+        )  # fmt: skip
+        self._stream(made, replace(config, recipe=replace(config.recipe, items=items)), timeout_s)
 
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
-        check_one_size(self._shape)
+        self._shape.check_one_size()
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)

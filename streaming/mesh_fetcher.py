@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,19 +28,17 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
 from streaming.loops.fetcher import EpochLoop
-from streaming.loops.map_style import resolve_dataset
 from streaming.loops.options import (
     STREAMED,
     Streamed,
-    check_one_size,
     no_dataset,
     refuse_what_deals,
     streaming_config,
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
+from streaming.ordinary.map_style import resolve_dataset
 from streaming.plan.order import ENDLESS
-from streaming.plan.ramp import Ramp
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
@@ -98,22 +95,13 @@ class DeviceMeshFetcher(Closable):
         memory_limit: int | str = "4GiB",
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        mesh = self._begin(dataset, device_mesh, options_of(locals()))
-        timeout_s = seconds_or_none("agreement_timeout", agreement_timeout, NO_CHECK)
-        made = self._resolve(dataset)
-        if not isinstance(made, STREAMED):
-            raise no_dataset(made)
-        config = streaming_config(
-            made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
-            jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=page_locked,
-        )  # fmt: skip
-        self._stream(made, config, timeout_s)
+        self._begin(dataset, device_mesh, options_of(locals()))
 
-    _make: Callable[..., None] = __init__
-    """The constructor that takes the options, even when a user's subclass overrides ``__init__``."""
+    def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> None:
+        """Store the options, find the mesh and open the loop of this process's place in it.
 
-    def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> DeviceMesh:
-        """Store the options, find the mesh and determine the batch shape."""
+        The one beginning of every loader: of a new one, and of one that was sent to another process.
+        """
         if isinstance(dataset, str):
             raise no_dataset(dataset)
         self._options = options
@@ -128,17 +116,21 @@ class DeviceMeshFetcher(Closable):
         self._watchdog: Watchdog | None = None
         self._check: StartCheck | None = None
         self._finder = MeshFinder(device_mesh)
-        mesh = self._finder.mesh
-        ramp = Ramp.chosen(options["batch_size"], options["global_batch_size"], mesh.data_world_size)
-        batch_size, size = options["batch_size"], options["global_batch_size"]
-        if ramp is not None:
-            batch_size, size = None, ramp.size_at(0)
-        shape = Shape.chosen(
-            batch_size, size, mesh.data_world_size,
-            last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
+        self._open(self._finder.mesh)
+
+    def _open(self, mesh: DeviceMesh) -> None:
+        """Open the loop of this process's place in a mesh, by the options."""
+        options = self._options
+        timeout_s = seconds_or_none("agreement_timeout", options["agreement_timeout"], NO_CHECK)
+        self._shape = shape_of(options, mesh)
+        made = self._resolve(self._given)
+        if not isinstance(made, STREAMED):
+            raise no_dataset(made)
+        config = streaming_config(
+            made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
+            jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=options["memory_limit"], pin=page_locked,
         )  # fmt: skip
-        self._shape = replace(shape, ramp=ramp)
-        return mesh
+        self._stream(made, config, timeout_s)
 
     def _resolve(self, dataset: Any) -> Any:
         """Return the dataset itself, calling the function that makes it if one was given."""
@@ -151,18 +143,17 @@ class DeviceMeshFetcher(Closable):
         """Open the loop over a streamed dataset, and the check that compares it with the loops of other ranks."""
         loop: EpochLoop | StreamedLoop
         if isinstance(dataset, StreamingDataset) and not dataset.indexed:
-            check_one_size(self._shape)
+            self._shape.check_one_size()
             loop = StreamedLoop(dataset, config)
         else:
             loop = EpochLoop(dataset, config)
         self._loop = loop
-        ramp = self._shape.ramp
         same: dict[str, Any] = {
-            "global_batch_size": self._shape.global_batch_size if ramp is None else [list(step) for step in ramp.steps],
+            "global_batch_size": self._shape.sizes.plain,
             "last_batch": self._shape.last_batch,
         }
-        if config.balance is not None:
-            same["balance"] = config.balance.how
+        if (balance := config.recipe.items.balance) is not None:
+            same["balance"] = balance.how
         self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
 
@@ -192,18 +183,18 @@ class DeviceMeshFetcher(Closable):
         With a schedule of batch sizes: the size of the next batch.
         """
         self._look_again()
-        return self._next_shape.global_batch_size
+        return self._loop.next_shape.global_batch_size
 
     @property
     def batch_size(self) -> int:
         """Samples in a full batch on this rank. With a schedule of batch sizes: the size of the next batch."""
         mesh = self.device_mesh
-        return self._next_shape.rows_of(mesh.data_rank)
+        return self._loop.next_shape.rows_of(mesh.data_rank)
 
     @property
     def has_ramp(self) -> bool:
         """Whether the batch size follows a schedule."""
-        return self._shape.ramp is not None
+        return not self._shape.sizes.is_constant
 
     @property
     def batches_left(self) -> int:
@@ -213,12 +204,8 @@ class DeviceMeshFetcher(Closable):
             TypeError: The length of the epoch is unknown, as for ``len(loader)``.
         """
         self._look_again()
-        self._check_ends()
+        self._loop.check_ends()
         return self._loop.left_behind(self._loop.position.place)
-
-    @property
-    def _next_shape(self) -> Shape:
-        return self._loop.shape_at(self._loop.position.place)
 
     def __iter__(self) -> Batches:
         """Return an iterator over the next epoch, or over the rest of the current one.
@@ -281,15 +268,8 @@ class DeviceMeshFetcher(Closable):
             TypeError: The dataset is a ``Mixture`` without an end.
         """
         self._look_again()
-        self._check_ends()
+        self._loop.check_ends()
         return self._loop.num_batches
-
-    def _check_ends(self) -> None:
-        if self._loop.is_endless:
-            raise TypeError(
-                "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
-                "an epoch_size="
-            )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``. If that epoch is already next, a loaded position is kept.
@@ -418,12 +398,10 @@ class DeviceMeshFetcher(Closable):
         dropped = loop.remesh(mesh, position, f"remesh() to {who}, generation {number},") // size
         self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
         self._loaded = loop.state().to_dict()
-        ramp = loop.shape.ramp
-        sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
-        self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
+        self._options = {**self._options, "batch_size": None, "global_batch_size": loop.shape.sizes.option}
         loop.announce = Announcer(self._dataset, loop, self._finder)
         if self._check is not None:
-            self._check.become(mesh)
+            self._check = self._check.opened(mesh)
         tell_of_going_on(mesh.world_size)
         place = loop.position.place
         _log.info(
@@ -484,12 +462,13 @@ class DeviceMeshFetcher(Closable):
         return {"dataset": self._given, "options": options, "state": None if is_new else state}
 
     def __setstate__(self, made: dict[str, Any]) -> None:
-        self._make(made["dataset"], **made["options"])
+        options = dict(made["options"])
+        self._begin(made["dataset"], options.pop("device_mesh"), options)
         if made["state"] is not None:
             self.load_state_dict(made["state"])
 
     def _look_again(self, *, to_read: bool = False) -> None:
-        """Rebuild the loop if this process's place in the mesh has changed since the loader was made."""
+        """Open the loop anew if this process's place in the mesh has changed since the loader was made."""
         finder, old = self._finder, self._loop
         if not finder.look_again(to_read=to_read):
             return
@@ -497,21 +476,12 @@ class DeviceMeshFetcher(Closable):
             "this process is rank %d of %d (found by: %s), unlike when the loader was made; the plan is made anew",
             finder.mesh.rank, finder.mesh.world_size, finder.found_by,
         )  # fmt: skip
-        place, seed = old.position.place, old.position.next_seed
-        loaded, locker, stages = self._loaded, self._locker, self._stages
         old.close()
-        self._make(self._given, **{**self._options, "device_mesh": finder.mesh})
-        self._finder, self._stages = finder, stages
-        self._loop.announce = Announcer(self._dataset, self._loop, finder)
-        if loaded is not None:
-            self.load_state_dict(loaded)
-        loop = self._loop
-        loop.set_epoch(place.epoch)
-        if seed is not None and (seed, place.has_begun) != (loop.position.next_seed, loop.position.place.has_begun):
-            loop.set_seed(seed)
-        if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
-            loop.take_weights(old)
-        self.page_lock(locker)
+        self._open(finder.mesh)
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+        self._loop.succeed(old)
+        self.page_lock(self._locker)
 
 
 def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
@@ -534,6 +504,14 @@ def _report(loop: weakref.WeakMethod[Callable[[], str]], stages: _Stages) -> str
     in a job that has switched garbage collection off.
     """
     return "\n".join(describe() for part in (loop, *stages) if (describe := part()) is not None)
+
+
+def shape_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Shape:
+    """Return the shape of batches that options ask for in a mesh."""
+    return Shape.chosen(
+        options["batch_size"], options["global_batch_size"], mesh.data_world_size,
+        last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
+    )  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError, StateError
 from streaming.mesh_fetcher import DeviceMeshFetcher
+from streaming.ordinary.retry import SharedLog
 from streaming.plan.settings import Shape
-from streaming.samplers.retry import SharedLog
+from streaming.plan.sizes import Sizes
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64
@@ -185,7 +186,7 @@ class _Part:
             )
         rows = max(1, -(-_LEAST_BLOCK // parts))
         blocks, tail = divmod(total, rows * parts)
-        low, high = Shape(global_batch_size=rows * parts, num_ranks=parts).share(tail, part)
+        low, high = Shape(sizes=Sizes.constant(rows * parts), num_ranks=parts).share(tail, part)
         own = blocks * rows + high - low
         self._share = {"drop": total // parts, "pad": -(-total // parts), "partial": own}[view.last_batch]
         self._fetcher = DeviceMeshFetcher(

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 if TYPE_CHECKING:  # `import streaming` needs no NumPy
     import numpy as np
     from numpy import typing as npt
+    from typing_extensions import override as override  # noqa: PLC0414  for other modules
+else:  # Python 3.11 has none, and it is for type checkers alone
+
+    def override(method):
+        """Mark a method that overrides one of a base class, whose docstring then holds for it."""
+        return method
+
 
 VERSION = "0.1.0"
 """Version of this package; the distribution's metadata, the command line and the ranks of a job use this constant."""

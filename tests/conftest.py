@@ -1,4 +1,4 @@
-"""Options of the tests, their order, and the setup of all xdist processes; fixtures are in shared_fixtures.py."""
+"""Options of the tests, their order, and the setup of all xdist processes; fixtures: support/shared_fixtures.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from folders import TESTS
 from forked import IMPORTS, SHARED, Origin
 from hypothesis import settings
 from leftovers import our_threads
@@ -86,12 +87,16 @@ def pytest_collection(session: pytest.Session) -> None:
     The same goes for the constants that Hypothesis reads from our sources, 4 s, and keeps in ``.hypothesis``.
     """
     worker = getattr(session.config, "workerinput", None)
-    if worker is None or not any(os.path.isdir(one) for one in session.config.args):
+    asked = [Path(one).resolve() for one in session.config.args if os.path.isdir(one)]
+    if worker is None or not asked:
         return
     mine = slice(int(worker["workerid"].removeprefix("gw")), None, worker["workercount"])
-    for name in sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))[mine]:
+    files = (path for path in TESTS.rglob("test_*.py") if not {*path.parents}.isdisjoint(asked))
+    for path in sorted(files)[mine]:
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as pytest does
         with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and reports errors
-            importlib.import_module(name)
+            importlib.import_module(path.stem)
     with suppress(ImportError):  # not a public module; without it each process reads them all
         from hypothesis.internal.constants_ast import constants_from_module  # noqa: PLC0415
 

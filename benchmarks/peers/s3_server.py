@@ -12,7 +12,7 @@ import tempfile
 import threading
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(_HERE)), "tests"))
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(_HERE)), "tests", "support"))
 from mini_s3 import KEY, REGION, SECRET, Server, State, StoredObject
 
 BUCKET = "bench"

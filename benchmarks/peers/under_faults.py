@@ -188,7 +188,7 @@ class Case:
 
     def _store(self, stack: ExitStack) -> dict[str, str]:
         """A server with the data, behind a proxy that refuses one request in five."""
-        sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(HERE)), "tests"))
+        sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(HERE)), "tests", "support"))
         from fault_proxy import Fault, FaultProxy  # noqa: PLC0415  not in the peers' environments
         from s3_server import as_store  # noqa: PLC0415
 

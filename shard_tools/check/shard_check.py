@@ -13,8 +13,8 @@ from shard_tools.running.progress import Progress
 from shard_tools.running.report import Finding
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
+from streaming.fetch.checksums import sums_of
 from streaming.fetch.layout import UnitLayout
-from streaming.fetch.sums import sums_of
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.large import LargeSums
 from streaming.index.sample_table import SampleTable

@@ -11,9 +11,8 @@ import numpy as np
 from shard_tools.plan.sources import Reads
 from streaming.arrays import sums
 from streaming.index.spans import SPAN_BYTES
-from streaming.plan import memory as budget
+from streaming.plan.demand import Demand, Rooms
 from streaming.plan.plan import Plan
-from streaming.plan.room import Rooms
 from streaming.types import Int64Array
 
 
@@ -79,10 +78,16 @@ class Loads:
         self.plans, self.reads, self.rooms = tuple(plans), reads, rooms
         self.plan = self.plans[0]
         self.chunk_bytes = rooms.chunk_bytes
-        self._in_slices = [plan for plan in self.plans if rooms.reads_slices(plan)]
+        self._demands: dict[tuple[Plan, int], Demand] = {}
+        self._in_slices = [plan for plan in self.plans if self._demand(plan, 0).is_sliced]
         self._in_chunks = [plan for plan in self.plans if plan not in self._in_slices]
         self.held = list(run) or self._in_chunks
-        self._slices_bytes = max(map(rooms.slices_bytes, self._in_slices), default=0)
+
+    def _demand(self, plan: Plan, dp_rank: int) -> Demand:
+        """Return what a rank demands for a plan, found once."""
+        if (plan, dp_rank) not in self._demands:
+            self._demands[plan, dp_rank] = self.rooms.demand(plan, dp_rank)
+        return self._demands[plan, dp_rank]
 
     @property
     def sliced(self) -> bool:
@@ -147,11 +152,8 @@ class Loads:
         Raises:
             MemoryLimitError: What this rank needs at once does not fit; the message says what to do.
         """
-        for plan in self._in_slices:
-            self.rooms.check(plan, load.dp_rank, self.rooms.slices_bytes(plan))
-        for plan in self.held:
-            live_bytes = load.live_bytes if len(self.held) == 1 else self.rooms.live(plan, load.dp_rank).num_bytes
-            self.rooms.check(plan, load.dp_rank, live_bytes)
+        for plan in (*self._in_slices, *self.held):
+            self._demand(plan, load.dp_rank).check()
 
     def neediest(self, dp_rank: int) -> Plan:
         """Return the plan of which a rank needs most at once."""
@@ -161,9 +163,9 @@ class Loads:
 
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         room_bytes = self.rooms.room_bytes
-        # As training counts it, by the intervals it keeps.
-        live_bytes = max(self.rooms.live(plan, dp_rank).num_bytes for plan in self.held)
-        limit_bytes = self.rooms.limit(live_bytes)
+        demands = [self._demand(plan, dp_rank) for plan in self.held]
+        live_bytes = max(demand.live_bytes for demand in demands)
+        limit_bytes = max(demand.limit_bytes for demand in demands)
         live = [plan.chunk_intervals(dp_rank) for plan in self._in_chunks]
         chunk_ids = np.concatenate([one.chunk_ids for one in live])
         at_start = np.concatenate([one.first_batches == (0 if not number else -1) for number, one in enumerate(live)])
@@ -195,7 +197,8 @@ class Loads:
         high_chunks, _ = self._along_stream(highs - 1)
         _, high_bytes = self._along_stream(highs, up=True)
         requests = high_chunks - low_chunks + 1
-        limit_bytes = budget.chunks_limit_bytes(self.rooms.memory_limit_bytes)
+        demands = [self._demand(plan, dp_rank) for plan in self._in_slices]
+        limit_bytes = max(demand.limit_bytes for demand in demands)
         return self._load(
             dp_rank,
             ranks,
@@ -204,7 +207,7 @@ class Loads:
             read_bytes=int((high_bytes - low_bytes).sum()),
             start_requests=int(requests[:1].sum()),
             start_bytes=int((high_bytes - low_bytes)[:1].sum()),
-            live_bytes=self._slices_bytes,
+            live_bytes=max(demand.live_bytes for demand in demands),
             limit_bytes=limit_bytes,
             held_bytes=limit_bytes,
             keeps_all=False,

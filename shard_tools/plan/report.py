@@ -17,12 +17,12 @@ from shard_tools.plan.sources import Planned, Reads, TableSet, open_planned
 from streaming.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
-from streaming.plan import memory as budget
+from streaming.plan.demand import Rooms
+from streaming.plan.memory import needed_mib
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
-from streaming.plan.ramp import Ramp
-from streaming.plan.room import Rooms
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class PlanOptions:
 
     Attributes:
         mesh: Sizes and order of the parallel axes; it may be any process's view.
-        global_batch_size: G, samples of one batch over all data ranks.
-        ramp: Batch sizes by row of the run, of which ``global_batch_size`` is the first; None: a constant size.
+        global_batch_size: G, samples of one batch over all data ranks, or such sizes by row of the run.
         shuffle: Whether to shuffle, or False: storage order; None: as the dataset says, like the next three.
         seed: Seed of the order.
         lanes: L.
@@ -57,8 +56,7 @@ class PlanOptions:
     """
 
     mesh: DeviceMesh
-    global_batch_size: int
-    ramp: Ramp | None = None
+    global_batch_size: int | Sizes
     shuffle: bool | None = None
     seed: int | None = None
     lanes: int | None = None
@@ -69,17 +67,21 @@ class PlanOptions:
     memory_limit_bytes: int = field(default_factory=lambda: parse_bytes("4GiB"))
 
     def __post_init__(self) -> None:
-        for size in self.shape.sizes:
-            Shape.chosen(None, size, self.mesh.data_world_size)
+        Sizes.chosen(None, self.sizes.option, self.mesh.data_world_size)
         if self.lanes is not None:
             checked_count("lanes", self.lanes, 1)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of global batches."""
+        return Sizes.of(self.global_batch_size)
 
     @property
     def shape(self) -> Shape:
         """The shape of the batches."""
         return Shape(
-            global_batch_size=self.global_batch_size, num_ranks=self.mesh.data_world_size, last_batch=self.last_batch,
-            epoch_size=self.epoch_size, ramp=self.ramp,
+            sizes=self.sizes, num_ranks=self.mesh.data_world_size, last_batch=self.last_batch,
+            epoch_size=self.epoch_size,
         )  # fmt: skip
 
     def ordered(self, planned: Any) -> Any:
@@ -276,15 +278,15 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
     if not num_samples:
         raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
     planned = options.ordered(planned)
-    order = planned.order_settings(options.shape.size_for_lanes)
+    order = planned.order_settings(options.sizes.size_for_lanes)
     if not hasattr(planned, "leaves"):
         plans = epoch_plans(planned.chunk_samples, order, options)
         loads = Loads(plans, Reads.of_sets(planned), _rooms(planned, options))
         return _report(planned, loads, options)
     mixture: Mixture = planned
     mixture.check_shape(options.shape)
-    ledger = mixture.begun(options.global_batch_size, order)
-    most = max(num_samples, *options.shape.sizes) if mixture.is_endless else None
+    ledger = mixture.begun(options.shape.global_batch_size, order)
+    most = max(num_samples, options.sizes.most) if mixture.is_endless else None
     plans = epoch_plans(mixture.chunk_samples, order, options, mixture.orders(order, ledger), most)
     drawn = mixture.forecast(ledger).drawn(options.epoch * plans[0].num_samples, plans[0].num_samples)
     run: Sequence[Plan] = ()
@@ -299,7 +301,7 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
 
 def _rooms(planned: Any, options: PlanOptions) -> Rooms:
     """Return the memory of a loader without worker processes, which maps local files."""
-    return Rooms(planned, options.memory_limit_bytes, is_mapped=planned.can_be_mapped)
+    return Rooms(planned, planned.items.budget(options.memory_limit_bytes))
 
 
 def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
@@ -325,18 +327,14 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         window=whole.settings.window,
         unit=loads.unit,
         memory_limit_bytes=limit,
-        needed_limit_bytes=budget.needed_mib(max(load.live_bytes for load in found)) << 20,
+        needed_limit_bytes=needed_mib(max(load.live_bytes for load in found)) << 20,
         mixed_chunks=_mixed_chunks(loads.plans[len(loads.plans) // 2]),
         loads=found,
         sampled=len(found) < whole.dp_world_size,
         filtered=bool((reads.num_bytes < loads.chunk_bytes).any()),
         warnings=(),
-        limits={
-            "chunks": budget.chunks_limit_bytes(limit),
-            "batches": budget.batches_limit_bytes(limit, is_packed=planned.is_packed),
-            **({"packs": budget.packs_limit_bytes(limit)} if planned.is_packed else {}),
-        },
-        ramp=None if options.ramp is None else dict(options.ramp.steps),
+        limits=loads.rooms.memory.parts,
+        ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
         packs=PackTotals.of(planned) if planned.is_packed else None,
     )
     may_slice = not report.shuffle and whole.dp_world_size > 1
@@ -353,7 +351,7 @@ def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
 
 def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
     planned = options.ordered(TableSet(table, sliced=False))
-    return epoch_plans(table.num_samples, planned.order_settings(options.shape.size_for_lanes), options)[0]
+    return epoch_plans(table.num_samples, planned.order_settings(options.sizes.size_for_lanes), options)[0]
 
 
 def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:

@@ -15,7 +15,6 @@ from shard_tools.running.report import Report
 from streaming.datasets.fetch_units import divided, fitting_total
 from streaming.index.spans import SPAN_BYTES
 from streaming.mixing.forecast import Forecast, drawn_before
-from streaming.plan import memory as budget
 from streaming.plan.ledger import Ledger
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
@@ -141,7 +140,7 @@ def shares_of(
         sources=sources, rows=tuple(rows), counts=tuple(map(tuple, counts[1:].tolist())),
         targets=tuple(map(tuple, targets[1:].tolist())),
         by_chunks=mixture.is_endless and mixture.quotas == "chunks" and mixture.batches == "mixed",
-        exact_live_bytes=live_bytes, exact_fits=live_bytes <= budget.chunks_limit_bytes(loads.rooms.memory_limit_bytes),
+        exact_live_bytes=live_bytes, exact_fits=live_bytes <= loads.rooms.memory.chunks_bytes,
         can_be_cut=exact.can_be_cut, exact_fetch_bytes=exact.fetch_bytes, exact_num_requests=exact.num_requests,
     )  # fmt: skip
 
@@ -207,7 +206,7 @@ def _exact_live_bytes(mixture: Mixture, loads: Loads) -> int:
         made.quotas = "exact"
     orders = made.orders(plan.settings, made.begun(plan.global_batch_size, plan.settings))
     exact = Plan.of(plan.shape, plan.chunk_samples, plan.settings, epoch=plan.epoch, start=plan.start, orders=orders)
-    return loads.rooms.live(exact, 0).num_bytes
+    return loads.rooms.demand(exact, 0).live_bytes
 
 
 def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
@@ -217,7 +216,7 @@ def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
     sets = [one for _, one in sets_of(mixture)]
     chunk = np.array([one.chunk_bytes.mean() for one in sets])
     wanted = drawn * np.array([Reads.of_set(one).sample_bytes for one in sets])
-    room_bytes = int(budget.chunks_limit_bytes(loads.rooms.memory_limit_bytes) * budget.EPOCHS_VARY)
+    room_bytes = loads.rooms.memory.recommended_bytes
     can_cut = all(one.can_be_cut for one in mixture.leaves.values())
     total = fitting_total(room_bytes, lanes, len(sets)) if can_cut else None
     shares = dict(zip(mixture.names, (wanted / max(wanted.sum(), 1)).tolist(), strict=True))

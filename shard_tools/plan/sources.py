@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streaming.batches.build import Samples
 from streaming.catalog.packed import PackedSource
 from streaming.catalog.random_access import span_borders
 from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OfTable
@@ -16,7 +17,7 @@ from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.select import parse_subset
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.spans import SPAN_BYTES
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 if TYPE_CHECKING:
     from streaming.datasets.mixture import Mixture
@@ -36,15 +37,16 @@ class TableSet(OfTable):
     """
 
     can_be_mapped = False
+    items = Samples()
 
     def __init__(self, table: ChunkTable, *, sliced: bool) -> None:
         self._table, self._sliced = table, sliced
         self.urls = [shard.name for shard in table.shards]
         self._order_by(shuffle=True, seed=0)
 
+    @override
     @property
     def table(self) -> ChunkTable:
-        """See ``OfTable``."""
         return self._table
 
     @property

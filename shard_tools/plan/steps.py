@@ -21,8 +21,8 @@ from streaming.errors import ConfigError, NotFoundError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
-from streaming.plan.ramp import Ramp
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
@@ -134,10 +134,9 @@ class PlannedRun:
 
     planned: Planned
     state: LoaderState
-    global_batch_size: int
+    global_batch_size: int | Sizes
     num_ranks: int
     last_batch: LastBatch
-    ramp: Ramp | None = None
     _plans: dict[int, list[tuple[int, Plan]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -159,12 +158,11 @@ class PlannedRun:
     @cached_property
     def _shape(self) -> Shape:
         """The shape of the global batches: with a single rank, they are that rank's."""
-        sizes, was = self.ramp or Ramp(((0, self.global_batch_size),)), self.state.batch_sizes
+        sizes, was = Sizes.of(self.global_batch_size), self.state.batch_sizes
         if was is not None:
             sizes = was.followed_by(sizes, self.state.epoch * self.num_samples + self.state.samples_seen)
         return Shape(
-            global_batch_size=sizes.steps[0][1], num_ranks=1, last_batch=self.last_batch,
-            epoch_size=self.state.epoch_size, ramp=sizes if len(sizes.steps) > 1 else None,
+            sizes=sizes, num_ranks=1, last_batch=self.last_batch, epoch_size=self.state.epoch_size,
         )  # fmt: skip
 
     @cached_property
@@ -187,8 +185,7 @@ class PlannedRun:
     def _before(self) -> tuple[int, bool]:
         """Batches of the state's epoch before its place, and whether they end there."""
         row, seen = self.state.epoch * self.num_samples, min(self.state.samples_seen, self.num_samples)
-        whole = replace(self._shape, last_batch="drop").batches_from(row, seen)
-        begun = replace(self._shape, last_batch="partial").batches_from(row, seen)
+        whole, begun = (self._shape.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
         return begun, whole == begun or seen == self.num_samples
 
     def batches_of(self, epoch: int) -> int:
@@ -196,17 +193,16 @@ class PlannedRun:
         row, size = epoch * self.num_samples, self.num_samples
         before, fits = self._before
         if fits or epoch != self.state.epoch:
-            return self._shape.batches_from(row, size)
+            return self._shape.sizes.batches(row, size, self.last_batch)
         seen = self.state.samples_seen
-        return before + self._shape.batches_from(row + seen, size - seen)
+        return before + self._shape.sizes.batches(row + seen, size - seen, self.last_batch)
 
     def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
         first = epoch = 0
         while True:
             count = self.batches_of(epoch)
-            ramp = self._shape.ramp
-            settled = ramp is None or epoch * self.num_samples >= ramp.steps[-1][0]
+            settled = self._shape.sizes.next_change(epoch * self.num_samples) is None
             yield epoch, first, count, settled and (self._before[1] or epoch > self.state.epoch)
             first, epoch = first + count, epoch + 1
 
@@ -277,7 +273,7 @@ class PlannedRun:
             ConfigError: There are no samples, or more than a million; or a step lies before the state, in batches of
                 another size.
         """
-        if not steps or steps.start < 0 or len(steps) * max(self._shape.sizes) > _MAX_ROWS:
+        if not steps or steps.start < 0 or len(steps) * self._shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
         return self._report(self._told(_Rows.joined([self._batch(step) for step in steps])))
@@ -358,7 +354,7 @@ class PlannedRun:
         ahead = [self._mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self._orders
         known = orders.known_from * self.state.order.lanes
-        first = replace(self._shape, last_batch="partial").batches_from(0, known) if fits else begun
+        first = self._shape.sizes.batches(0, known, "partial") if fits else begun
         return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
 
     def _check_known(self, step: int) -> None:
@@ -550,7 +546,6 @@ def open_run(planned: Planned, state_url: str, *, storage: Storage, options: Pla
         global_batch_size=options.global_batch_size,
         num_ranks=options.mesh.data_world_size,
         last_batch=options.last_batch,
-        ramp=options.ramp,
     )
 
 

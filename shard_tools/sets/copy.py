@@ -150,17 +150,15 @@ def copy(
     if not overwrite:
         _check_notes(shards, there, here, index_url, contents)
     right = _find_right(shards, contents, here, workers, progress, overwrite=overwrite)
-    if len(right) < len(shards) or mark.is_set() or marks:
+    missing = [shard for shard in shards if shard.target not in right]
+    if missing or mark.is_set() or marks:
         mark.begin()
 
-    def bring(shard: _Shard) -> bool:
-        copied = shard.target not in right
-        if copied:
-            _copy_shard(shard, there, here)
-            progress.advance(num_bytes=shard.size_bytes, num=1)
-        return copied
+    def bring(shard: _Shard) -> None:
+        _copy_shard(shard, there, here)
+        progress.advance(num_bytes=shard.size_bytes, num=1)
 
-    copied = list(map_ordered(bring, shards, workers))
+    list(map_ordered(bring, missing, workers))
     num_without = _copy_index(shards, there, here, index_url)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
@@ -170,8 +168,8 @@ def copy(
         num_shards=len(shards),
         num_samples=sum(shard.chunks.total_samples for shard in shards),
         num_bytes=num_bytes,
-        num_copied=sum(copied),
-        num_copied_bytes=sum(shard.size_bytes for shard, new in zip(shards, copied, strict=True) if new),
+        num_copied=len(missing),
+        num_copied_bytes=sum(shard.size_bytes for shard in missing),
         num_without_samples=num_without,
         seconds=time.monotonic() - started,
     )

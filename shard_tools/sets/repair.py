@@ -134,13 +134,7 @@ def repair(
     where = Destination.of(target)
     folder = where.directory
     shards, _ = expand_whole(urls, storage, exclude=folder, allow_unfinished=allow_unfinished)
-    goals = [join_url(folder, name) for name in relative_names(shards)]
-    for place in {split_url(goal)[0] for goal in goals}:
-        for source in {split_url(url)[0] for url in shards}:
-            refuse_overlap(source, Destination.of(place))
-    for url in shards:
-        if not url.endswith(".tar"):
-            raise ConfigError(f"{redact(url)}: only plain tars are repaired; decompress it first (`gunzip`)")
+    goals = _goals(shards, folder)
     sizes = sizes_of(storage, shards)
     progress.start(total_bytes=sum(sizes), total=len(shards))
     mark = TargetMark(
@@ -167,6 +161,22 @@ def repair(
         index_shards(storage, written, force=True, duplicate_keys="keep")
         mark.finish()
     return RepairReport(target=folder, shards=tuple(done[url] for url in shards))
+
+
+def _goals(shards: Sequence[str], folder: str) -> list[str]:
+    """Return where each shard goes.
+
+    Raises:
+        ConfigError: A shard is compressed, or would be written where shards are read.
+    """
+    goals = [join_url(folder, name) for name in relative_names(shards)]
+    for place in {split_url(goal)[0] for goal in goals}:
+        for source in {split_url(url)[0] for url in shards}:
+            refuse_overlap(source, Destination.of(place))
+    for url in shards:
+        if not url.endswith(".tar"):
+            raise ConfigError(f"{redact(url)}: only plain tars are repaired; decompress it first (`gunzip`)")
+    return goals
 
 
 def _salvaged(storage: Storage, url: str, size_bytes: int, index_url: str | None) -> _Salvage:

@@ -11,7 +11,7 @@ from typing import Any
 
 from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
-from streaming.batches.build import LENGTH, BadSample, OnError, Part
+from streaming.batches.build import LENGTH, BadSample, Samples
 from streaming.batches.losses import DROPPED, LossLog, cure_of
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
@@ -20,16 +20,6 @@ from streaming.metrics import Metrics
 
 _LISTED = 5
 _log = logging.getLogger(__name__)
-_FATES: dict[OnError, str] = {
-    "substitute": "A neighbor takes the place of each, and so appears twice",
-    "skip": 'A neighbor takes the place of each, with False in batch["__valid__"]',
-    "raise": "The run stops",
-}
-_FATE_IN_PACKS = "Padding takes the place of its tokens and carries no loss"
-_FATE_BY_SIZE = (
-    "Another sample of its batch takes the place of each; a batch of which none is left becomes one sample of another "
-    "batch, so that no batch exceeds its budget"
-)
 _DROPS = (
     "other samples are repeated in their place. Filter the data set beforehand (shard_tools reshard SOURCE TARGET "
     '--where …), or use on_error="skip", which marks the replacements with False in batch["__valid__"]'
@@ -45,8 +35,7 @@ class BadSamples:
         sample_in_shard: Returns the number within its shard of a sample of the dataset; None: unknown.
         files: Files to record them in, by the source they are in, or the mixture around it; "": all of them.
         rank: Global rank of this process.
-        on_error: What happens to them.
-        part: How samples are made; None: one by one, from any set.
+        fate: What happens to them, for people.
     """
 
     def __init__(
@@ -57,8 +46,7 @@ class BadSamples:
         sample_in_shard: Callable[[int], int] | None = None,
         files: Mapping[str, str] | None = None,
         rank: int = 0,
-        on_error: OnError = "substitute",
-        part: Part | None = None,
+        fate: str = Samples().fate("substitute"),
     ) -> None:
         self._limit = limit
         self._metrics = metrics
@@ -75,9 +63,7 @@ class BadSamples:
         self._epoch = 0
         self._tally: Tally | None = None
         self._has_told_length = False
-        self._log = LossLog(
-            rank, fate=_fate_of(part, on_error), cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"'
-        )
+        self._log = LossLog(rank, fate=fate, cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"')
         for name in ("bad_samples", "dropped_samples"):
             metrics.add(name, 0)
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
@@ -222,14 +208,3 @@ def _around(source: str) -> list[str]:
     """Return a source's name in batches, those of the mixtures around it, and "" for the whole; innermost first."""
     parts = source.split("/") if source else []
     return ["/".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def _fate_of(part: Part | None, on_error: OnError) -> str:
-    """Say what happens to the place of a sample that is lost."""
-    if part is None or on_error == "raise":
-        return _FATES[on_error]
-    if part.packs is not None:
-        return _FATE_IN_PACKS
-    if part.budget is None:
-        return _FATES[on_error]
-    return f'{_FATE_BY_SIZE}. Replacements have False in batch["__valid__"]' if on_error == "skip" else _FATE_BY_SIZE

@@ -1,34 +1,42 @@
-"""Build a batch from its rows: decode, transform, collate; unreadable samples are substituted, masked or raised."""
+"""Build a batch from its rows: decode, transform, collate; unreadable samples are substituted, masked or raised.
+
+What a row is, ``Items`` say: a sample (``Samples``), or what ``streaming.batches.items`` makes of several samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import islice, pairwise
-from typing import Any, Literal, TypeAlias
+from functools import cached_property
+from itertools import islice
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.arrays import sums
 from streaming.batches.collate import default_collate, empty_like, without_rows
-from streaming.batches.columns import Columns, PackColumns, as_planned, exclude_packs
+from streaming.batches.columns import Columns
 from streaming.batches.draws import BatchDraws, Chain, as_chain
-from streaming.batches.jagged import Allocate, Form
+from streaming.batches.jagged import Allocate, Form, checked_jagged
 from streaming.batches.losses import DROPPED, cure_of, user_trace
 from streaming.batches.portion import Portion
-from streaming.batches.rows import DecodedRow, FieldRange, Rows
+from streaming.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
+from streaming.batches.sequence import SequenceSlice
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
-from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
-from streaming.packing.layout import PackRows, PackShape
+from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamplesError
+from streaming.packing.balance import BalanceRules
+from streaming.plan.memory import Budget
+from streaming.plan.settings import Shape
 from streaming.storage import redact
-from streaming.types import Batch, Int64Array, Sample, Transform
+from streaming.types import Batch, Int64Array, Sample, Transform, override
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
 LENGTH = "length"
-"""Stage of a document whose number of tokens differs from its column; it can be read, so it is not a bad sample."""
+"""Stage of a sample that can be read, but has another length than was planned with; it is not a bad sample."""
 Mask: TypeAlias = "npt.NDArray[np.bool_] | None"
 MAX_SUBSTITUTES = 256
 """Number of neighbors tried in place of an unreadable sample before giving up: a few damaged chunks."""
@@ -73,8 +81,6 @@ class Part:
         on_error: What to do with samples that cannot be delivered.
         fields: Fields to read; None: all.
         name: Name of the source in a mixture, as in ``__source__``; "" for a single dataset and for its groups.
-        packs: Shape of a batch whose rows are packs of tokens; None: rows are samples.
-        budget: Limit of a batch of whole samples of similar size; None: no limit.
     """
 
     decoders: FieldDecoder
@@ -82,8 +88,6 @@ class Part:
     on_error: OnError = "substitute"
     fields: tuple[str, ...] | None = None
     name: str = ""
-    packs: PackShape | None = None
-    budget: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transform", as_chain(self.transform))
@@ -96,6 +100,212 @@ class Part:
         return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
 
 
+class RowColumns(Protocol):
+    """The rows of some batches as columns, from which each is cut."""
+
+    def batch(self, low: int, high: int) -> Batch:
+        """Return the batch of rows ``[low, high)``.
+
+        Raises:
+            DecodeError: A value cannot be decoded; build row by row to find which.
+        """
+
+
+class Items(ABC):
+    """What a row of a batch is: all that loops, the engine and ranks know of it.
+
+    A frozen value without data, equal on all ranks, that travels to worker processes. Which samples a row is made of,
+    the dataset says: ``Source.packs``.
+
+    Attributes:
+        group_rows: Most samples looked up together, if batches are only copied from memory; 0: each batch by itself.
+        balance: How the rows of a global batch are balanced over its ranks; None: not at all.
+    """
+
+    group_rows: int = 0
+    balance: BalanceRules | None = None
+
+    # --- which samples, for the engine ---
+
+    def order(self, stock: Stock, of: PlannedRows) -> Index:  # noqa: ARG002
+        """Return the order in which a rank has the rows of a batch, as an index; in any thread, without locks."""
+        return slice(None)
+
+    @abstractmethod
+    def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
+        """Return the samples of planned rows; of those in ``lost`` nothing is in memory."""
+
+    def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
+        """Return the same for a group of batches, under the engine's lock; None: they are to be built one by one.
+
+        That is if there is damage, or something to wait for.
+        """
+        rows = self.rows(stock, of, {})
+        return None if rows.damage else rows
+
+    def row_of(self, rows: Rows, i: int) -> int:  # noqa: ARG002
+        """Return which row of the batch sample i is in."""
+        return i
+
+    def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
+        """Return the number of the first row of each chunk, if rows are numbered samples of the dataset."""
+        return None
+
+    def ahead(self, stock: Stock, chunk_id: int, pass_number: int) -> Callable[[], object] | None:  # noqa: ARG002
+        """Return what to compute while a chunk is fetched, in a thread beside; None: nothing."""
+        return None
+
+    # --- batches ---
+
+    @abstractmethod
+    def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
+        """Return the batch of ``rows``; ``valid`` says which rows of the batch count."""
+
+    @abstractmethod
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
+        """Return the batch of no rows; see ``BatchBuilder.empty``."""
+
+    def columns(
+        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
+    ) -> RowColumns:
+        """Return rows, none of them damaged, as columns from which plain batches are cut, if there are groups."""
+        raise NotImplementedError
+
+    def exclude(self, batch: Batch, valid: npt.NDArray[np.bool_]) -> None:  # noqa: B027  not all have to
+        """Take rows that do not count out of whatever a batch says about all of them, in place.
+
+        Args:
+            batch: A batch, or what ``collate_fn`` gets for one of its rows.
+            valid: Whether each row counts, bool [B]; [] for one row.
+        """
+
+    # --- between ranks, if rows are balanced ---
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows of a global batch are redistributed over its ranks."""
+        return self.balance is not None and self.balance.how == "exchange"
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """Return the rows of a batch one by one, without what is said of the batch."""
+        raise NotImplementedError
+
+    def sent(self, row: Batch) -> Batch:
+        """Return a row that was split off in a smaller form, which ``joined`` takes too."""
+        return row
+
+    def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
+        """Return the batch of rows that were split off; wide tensors lie in memory from ``allocate``."""
+        raise NotImplementedError
+
+    # --- options ---
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What must be the same on all ranks, and in all sources of a mixture, by the user's names."""
+        return {}
+
+    def budget(self, limit_bytes: int) -> Budget:
+        """Return how ``memory_limit`` is divided; see ``Source.keep_at_most``."""
+        return Budget.of(limit_bytes, packs=False)
+
+    def fate(self, on_error: OnError) -> str:
+        """Say what takes the place of a lost sample, for people."""
+        return _FATES[on_error]
+
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:  # noqa: ARG002
+        """Return the same, balanced.
+
+        Raises:
+            ConfigError: Rows cannot be balanced.
+        """
+        raise ConfigError(
+            f"balance={rules.how!r}: expected a Packed(…), or a Mixture of them, got a {type(dataset).__name__}"
+        )
+
+    def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
+        """Return the forms of jagged fields.
+
+        Raises:
+            ConfigError: They are no names, or do not apply.
+        """
+        return checked_jagged(jagged, collate_fn)
+
+    def check_shape(self, shape: Shape, collate_fn: object) -> None:  # noqa: B027  not all have to
+        """Refuse batches of a shape that they cannot have."""
+
+    def check_sequence(self, wanted: SequenceSlice, least: int) -> None:  # noqa: B027  not all have to
+        """Refuse slices of sequences that are impossible; each must be divisible by ``least``."""
+
+
+_FATES: dict[OnError, str] = {
+    "substitute": "A neighbor takes the place of each, and so appears twice",
+    "skip": 'A neighbor takes the place of each, with False in batch["__valid__"]',
+    "raise": "The run stops",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Samples(Items):
+    """A row is a sample."""
+
+    group_rows = 2_048
+
+    @override
+    def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
+        return replace(
+            stock.rows(of.first_rows + of.within, of.chunk_ids, lost), numbers=stock.numbers(of), positions=of.positions
+        )
+
+    @override
+    def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:
+        return sums(chunk_samples)
+
+    @override
+    def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
+        mask = builder.recipe.mask_of(len(rows.keys), valid)
+        copied = builder.copied(rows, mask)
+        return self.one_by_one(builder, rows, mask) if copied is None else copied
+
+    def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
+        """Return the batch, each sample made alone."""
+        return builder.collate([builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
+
+    @override
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
+        recipe, sample = builder.recipe, builder.first_of(prototypes)
+        if recipe.collate_fn is not None:
+            return builder.without_rows(self.given(builder, sample))
+        whole = replace(recipe, portion=Portion(), finish=None)
+        row = whole.whole(builder.default([sample]), whole.mask_of(1, None), 1)
+        return recipe.portion(empty_like(row), 0)
+
+    def given(self, builder: BatchBuilder, sample: Sample) -> Sample:  # noqa: ARG002
+        """Return what ``collate_fn`` gets for a row that consists of one sample."""
+        return sample
+
+    @override
+    def columns(
+        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
+    ) -> Columns:
+        decoders, names = [part.decoders for part in recipe.parts], [part.name for part in recipe.parts]
+        return Columns(rows, decoders, allocate, place, names, recipe.jagged)
+
+
+class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the program
+    """A row that cannot be delivered: the stage, and what happened (None: the transform dropped it)."""
+
+    def __init__(self, stage: str, error: Exception | None) -> None:
+        super().__init__(stage, error)
+        self.stage = stage
+        self.error = error
+
+    @property
+    def kind(self) -> str:
+        """The stage, as losses are counted: a sample that was dropped is not one that failed."""
+        return DROPPED if self.error is None else self.stage
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How bytes become a batch: the user's options. Thread-safe as far as the user's functions are.
@@ -105,6 +315,7 @@ class Recipe:
 
     Attributes:
         parts: How samples are made, for each source; one for a single dataset.
+        items: What a row of a batch is.
         collate_fn: Function of a list of samples, or None: the default.
         portion: What this rank uses of a batch; taken where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
@@ -112,6 +323,7 @@ class Recipe:
     """
 
     parts: tuple[Part, ...]
+    items: Items = Samples()
     collate_fn: Callable[[list[Any]], Any] | None = None
     portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
@@ -121,11 +333,6 @@ class Recipe:
     def is_plain(self) -> bool:
         """Whether a batch consists of independent columns: no user function sees whole samples."""
         return self.collate_fn is None and all(part.transform is None for part in self.parts)
-
-    @property
-    def packs(self) -> PackShape | None:
-        """Shape of a batch of packs, the same for all sources; None: rows are samples."""
-        return self.parts[0].packs
 
     @cached_property
     def skips(self) -> bool:
@@ -149,19 +356,6 @@ class Recipe:
         """Return how row i becomes a sample."""
         return self.parts[0 if rows.sources is None else int(rows.sources[i])]
 
-    def columns(
-        self, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
-    ) -> Columns | PackColumns:
-        """Return the rows, none of them damaged, as columns from which plain batches are cut.
-
-        Rows of packs must be ``as_planned``.
-        """
-        if rows.packs is not None and self.packs is not None:
-            names = [part.name for part in self.parts]
-            return PackColumns(rows, rows.packs, self.packs, rows.packs.lengths, allocate, names)
-        decoders = [part.decoders for part in self.parts]
-        return Columns(rows, decoders, allocate, place, [part.name for part in self.parts], self.jagged)
-
     def narrowed(self, rows: Rows) -> Rows:
         """Return the rows without fields that their sources' ``fields`` leave out, if sources differ in these."""
         if rows.sources is None or len({part.fields for part in self.parts}) == 1:
@@ -183,8 +377,7 @@ class Recipe:
     def whole(self, batch: Batch, mask: Mask, num_rows: int) -> Any:
         """Finish a default batch: add its mask, take this rank's portion, and apply the last step."""
         if mask is not None:
-            if self.packs is not None:
-                exclude_packs(batch, mask)
+            self.items.exclude(batch, mask)
             batch["__valid__"] = torch.from_numpy(mask)
         return self.cut(batch, num_rows)
 
@@ -199,20 +392,6 @@ class Recipe:
 
 BadSampleReport: TypeAlias = Callable[[BadSample], None]
 """Called for every sample that could not be delivered; may raise to stop the run."""
-
-
-class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the program
-    """A row that cannot be delivered: the stage, and what happened (None: the transform dropped it)."""
-
-    def __init__(self, stage: str, error: Exception | None) -> None:
-        super().__init__(stage, error)
-        self.stage = stage
-        self.error = error
-
-    @property
-    def kind(self) -> str:
-        """The stage, as losses are counted: a sample that was dropped is not one that failed."""
-        return DROPPED if self.error is None else self.stage
 
 
 class BatchBuilder:
@@ -238,149 +417,53 @@ class BatchBuilder:
         draws: BatchDraws | None = None,
     ) -> None:
         self._draws = draws or BatchDraws()
-        self._allocate = allocate if recipe.portion.is_whole else None
-        self._place: DecodedRow = [-1] if place is None else place
-        self._recipe = recipe
+        self.recipe = recipe
+        self.allocate = allocate if recipe.portion.is_whole else None
+        self.place: DecodedRow = [-1] if place is None else place
         self._substitutes = substitutes
-        self._report = report
+        self.report = report
         self._lost: list[str] = []  # stages in which the sample in progress, and those tried in its place, were lost
 
     def build(self, rows: Rows, valid: Mask) -> Any:
         """Return the batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
-        recipe = self._recipe
-        if rows.packs is not None and recipe.packs is not None:
-            return self._packed(rows, rows.packs, recipe.packs, valid)
-        if rows.packs is not None:  # packs of whole samples, which are marked one by one
-            valid = None if valid is None else valid[rows.packs.packs]
-        mask = recipe.mask_of(len(rows.keys), valid)
+        return self.recipe.items.build(self, rows, valid)
+
+    def empty(self, prototypes: Iterator[Rows]) -> Any:
+        """Make the batch of no rows; ``prototypes`` are single rows of samples, for its form.
+
+        Raises:
+            TooManyBadSamplesError: The form depends on a sample, and none of those tried can be read.
+        """
+        return self.recipe.items.empty(self, prototypes)
+
+    # --- what items are built with ---
+
+    def copied(self, rows: Rows, mask: Mask) -> Any | None:
+        """Return the batch of plain columns; None: to be made row by row, where damage and user functions count."""
+        recipe = self.recipe
         if recipe.is_plain and not rows.damage and not self._draws.seeds:
             with suppress(DecodeError):  # building row by row will find out which value
-                columns = recipe.columns(rows, self._allocate, self._place)
+                columns = recipe.items.columns(recipe, rows, self.allocate, self.place)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
-        if rows.packs is not None:
-            return self._by_size(rows, rows.packs, mask)
-        return self.collate([self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
-
-    # --- batches by size ---
-
-    def _by_size(self, rows: Rows, packs: PackRows, mask: Mask) -> Any:
-        """Return the batch of packs of whole samples: at most the planned rows, none longer than the budget allows."""
-        found = [self._pack_of(rows, low, high, mask) for low, high in pairwise(packs.splits.tolist())]
-        if self._recipe.collate_fn is not None:
-            of_packs = None if mask is None else np.array([mask[list(pack)].any() for pack in found])
-            return self.collate([self._default(list(pack.values())) for pack in found], of_packs)
-        kept = [row for pack in found for row in pack]
-        return self.collate(
-            [sample for pack in found for sample in pack.values()], None if mask is None else mask[kept]
-        )
-
-    def _pack_of(self, rows: Rows, low: int, high: int, mask: Mask) -> dict[int, Sample]:
-        """Return the samples of one pack by row; those that are lost are replaced by others of it.
-
-        A row is left out if a transform drops all of these, too. A pack of which nothing can be delivered becomes a
-        single sample of another pack: several of these could take more room than the budget allows.
-        """
-        found: dict[int, Sample] = {}
-        for i in range(low, high):
-            sample = self._delivered(rows, i, mask)
-            if sample is None:
-                sample = self._first_delivered(i, _others_of_pack(rows, i))
-            if sample is not None:
-                found[i] = sample
-        return found or {low: self._substitute(rows, low)}
-
-    def _default(self, samples: list[Sample]) -> Batch:
-        return default_collate(samples, allocate=self._allocate, jagged=self._recipe.jagged)
-
-    # --- packs ---
-
-    def _packed(self, rows: Rows, packs: PackRows, shape: PackShape, valid: Mask) -> Any:
-        """Return the batch of ``packs``, whose pieces are ``rows``; documents that cannot be read become padding."""
-        available = self._tokens_there(rows, packs, shape)
-        is_plain = self._recipe.collate_fn is None
-        of, count = packs.packs, packs.num_packs
-        if shape.padded and is_plain:  # its rows are documents, which are marked
-            valid = None if valid is None else valid[of]
-            of, count = np.arange(len(of)), len(of)
-        mask = self._recipe.mask_of(count, valid)
-        if self._recipe.skips and mask is not None:  # under "skip", a pack of which nothing could be read
-            mask &= np.bincount(of[available > packs.starts], minlength=count) > 0
-        columns = self._columns_of(rows, packs, shape, available)
-        if is_plain:
-            return self._recipe.whole(columns.batch(0, packs.num_packs), mask, count)
-        alone = (columns.batch(pack, pack + 1) for pack in range(packs.num_packs))
-        return self.collate([one if shape.padded else _only_row(one) for one in alone], mask)
-
-    def _columns_of(self, rows: Rows, packs: PackRows, shape: PackShape, available: Int64Array) -> PackColumns:
-        allocate = self._allocate if self._recipe.collate_fn is None else None
-        return PackColumns(rows, packs, shape, available, allocate, [part.name for part in self._recipe.parts])
-
-    def _tokens_there(self, rows: Rows, packs: PackRows, shape: PackShape) -> Int64Array:
-        """Return the number of tokens of each piece's document, int64 [n].
-
-        It is 0 for a document that cannot be delivered, which is reported.
-        """
-        if as_planned(rows, packs, shape):
-            return packs.lengths
-        missing = np.full(len(rows.keys), -1)
-        sizes, masks = (
-            rows.fields[name].sizes if name in rows.fields else missing
-            for name in (shape.field, shape.mask_field or shape.field)
-        )
-        tokens = sizes // shape.token_bytes
-        odd = (sizes < 0) | (sizes % shape.token_bytes != 0)
-        if shape.mask_field is not None:
-            odd |= masks != tokens
-        for i in range(len(rows.keys)):
-            self._place[0] = i
-            if i in rows.damage or odd[i]:
-                error = rows.damage.get(i) or _no_tokens(rows, i, shape, int(sizes[i]), int(masks[i]))
-                self._handle(_Bad("fetch" if i in rows.damage else "decode", error), rows, i)
-                tokens[i] = 0
-            elif tokens[i] != packs.lengths[i]:
-                part = self._recipe.part_of(rows, i)
-                reason = f"{tokens[i]} tokens, but its column says {packs.lengths[i]}"
-                self._report(
-                    BadSample(url=rows.urls[i], key=rows.keys[i], stage=LENGTH, reason=reason, source=part.name)
-                )
-        self._place[0] = -1
-        return tokens
-
-    def _no_packs(self, shape: PackShape) -> Any:
-        """Return the batch of no packs."""
-        nothing = np.empty(0, np.int64)
-        rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
-        recipe = replace(self._recipe, finish=None)
-        splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
-        is_mixed = len(recipe.parts) > 1 or bool(recipe.parts[0].name)
-        sources = np.zeros(len(splits) - 1, np.int64) if is_mixed else None
-        packs = PackRows(
-            splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing, sources=sources
-        )
-        batch = self._columns_of(rows, packs, shape, nothing).batch(0, packs.num_packs)
-        if recipe.collate_fn is None:
-            return recipe.whole(batch, recipe.mask_of(0, None), 0)
-        sample = (batch if shape.padded else _only_row(batch)) | ({"__valid__": True} if recipe.skips else {})
-        return recipe.portion(without_rows(partial(self._collated, recipe.collate_fn), sample), 0)
+        return None
 
     def collate(self, samples: list[Sample], mask: Mask) -> Any:
         """Return the batch of samples, by the user's function or the default one."""
-        self._place[0] = -1
-        if self._recipe.collate_fn is not None:
+        self.place[0] = -1
+        if self.recipe.collate_fn is not None:
             self._draws.begin_collate()
             if mask is not None:
                 for sample, valid in zip(samples, mask, strict=True):
                     if isinstance(sample, dict):
-                        if self._recipe.packs is not None:
-                            exclude_packs(sample, np.asarray(valid))
+                        self.recipe.items.exclude(sample, np.asarray(valid))
                         sample["__valid__"] = bool(valid)
-            return self._recipe.cut(self._collated(self._recipe.collate_fn, samples), len(samples))
-        return self._recipe.whole(self._default(samples), mask, len(samples))
+            return self.recipe.cut(self.collated(samples), len(samples))
+        return self.recipe.whole(self.default(samples), mask, len(samples))
 
-    @staticmethod
-    def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Sample]) -> Any:
+    def collated(self, samples: list[Sample]) -> Any:
+        """Return what the user's function makes of samples; its errors say which."""
         try:
-            return collate_fn(samples)
+            return None if self.recipe.collate_fn is None else self.recipe.collate_fn(samples)
         except Exception as error:
             first = samples[0] if samples and isinstance(samples[0], Mapping) else {}
             key, url, what = first.get("__key__"), first.get("__url__"), "samples"
@@ -390,29 +473,22 @@ class BatchBuilder:
             error.add_note(f"in collate_fn, given {len(samples)} {what}, the first of them {key!r} of {url}")
             raise
 
-    def empty(self, prototypes: Iterator[Rows]) -> Any:
-        """Make the batch of no rows, using the first of ``prototypes`` (single rows) that can be read as a template.
+    def default(self, samples: list[Sample]) -> Batch:
+        """Return the default batch of samples, without mask and portion."""
+        return default_collate(samples, allocate=self.allocate, jagged=self.recipe.jagged)
 
-        Unreadable prototypes are skipped silently, because they are not samples of this batch. A user's function is
-        never called without samples, see :func:`without_rows`.
+    def without_rows(self, sample: Sample) -> Any:
+        """Return the user's batch of no rows, made with ``sample``: the function is never called without samples."""
+        if self.recipe.skips and isinstance(sample, dict):
+            sample["__valid__"] = True
+        return self.recipe.portion(without_rows(self.collated, sample), 0)
+
+    def first_of(self, prototypes: Iterator[Rows]) -> Sample:
+        """Return the first of single rows that can be read; the others are no samples of this batch, nor counted.
 
         Raises:
             TooManyBadSamplesError: None can be read.
         """
-        if self._recipe.packs is not None:
-            return self._no_packs(self._recipe.packs)
-        sample = self._first_of(prototypes)
-        if self._recipe.parts[0].budget is not None and self._recipe.collate_fn is not None:
-            sample = self._default([sample])
-        if self._recipe.skips and self._recipe.collate_fn is not None and isinstance(sample, dict):
-            sample["__valid__"] = True
-        if self._recipe.collate_fn is not None:
-            return self._recipe.portion(without_rows(partial(self._collated, self._recipe.collate_fn), sample), 0)
-        whole = replace(self._recipe, portion=Portion(), finish=None)
-        row = whole.whole(self._default([sample]), whole.mask_of(1, None), 1)
-        return self._recipe.portion(empty_like(row), 0)
-
-    def _first_of(self, prototypes: Iterator[Rows]) -> Sample:
         lost: list[str] = []
         for rows in islice(prototypes, MAX_SUBSTITUTES):
             try:
@@ -426,15 +502,16 @@ class BatchBuilder:
 
     def samples(self, rows: Rows) -> list[Sample]:
         """Return the decoded, transformed samples of ``rows``, not collated."""
-        return [self._sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
+        return [self.sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
 
-    def _sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
-        sample = self._delivered(rows, i, mask)
-        return self._substitute(rows, i) if sample is None else sample
+    def sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
+        """Return row i as a sample, or another one in its place."""
+        sample = self.delivered(rows, i, mask)
+        return self.substitute(rows, i) if sample is None else sample
 
-    def _delivered(self, rows: Rows, i: int, mask: Mask) -> Sample | None:
+    def delivered(self, rows: Rows, i: int, mask: Mask) -> Sample | None:
         """Return row i as a sample; None if it is lost, which is reported and marked."""
-        self._place[0] = i
+        self.place[0] = i
         self._lost.clear()
         try:
             self._draws.begin_sample(i)
@@ -442,17 +519,17 @@ class BatchBuilder:
         except _Bad as bad:
             self._lost.append(bad.kind)
             self._handle(bad, rows, i)
-            if mask is not None and self._recipe.part_of(rows, i).on_error == "skip":
+            if mask is not None and self.recipe.part_of(rows, i).on_error == "skip":
                 mask[i] = False
         return None
 
-    def _substitute(self, rows: Rows, i: int) -> Sample:
+    def substitute(self, rows: Rows, i: int) -> Sample:
         """Return a sample in place of row i.
 
         Raises:
             TooManyBadSamplesError: None of those tried can be delivered.
         """
-        sample = self._first_delivered(i, self._substitutes(i))
+        sample = self.first_delivered(i, self._substitutes(i))
         if sample is not None:
             return sample
         url, tried = redact(rows.urls[i]), len(self._lost) - 1
@@ -461,9 +538,9 @@ class BatchBuilder:
             f"{url}: sample {rows.keys[i]!r} is unreadable or dropped, and {others}. {cure_of(self._lost, url)}"
         )
 
-    def _first_delivered(self, i: int, others: Iterator[Rows]) -> Sample | None:
+    def first_delivered(self, i: int, others: Iterator[Rows]) -> Sample | None:
         """Return the first of the single rows that can be delivered in place of row i; None: none of those tried."""
-        self._place[0] = i
+        self.place[0] = i
         for tried, other in enumerate(islice(others, MAX_SUBSTITUTES)):
             try:
                 self._draws.begin_sample(i, tried + 1)
@@ -474,9 +551,17 @@ class BatchBuilder:
                     self._handle(bad, other, 0)
         return None
 
+    def lost(self, rows: Rows, i: int, stage: str, error: Exception) -> None:
+        """Report that row i cannot be delivered.
+
+        Raises:
+            Exception: ``error``, under ``on_error="raise"``.
+        """
+        self._handle(_Bad(stage, error), rows, i)
+
     def _handle(self, bad: _Bad, rows: Rows, i: int) -> None:
         reason = "transform returned None" if bad.error is None else str(bad.error)
-        part = self._recipe.part_of(rows, i)
+        part = self.recipe.part_of(rows, i)
         if part.on_error == "raise":
             if bad.error is not None:
                 raise bad.error
@@ -485,7 +570,7 @@ class BatchBuilder:
                 f'on_error="raise" that is an error. Use on_error="substitute" or "skip" to drop samples'
             )
         number = -1 if rows.numbers is None else int(rows.numbers[i])
-        self._report(
+        self.report(
             BadSample(
                 url=rows.urls[i],
                 key=rows.keys[i],
@@ -507,7 +592,7 @@ class BatchBuilder:
         damage = rows.damage.get(i)
         if damage is not None:
             raise _Bad("fetch", damage)
-        key, url, part = rows.keys[i], rows.urls[i], self._recipe.part_of(rows, i)
+        key, url, part = rows.keys[i], rows.urls[i], self.recipe.part_of(rows, i)
         sample: Sample = {"__key__": key, "__url__": url}
         if part.name:
             sample["__source__"] = part.name
@@ -540,53 +625,9 @@ class BatchBuilder:
             raise _Bad("transform", wrapped) from error
         if changed is None:
             raise _Bad("transform", None)
-        if self._recipe.collate_fn is None and not isinstance(changed, Mapping):
+        if self.recipe.collate_fn is None and not isinstance(changed, Mapping):
             raise ConfigError(
                 f"{redact(url)}: sample {key!r}: transform returned {type(changed).__name__}, expected a dict of "
                 f"fields (or None to drop the sample); other types need a collate_fn that takes them"
             )
         return changed
-
-
-def _others_of_pack(rows: Rows, i: int) -> Iterator[Rows]:
-    """Yield single rows that may replace row i: intact ones of its pack, of similar size, starting with the next."""
-    if rows.packs is None:
-        return
-    pack = int(rows.packs.packs[i])
-    low, high = rows.packs.splits[pack : pack + 2].tolist()
-    for other in (*range(i + 1, high), *range(low, i)):
-        if other not in rows.damage:
-            one = slice(other, other + 1)
-            fields = {name: FieldRange(starts=f.starts[one], sizes=f.sizes[one]) for name, f in rows.fields.items()}
-            sources = None if rows.sources is None else rows.sources[one]
-            yield replace(
-                rows, keys=rows.keys[one], urls=rows.urls[one], fields=fields, damage={}, sources=sources, packs=None
-            )
-
-
-def _only_row(batch: Batch) -> Sample:
-    """Return the only pack of a batch, as functions of samples see it."""
-    alone: Sample = {}
-    for name, value in batch.items():
-        if isinstance(value, list) or (isinstance(value, torch.Tensor) and name != "cu_seqlens"):
-            alone[name] = value[0]
-        else:
-            alone[name] = value
-    return alone
-
-
-def _no_tokens(rows: Rows, i: int, shape: PackShape, num_bytes: int, mask_bytes: int) -> DecodeError:
-    """Describe why the tokens of a document cannot be used."""
-    what = f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}"
-    if num_bytes < 0:
-        return DecodeError(f"{what} has no field {shape.field!r}, which should hold its tokens")
-    if num_bytes % shape.token_bytes:
-        return DecodeError(
-            f"{what}: field {shape.field!r} has {num_bytes} bytes, which is not a whole number of tokens of "
-            f"{shape.token_bytes} bytes"
-        )
-    found = "no mask" if mask_bytes < 0 else f"a mask of {mask_bytes} bytes"
-    return DecodeError(
-        f"{what}: {found} (field {shape.mask_field!r}) for {num_bytes // shape.token_bytes} tokens; expected one byte "
-        "for each"
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,10 +20,7 @@ from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.errors import ConfigError, DecodeError
-from streaming.packing.fill import Filler, segments_of
-from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
-from streaming.packing.padded import rows_of_padded
-from streaming.types import Batch, Decoder, Int64Array
+from streaming.types import Batch, Decoder
 
 Cut: TypeAlias = Callable[[int, int], Any]
 """Returns the collated values of rows [low, high)."""
@@ -81,119 +77,6 @@ class Columns:
         for name, cut in self._cuts:
             batch[name] = cut(low, high)
         return batch
-
-
-class PackColumns:
-    """Make batches of packs, whose pieces are the rows: all of them are laid out at once. For one thread.
-
-    Args:
-        rows: The pieces.
-        packs: The packs that they make up.
-        shape: Shape of a batch.
-        available: int64 [n], number of tokens of each piece's document; 0 if it cannot be read.
-        allocate: Allocator for tensors [B, T]; None: fresh memory.
-        names: Names of a mixture's sources, for ``__source__``.
-    """
-
-    def __init__(
-        self, rows: Rows, packs: PackRows, shape: PackShape, available: Int64Array, allocate: Allocate | None = None,
-        names: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self._rows, self._allocate, self._names = rows, allocate or _fresh, names
-        self._splits: list[int] = packs.splits.tolist()
-        is_read = available > packs.starts
-        self._is_read: list[bool] | None = None if is_read.all() else is_read.tolist()
-        self._is_padded, self._widths, pieces = shape.padded, None, packs
-        if shape.padded:
-            pieces, shape, self._widths = rows_of_padded(packs, shape)
-        self._shape, self._pieces = shape, pieces
-        self._segments = segments_of(pieces, available, shape, self._widths)
-        self._filler = Filler(rows.view, pieces, self._segments, shape)
-        self._tokens = self._filler.find(self._starts(shape.field), np.dtype(shape.dtype))
-        mask = shape.mask_field
-        self._masks = None if mask is None else self._filler.find(self._starts(mask), np.dtype(np.uint8))
-
-    def batch(self, low: int, high: int) -> Batch:
-        """Return the batch of packs ``[low, high)``, as described in ``Packed``; padded packs one at a time."""
-        borders = list(pairwise(self._splits[low : high + 1]))
-        return self._matrix(*borders) if self._is_padded else self._entries(low, high, borders)
-
-    def _starts(self, field: str) -> Int64Array:
-        where = self._rows.fields.get(field)
-        return np.zeros(len(self._rows.keys), np.int64) if where is None else where.starts
-
-    def _matrix(self, span: tuple[int, int] = (0, 0)) -> Batch:
-        """Return the batch of a padded pack: its pieces are laid out as packs of their own."""
-        low, high = span
-        batch = self._entries(low, high, [(row, row + 1) for row in range(low, high)])
-        named: Any = batch["__key__"]
-        documents: Any = batch.pop("document_ids")
-        batch["__key__"] = [keys[0] if keys else "" for keys in named]
-        batch["attention_mask"] = documents.add_(1)  # they are 0, and -1 at padding
-        del batch["cu_seqlens"], batch["max_seqlen"]
-        return batch
-
-    def _entries(self, low: int, high: int, borders: list[tuple[int, int]]) -> Batch:
-        """Return all entries of packs ``[low, high)``, whose pieces are between ``borders``."""
-        keys, urls, read, pieces = self._rows.keys, self._rows.urls, self._is_read, self._pieces
-        named = [keys[a:b] if read is None else [keys[i] for i in range(a, b) if read[i]] for a, b in borders]
-        batch: Batch = {"__key__": named, "__url__": [urls[a] if a < b else "" for a, b in borders]}
-        if pieces.costs is not None:
-            batch["costs"] = torch.from_numpy(pieces.costs[low:high])
-        if pieces.sources is not None:
-            batch["__source__"] = [self._names[source] for source in pieces.sources[low:high].tolist()]
-        batch |= self._tensors(low, high)
-        if pieces.sources is not None:
-            batch["source_ids"] = torch.from_numpy(pieces.sources[low:high].copy())
-        return batch
-
-    def _tensors(self, low: int, high: int) -> Batch:
-        """Return the entries that hold tokens, or the positions of documents."""
-        shape, filler, segments = self._shape, self._filler, self._segments
-        width = shape.length if self._widths is None or low == high else int(self._widths[low])
-        tensors = {name: self._allocate((high - low, width), torch.int64)
-                   for name in ("input_ids", "labels", "position_ids", "document_ids")}  # fmt: skip
-        input_ids, labels, positions, documents = (tensor.numpy().reshape(-1) for tensor in tensors.values())
-        items = filler.input_ids(self._tokens, input_ids, low, high)
-        num_labels = filler.labels(items, self._masks, labels, low, high)
-        filler.position_ids(positions, low, high)
-        filler.document_ids(documents, low, high)
-        cu_seqlens, longest = segments.cu_seqlens(low, high, shape)
-        return {**tensors, "cu_seqlens": torch.from_numpy(cu_seqlens), "max_seqlen": longest,
-                "num_tokens": segments.tokens[high] - segments.tokens[low], "num_labels": num_labels}  # fmt: skip
-
-
-def exclude_packs(batch: Batch, valid: npt.NDArray[np.bool_]) -> None:
-    """Take the rows that do not count out of the loss, in place: their labels become -100, no number counts them.
-
-    What else a row holds stays, so that a model computes on it as on any other.
-
-    Args:
-        batch: Packs, a padded pack, or one pack alone.
-        valid: Whether each row counts, bool [B]; [] for a pack alone.
-    """
-    if valid.all():
-        return
-    counts = torch.from_numpy(valid)
-    labels: Any = batch["labels"]
-    labels[~counts] = IGNORED
-    documents: Any = batch.get("document_ids")
-    tokens: Any = batch["attention_mask"] if documents is None else documents != NO_DOCUMENT
-    batch["num_tokens"], batch["num_labels"] = int(tokens[counts].sum()), int((labels != IGNORED).sum())
-
-
-def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
-    """Tell whether all documents can be read, and their tokens and masks have the lengths that the column says."""
-    missing = np.full(len(rows.keys), -1)
-    sizes = rows.fields[shape.field].sizes if shape.field in rows.fields else missing
-    if rows.damage or not np.array_equal(sizes, packs.lengths * shape.token_bytes):
-        return False
-    mask = shape.mask_field
-    return mask is None or (mask in rows.fields and np.array_equal(rows.fields[mask].sizes, packs.lengths))
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:

@@ -17,9 +17,9 @@ function that draws. Builder threads call them by :class:`DrawGuard`, which stop
 then goes to the asking thread, as do all later ones. Generators that users' objects hold are not the training's:
 builder threads draw from them, too, but one batch at a time.
 
-Names are found without calling anything: what bytecode loads is followed through closures, globals, modules, methods,
-attributes and partials, into all code except that of torch, NumPy and Python. This may miss what is reached in other
-ways (``getattr``, compiled code).
+Names decide who is watched, never what is drawn: the guard takes half a microsecond a call, which functions that name
+no draw need not pay. They are found without calling anything, see :func:`_reached`. This may miss what is reached in
+other ways (``getattr``, compiled code).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class DrawSeenError(BaseException):
 class DrawGuard:
     """Stop functions that are about to draw from a generator of the process, before they do. Thread-safe.
 
-    It sees calls from Python code, at 0.2 us each. NumPy's are invisible to it, so it stops code that names one.
+    It sees calls from Python code, at 0.5 us each. NumPy's are invisible to it, so it stops code that names one.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,8 @@ class DrawGuard:
         draw = ""
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _FOREIGN:
             known = ChainMap(dict(frame.f_locals), frame.f_globals, vars(builtins))
-            draw = next((one for one in _draws_in(frame.f_code, known, []) if one.startswith("numpy")), "")
+            named = (as_draw(one) for _, one in _loaded_by(frame.f_code, known))
+            draw = next((one for one in named if one.startswith("numpy")), "")
         self._named[frame.f_code] = draw
         return draw
 
@@ -246,64 +247,63 @@ _TENSOR_DRAWS = frozenset(
 _COMPILED_DRAWS = _TORCH_DRAWS | _TENSOR_DRAWS | {"random", "getrandbits", "getstate", "setstate", "set_state"}
 _MOST_OBJECTS = 2_000
 """Maximum number of objects examined for one dataset: some tenths of a second."""
-_MOST_CODE = 100
-"""Maximum number of functions and classes read in search of generators: some hundredths of a second."""
+_MOST_CODE = {"generators": 100, "draws": 500}
+"""Maximum number of functions and classes read in search of each: some hundredths, some tenths of a second."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
 _ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 def named_draw(functions: Iterable[Any]) -> str:
-    """Return the first drawing function that code reachable from ``functions`` names (``"random.gauss"``), or ""."""
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
-    todo = list(functions)
-    while todo and len(seen) < _MOST_OBJECTS:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        found = as_draw(one)
-        if not found and isinstance(one, types.FunctionType):
-            found, others = _in_function(one)
-            todo += others
-        if found:
-            return found
-        todo += _parts(one)
-    return ""
+    """Return a drawing function that code reachable from ``functions`` names (``"random.gauss"``), or ""."""
+    return next((draw for draw in (as_draw(one) for _, one in _reached(functions, _MOST_CODE["draws"])) if draw), "")
 
 
 def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
     """Return the generators that objects of ``functions`` hold, by where they were found (``"Compose.rng"``).
 
-    Objects come before code, the nearest first. The names do not depend on the process.
+    The names do not depend on the process.
     """
     found: dict[str, OwnGenerator] = {}
+    for name, one in _reached(functions, _MOST_CODE["generators"]):
+        generator = OwnGenerator.of(_free(name, found), one)
+        if generator is not None:
+            found[_free(name, found)] = generator
+    return found
+
+
+def _reached(functions: Iterable[Any], most_code: int) -> Iterator[tuple[str, Any]]:
+    """Yield what ``functions`` reach, and where.
+
+    Objects that hold each other come before what code names, the nearest first. Code is all but that of torch, NumPy
+    and Python; what its instructions load is followed through closures, globals, modules, attributes and methods.
+
+    Args:
+        functions: Where to begin.
+        most_code: Maximum number of functions and classes whose code is read.
+    """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     objects = deque((getattr(one, "__qualname__", type(one).__qualname__), one) for one in functions)
     code: deque[tuple[str, Any]] = deque()
-    num_read = 0
-    while objects or (code and num_read < _MOST_CODE):
+    while objects or (code and most_code):
         if not objects:
-            name, one = code.popleft()
-            num_read += 1
-            objects.extend(_named_by(name, one))
+            objects.extend(_named_by(*code.popleft()))
+            most_code -= 1
             continue
         name, one = objects.popleft()
         if isinstance(one, np.random.Generator):
             one = one.bit_generator  # which two of them may share
-        if id(one) in seen or len(seen) == _MOST_OBJECTS:
+        if id(one) in seen:
             continue
+        if len(seen) == _MOST_OBJECTS:
+            return
         seen[id(one)] = one
-        generator = OwnGenerator.of(_free(name, found), one)
-        if generator is not None:
-            found[_free(name, found)] = generator
+        yield name, one
         objects.extend((name + suffix, part) for suffix, part in _held(one))
-        if isinstance(one, types.FunctionType):
-            code.append((name, one))
-        elif not isinstance(one, type) and not _is_foreign(type(one)) and id(type(one)) not in seen:
-            seen[id(type(one))] = type(one)
-            code.append((type(one).__qualname__, type(one)))
-    return found
+        if not isinstance(one, (type, types.FunctionType)):
+            objects.append((name, type(one)))
+        elif not _is_foreign(one):
+            code.append((one.__qualname__ if isinstance(one, type) else name, one))
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
@@ -326,6 +326,8 @@ def _held(one: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", part) for name, part in _cells_of(one).items())
         yield from ((f".{name}", part) for name, part in vars(one).items())
         yield from (("", part) for part in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()))
+    elif isinstance(one, (staticmethod, classmethod, property)):
+        yield "", _function_of(one)
     elif isinstance(one, Mapping):
         yield from ((f"[{name!r}]", part) for name, part in list(one.items())[:_MOST_OBJECTS])
     elif isinstance(one, (list, tuple, set, frozenset, deque)):
@@ -339,12 +341,15 @@ def _held(one: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named_by(name: str, code: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the functions of a class, or the user's objects that a function refers to, by their global names."""
+    """Yield the functions of a user's class, or what a user's function refers to, by global names."""
     if isinstance(code, type):
-        yield from ((f"{name}.{getattr(part, '__name__', '')}", part) for part in map(_function_of, _parts(code)))
-        return
-    names = {id(value): key for key, value in code.__globals__.items()} if not _is_foreign(code) else {}
-    yield from ((names.get(id(part), name), part) for part in _in_function(code)[1])
+        for part in (part for kind in code.__mro__ if not _is_foreign(kind) for part in vars(kind).values()):
+            function = _function_of(part)
+            if isinstance(function, types.FunctionType):
+                yield f"{name}.{function.__name__}", function
+    else:
+        known = ChainMap(_cells_of(code), code.__globals__, vars(builtins))
+        yield from ((called or name, part) for called, part in _loaded_by(code.__code__, known))
 
 
 def _function_of(part: Any) -> Any:
@@ -360,7 +365,7 @@ def as_draw(one: Any) -> str:
         return f"random.{name}"
     if owner is not None and owner is getattr(np.random.rand, "__self__", None):
         return f"numpy.random.{name}"
-    if isinstance(owner, torch.Tensor) and name in _TENSOR_DRAWS:
+    if name in _TENSOR_DRAWS and (isinstance(owner, torch.Tensor) or one is getattr(torch.Tensor, name)):
         return f"Tensor.{name}"
     is_named = name in _TORCH_DRAWS and any(getattr(module, name, None) is one for module in (torch, functional))
     if is_named or owner is torch.default_generator:
@@ -370,48 +375,17 @@ def as_draw(one: Any) -> str:
     return ""
 
 
-def _parts(one: Any) -> list[Any]:  # noqa: PLR0911  one per kind
-    """Return the components of an object that may hold functions."""
-    if isinstance(one, functools.partial):
-        return [one.func, *one.args, *one.keywords.values()]
-    if isinstance(one, types.MethodType):
-        return [one.__func__, one.__self__]
-    if isinstance(one, (staticmethod, classmethod)):
-        return [one.__func__]
-    if isinstance(one, property):
-        return [one.fget]
-    if isinstance(one, Mapping):
-        return list(one.values())[:_MOST_OBJECTS]
-    if isinstance(one, (list, tuple, set, frozenset)):
-        return list(one)[:_MOST_OBJECTS]
-    if isinstance(one, type):
-        return [part for kind in one.__mro__ if not _is_foreign(kind) for part in vars(kind).values() if _is_code(part)]
-    if isinstance(one, torch.nn.Module) and _is_foreign(type(one)):
-        return list(one.children())
-    if isinstance(one, (types.ModuleType, types.FunctionType, torch.Tensor)) or _is_foreign(type(one)):
-        return []
-    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [type(one), *getattr(one, "__dict__", {}).values(), *(getattr(one, name, None) for name in slots)]
-
-
-def _in_function(function: types.FunctionType) -> tuple[str, list[Any]]:
-    """Return a drawing function that it names, or "", and the user's other objects that it refers to."""
-    if _is_foreign(function):
-        return "", []
-    known = ChainMap(_cells_of(function), function.__globals__, vars(builtins))
-    others = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    found = list(_draws_in(function.__code__, known, others))
-    return found[0] if found else "", others
-
-
 def _cells_of(function: types.FunctionType) -> dict[str, Any]:
     """Return what a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     return {name: _content(cell) for name, cell in cells}
 
 
-def _draws_in(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]) -> Iterator[str]:
-    """Follow each ``a.b.c`` that is loaded as far as ``known`` names resolve it; see ``_in_function``."""
+def _loaded_by(code: types.CodeType, known: ChainMap[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what code loads, by its global name if it has one: each ``a.b.c`` as far as ``known`` names resolve it.
+
+    Modules are left out, and so are draws of torch if the code passes ``generator=`` to something.
+    """
     known = known.new_child(dict.fromkeys(code.co_varnames))  # unknown until they are stored
     own_generator = _passes_generator(code)
     one: Any = None  # the object that was just loaded
@@ -421,10 +395,9 @@ def _draws_in(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]
         if opname in _ROOTS:
             one = known.get(name)
         elif opname in _ATTRIBUTES:
-            if one is None and name in _TENSOR_DRAWS and not own_generator:
-                yield f"Tensor.{name}"
             importing = one if opname == "IMPORT_FROM" else None
-            one = inspect.getattr_static(one, name, None)
+            of_tensor = one is None and name in _TENSOR_DRAWS  # of what is unknown, so it may be one
+            one = inspect.getattr_static(torch.Tensor if of_tensor else one, name, None)
         elif opname == "IMPORT_NAME":
             importing = one = sys.modules.get(name if constant else name.partition(".")[0])
         elif opname.startswith("STORE_") and one is not None:
@@ -432,12 +405,10 @@ def _draws_in(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]
         else:
             one, importing, constant = None, None, name
             if isinstance(constant, types.CodeType):  # a function inside this one
-                yield from _draws_in(constant, known, others)
-        found = as_draw(one)
-        if found and not (own_generator and found.startswith("torch")):
-            yield found
-        if not found and one is not None and not isinstance(one, types.ModuleType):
-            others.append(one)
+                yield from _loaded_by(constant, known)
+        is_loaded = one is not None and not isinstance(one, types.ModuleType)
+        if is_loaded and not (own_generator and as_draw(one).startswith(("torch", "Tensor"))):
+            yield (name if opname == "LOAD_GLOBAL" else ""), one
 
 
 def _passes_generator(code: types.CodeType) -> bool:
@@ -452,10 +423,6 @@ def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
     Cached, because it takes a millisecond, and every loader examines the same code.
     """
     return tuple((step.opname, step.argval) for step in dis.get_instructions(code))
-
-
-def _is_code(part: Any) -> bool:
-    return isinstance(part, (types.FunctionType, staticmethod, classmethod, property))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
@@ -59,3 +59,46 @@ class DecodedRow(Protocol):
     """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs almost nothing."""
 
     def __setitem__(self, index: int, row: int, /) -> None: ...
+
+
+Index: TypeAlias = "Int64Array | slice"
+"""Chooses rows: their numbers, or all as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRows:
+    """Rows of batches as they are planned: int64 [n] each.
+
+    Attributes:
+        chunk_ids: Chunk of each row.
+        offsets: Row of its chunk.
+        passes: Pass of the stream.
+        positions: Position in the epoch's global order.
+        first_rows: Number in the row table of the first sample of the row's unit; -1: the unit is not in memory.
+        within: Number of the row's sample in its unit, if rows are samples.
+    """
+
+    chunk_ids: Int64Array
+    offsets: Int64Array
+    passes: Int64Array
+    positions: Int64Array
+    first_rows: Int64Array
+    within: Int64Array
+
+
+class Stock(Protocol):
+    """What a rank has in memory of a dataset.
+
+    Attributes:
+        source: The dataset, ``streaming.engine.source.Source``.
+        seed: Seed of the order.
+    """
+
+    source: Any
+    seed: int
+
+    def rows(self, row_numbers: Int64Array, chunk_ids: Int64Array, lost: Mapping[int, DataError]) -> Rows:
+        """Return samples by their numbers in the row table; those in ``lost`` have none."""
+
+    def numbers(self, of: PlannedRows) -> Int64Array | None:
+        """Return the numbers of planned samples in the dataset; None: they have none."""

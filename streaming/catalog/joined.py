@@ -99,11 +99,6 @@ class JoinedSource(OneOrder):
             found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
         return found
 
-    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:
-        """See ``Source``."""
-        source, within = self._place(chunk_id)
-        return self._joined[source].members(within, offsets, pass_number, seed)
-
     def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
         """Return where the samples of these rows are stored; shards are numbered in each source by itself."""
         sources, parts = self.source_of(chunk_ids), []
@@ -129,8 +124,11 @@ class JoinedSource(OneOrder):
         """See ``Source``."""
         sources = self.source_of(chunk_ids)
         within = chunk_ids - self._starts[sources]
+        if len(sources) and (sources == sources[0]).all():
+            alone: PackRows = self._joined[sources[0]].packs(within, offsets, passes, seed)
+            return replace(alone, sources=sources)
         parts: dict[int, tuple[KeptPacks, int]] = {}
-        for source, rows in rows_by(self.source_of(chunk_ids)):
+        for source, rows in rows_by(sources):
             found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed).kept()
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)

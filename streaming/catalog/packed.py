@@ -223,11 +223,6 @@ class PackedSource(OneOrder):
         """See ``Source``: what stands at an offset is no sample; the offsets."""
         return offsets
 
-    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:
-        """See ``Source``: the documents of these packs."""
-        chunk_ids = np.full_like(offsets, chunk_id)
-        return self.packs(chunk_ids, offsets, np.full_like(offsets, pass_number), seed).samples
-
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Return the URL of the shard of each group, as samples and messages show it."""
         return self.documents.urls_of(self._groups.firsts[chunk_ids])

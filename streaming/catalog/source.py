@@ -305,17 +305,13 @@ class ChunkSource(OfTable):
         """See ``Source``, and ``Selection.inside``."""
         return self.selection.inside(chunk_ids, offsets)
 
-    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:  # noqa: ARG002
-        """See ``Source``: one sample each, the same in all passes."""
-        return self.samples_of(np.full_like(offsets, chunk_id), offsets)
-
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
-        """See ``Source``: this is no packed set."""
-        raise AssertionError("samples are dealt out one by one")
+        """See ``Source``: one sample each."""
+        return PackRows.of_samples(self.samples_of(chunk_ids, offsets), np.arange(len(offsets) + 1))
 
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002  as Source has it
-        """See ``Source``: this is no packed set."""
-        return False
+        """See ``Source``: nothing is computed."""
+        return True
 
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``Source``: nothing is kept."""

@@ -28,7 +28,7 @@ from streaming.arguments import (
     format_bytes,
     shows,
 )  # fmt: skip
-from streaming.batches.build import OnError, Part
+from streaming.batches.build import Items, OnError, Part, Samples
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
@@ -299,6 +299,11 @@ class StreamingDataset(ChunkSource):
     def expected_samples(self, num_rows: float) -> float:
         """See ``ShardSet``: a row is a sample."""
         return num_rows
+
+    @property
+    def items(self) -> Items:
+        """See ``ShardSet``: a row is a sample."""
+        return Samples()
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:

@@ -27,7 +27,7 @@ from streaming.arguments import (
     some_names,
 )  # fmt: skip
 from streaming.arrays import sums
-from streaming.batches.build import OnError, Part
+from streaming.batches.build import Items, OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.source import ChunkSource, Places
@@ -399,6 +399,11 @@ class Mixture(JoinedSource):
         return num_rows * sum(one.expected_samples(len(one)) for one in leaves) / max(sum(map(len, leaves)), 1)
 
     @property
+    def items(self) -> Items:
+        """What a row of a batch is: the same in all sources."""
+        return next(iter(self.leaves.values())).items
+
+    @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How the samples of each source are decoded and transformed."""
         shown = self.shown_names
@@ -442,7 +447,7 @@ class Mixture(JoinedSource):
         """
         if self.batches == "mixed":
             return
-        if shape.ramp is not None:
+        if not shape.sizes.is_constant:
             raise ConfigError(
                 'batches="one_source": the source of a batch is worked out from batches of equal size; give '
                 'global_batch_size an integer, or use batches="mixed"'
@@ -769,22 +774,22 @@ def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
     Raises:
         ConfigError: The sources are such.
     """
-    packed = {name: one.shape for name, one in leaves.items() if isinstance(one, Packed)}
+    packed = {name: one.items.options for name, one in leaves.items() if one.items.options}
     if not packed:
         return
     others = sorted(leaves.keys() - packed.keys())
     if others:
         raise ConfigError(
             f"sources: {some_names(sorted(packed))} are Packed and {some_names(others)} are not; pack all of them, "
-            f"Packed(…, length={next(iter(packed.values())).length}), or none"
+            f"Packed(…, length={next(iter(packed.values()))['length']}), or none"
         )
-    first, shape = next(iter(packed.items()))
+    first, options = next(iter(packed.items()))
     for name, other in packed.items():
-        for option in shape.__dataclass_fields__:
-            if getattr(shape, option) != getattr(other, option):
+        for option in options:
+            if options[option] != other[option]:
                 raise ConfigError(
-                    f"sources: Packed {first!r} has {option}={getattr(shape, option)!r}, but {name!r} has "
-                    f"{option}={getattr(other, option)!r}; packs of one batch must be alike: "
+                    f"sources: Packed {first!r} has {option}={options[option]!r}, but {name!r} has "
+                    f"{option}={other[option]!r}; packs of one batch must be alike: "
                     + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
                        "the width" if option == "dtype" else "give both the same")
                 )  # fmt: skip

@@ -6,7 +6,6 @@ import builtins
 import copy
 import hashlib
 import logging
-import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -17,19 +16,16 @@ import numpy as np
 
 from infra import agent_store
 from streaming.arguments import (
-    checked_flag,
-    checked_int,
     checked_number,
     checks_names,
-    is_list,
     option_names,
     shows,
 )  # fmt: skip
 from streaming.arrays import sums
-from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
-from streaming.batches.collate import default_collate
+from streaming.batches.build import OnError, Part
 from streaming.batches.draws import Chain
-from streaming.batches.rows import FieldRange, Rows
+from streaming.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
+from streaming.batches.items.packs import TokenPacks
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.open import check_fields, digest_of
 from streaming.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
@@ -43,13 +39,10 @@ from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unf
 from streaming.job.store import job_peers
 from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
-from streaming.packing.layout import PackShape
-from streaming.packing.rules import MAX_LENGTH, Overlong, PackRules, cut
+from streaming.packing.rules import Overlong, PackRules, cut
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
-_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-_ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft"))
 _AT_THE_DOCUMENTS = "it belongs to the documents; write Packed(StreamingDataset(…, {}=…), …)"
 _ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(StreamingDataset)} | {
     "batch_size": "it belongs to the loader; write DataLoader(packed, batch_size=…)",
@@ -62,11 +55,6 @@ _ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(Stre
     "block_size": "write length=…",
     "transform": "to change whole packs use the loader's collate_fn, which gets a list of them",
 }
-_NO_TRANSFORM = (
-    "Packed: transform (or map) would not be called, since tokens go straight from the shards into the batch. Leave it "
-    "out; change tokens when shards are written, or whole packs in the loader's collate_fn"
-)
-_NO_MAP = "Packed: map: functions of samples belong to the data set; write Packed(StreamingDataset(…, transform=…), …)"
 _REQUESTS = 16
 _FULL_ENOUGH = 0.75
 """Mean fill of a padded batch; below this, a warning gives the reason and what helps."""
@@ -222,21 +210,15 @@ class Packed(PackedSource):
         budgets: Mapping[str, int] | None = None,
         alike: Sequence[str] = (),
     ) -> None:
-        of_tokens = {"dtype": dtype, "mask_field": mask_field, "shift_labels": shift_labels or None, "stride": stride,
-                     "labels_across": labels_across or None, "pad_id": pad_id or None}  # fmt: skip
-        whole = field is None and _checked_whole(of_tokens, padded=padded, overlong=overlong)
-        fields = tuple(name for name in (field, mask_field) if name is not None)
-        _check_documents(documents, () if whole else fields)
-        limits, kinds = _checked_budgets(budgets, column), _checked_alike(alike)
-        rules = PackRules(
-            length=length, overlong=overlong or ("drop" if whole or limits else "split"), multiple=multiple,
-            max_docs=max_docs, padded=padded, stride=stride, budgets=tuple(limits.values()), alike=len(kinds),
+        limits, kinds = checked_budgets(budgets, column), checked_alike(alike)
+        rules, self.items = checked_items(
+            {"length": length, "overlong": overlong, "multiple": multiple, "max_docs": max_docs, "padded": padded,
+             "stride": stride, "budgets": tuple(limits.values()), "alike": len(kinds)},
+            {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id},
+            column=column, field=field, dtype=dtype, overlap_labels=overlap_labels,
         )  # fmt: skip
-        _check_choices(
-            {"column": column, "field": field or "", "mask_field": mask_field}, {"shift_labels": shift_labels,
-             "labels_across": labels_across, "overlap_labels": overlap_labels}, dtype, whole=whole,
-        )  # fmt: skip
-        _check_labels(rules, shift=shift_labels, across=labels_across, overlap_labels=overlap_labels)
+        fields = self.items.fields
+        _check_documents(documents, fields)
         peers = job_peers(agent_store())
         shards = documents.shards
         check_fields(documents.storage, shards, fields, peers)
@@ -244,20 +226,14 @@ class Packed(PackedSource):
         late = late_columns_of(documents.storage, shards, columns, peers)
         lengths = Lengths(documents.storage, shards, columns, late)
         read = copy.copy(documents)
-        if not whole:
+        if fields:
             read.fields, read.decoders = fields, RawFields()
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
-        self.column, self.alike, self.is_whole = column, kinds, whole
+        self.column, self.alike = column, kinds
         self.counts: PackCounts
         groups, self.counts = work.of_all(peers)
         super().__init__(read, groups, lengths, rules, fits)
-        told = "" if field is None else self._told_dtype(field, dtype, peers)
-        self.shape = PackShape(
-            length=rules.length, field=field or "", dtype=told,
-            mask_field=mask_field, shift_labels=shift_labels, labels_across=labels_across,
-            pad_id=checked_int("pad_id", pad_id, 0, 2**32 - 1), max_docs=rules.max_docs, multiple=rules.multiple,
-            padded=rules.padded, stale=0 if overlap_labels or stride is None else rules.length - stride,
-        )  # fmt: skip
+        self.items = self.items.typed(lambda name: self._told_dtype(name, dtype, peers))
         self._lengths = lengths
         self._take_over()
         self._tell()
@@ -276,7 +252,7 @@ class Packed(PackedSource):
     @property
     def unit(self) -> str:
         """What lengths count, for people: tokens, or the column of whole samples."""
-        return self.column if self.is_whole else "tokens"
+        return self.items.unit or self.column
 
     @property
     def fill(self) -> float:
@@ -305,21 +281,7 @@ class Packed(PackedSource):
         before = int(self.documents.chunk_samples[: self._groups.firsts[group]].sum())
         numbers = before + np.searchsorted(samples - self.chunk(group).first_sample, packs.samples)
         found: list[Any] = [self.documents.sample_at(number) for number in numbers.tolist()]
-        if self.is_whole:
-            return default_collate([one | ({"__source__": source} if source else {}) for one in found])
-        memory = b"".join(one.get(name, b"") for name in self.shape.fields for one in found)
-        fields, at = {}, 0
-        for name in self.shape.fields:
-            sizes = np.array([len(one[name]) if name in one else -1 for one in found], np.int64)
-            lengths = sizes.clip(0)
-            fields[name] = FieldRange(starts=at + np.cumsum(lengths) - lengths, sizes=sizes)
-            at += int(lengths.sum())
-        keys, urls = [str(one["__key__"]) for one in found], [str(one["__url__"]) for one in found]
-        rows = Rows(memory=memory, view=memoryview(memory), keys=keys, urls=urls, fields=fields, damage={}, packs=packs)
-        part = replace(self.recipe_parts[0], on_error="raise")
-        recipe = Recipe(parts=(part,), collate_fn=operator.itemgetter(0))
-        sample: Sample = BatchBuilder(recipe, lambda _: iter(()), _ignored).build(rows, None)
-        return sample | ({"__source__": source} if source else {})
+        return self.items.alone(replace(self.recipe_parts[0], name=source), found, packs)
 
     def map(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other datasets have it
         """Raise an error: see ``transform``.
@@ -327,7 +289,7 @@ class Packed(PackedSource):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(_NO_MAP if self.is_whole else _NO_TRANSFORM)
+        raise ConfigError(self.items.no_map)
 
     @shows
     def __repr__(self) -> str:
@@ -348,9 +310,7 @@ class Packed(PackedSource):
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
-        if self.is_whole:
-            return tuple(replace(part, budget=self.rules.length) for part in self.documents.recipe_parts)
-        return (Part(decoders=self.decoders, on_error=self.on_error, fields=self.fields, packs=self.shape),)
+        return self.documents.recipe_parts
 
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``Source``: half is for packs, half for lengths."""
@@ -374,8 +334,8 @@ class Packed(PackedSource):
         name = digest_of([list(self.urls), field])
         found = float(shared(peers, f"tokens/{name}", look))
         if dtype is not None:
-            width = np.dtype(_DTYPES[dtype]).itemsize
-            stored = [name for name, one in _DTYPES.items() if found == np.dtype(one).itemsize]
+            width = np.dtype(DTYPES[dtype]).itemsize
+            stored = [name for name, one in DTYPES.items() if found == np.dtype(one).itemsize]
             if stored and stored != [dtype]:
                 raise ConfigError(
                     f"dtype: field {field!r} has {found:g} bytes for each token of column {self.column!r}: it holds "
@@ -388,8 +348,8 @@ class Packed(PackedSource):
                     "Packed: field %r has %g bytes for each token of column %r, but dtype=%r has %d: of each document "
                     "only as many tokens are read as the column says", field, found, self.column, dtype, width,
                 )  # fmt: skip
-            return _DTYPES[dtype]
-        for one in _DTYPES.values():
+            return DTYPES[dtype]
+        for one in DTYPES.values():
             if found == np.dtype(one).itemsize:
                 return one
         why = f"it has {found:g} bytes for each token of the column" if found else "no sample table has its sizes"
@@ -420,9 +380,9 @@ class Packed(PackedSource):
         over += [f"{counts.empty:,} without tokens left out"] if counts.empty else []
         _log.info(
             "Packed: %s packs of %s %s%s, %.2f %% filled, of %s %s with %s%s; %s groups",
-            f"{len(self):,}", f"{length:,}", self.unit, " at most, padded" if self.rules.padded else "",
-            100 * self.fill, f"{counts.documents:,}", "samples" if self.is_whole else "documents",
-            f"{counts.tokens:,} {'in all' if self.is_whole else 'tokens'}",
+            f"{len(self):,}", f"{length:,}", self.unit, self.items.at_most,
+            100 * self.fill, f"{counts.documents:,}", self.items.documents,
+            f"{counts.tokens:,} {self.items.unit or 'in all'}",
             "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
         )  # fmt: skip
         if self.alike:
@@ -454,10 +414,6 @@ class Packed(PackedSource):
             "TARGET --sort COLUMN)",
             told, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
         )  # fmt: skip
-
-
-def _ignored(bad: BadSample) -> None:
-    """Ignore a bad sample: a document of another length is shown as it is."""
 
 
 class _Work:
@@ -547,75 +503,6 @@ def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
 
 
-def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Overlong | None) -> bool:
-    """Reject options that do not apply to whole samples; return True.
-
-    Raises:
-        ConfigError: The samples are not padded, are to be cut, or have an option for tokens.
-    """
-    if not padded:
-        raise ConfigError(
-            "field=None: samples that are not tokens cannot be laid end to end in rows; add padded=True, for batches "
-            "of similar sizes under a budget, or name the field of tokens"
-        )
-    if overlong not in (None, "drop"):
-        raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')
-    for option, value in of_tokens.items():
-        if value is not None:
-            raise ConfigError(
-                f"{option}={value!r} with field=None: it applies to tokens, and there are none; leave it out"
-            )
-    return True
-
-
-def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
-    """Return the limits of a pack, by column.
-
-    Raises:
-        ConfigError: It is not such a mapping, or names the column of tokens.
-    """
-    if budgets is None:
-        return {}
-    if not isinstance(budgets, Mapping) or not all(isinstance(name, str) and name for name in budgets):
-        raise ConfigError(f'budgets: expected a number per column, such as {{"image_tokens": 4096}}, got {budgets!r}')
-    if column in budgets:
-        raise ConfigError(f"budgets: column {column!r} is already bounded by length=; name other columns")
-    return {name: checked_int(f"budgets: {name}", limit, 0, MAX_LENGTH) for name, limit in budgets.items()}
-
-
-def _checked_alike(alike: Any) -> tuple[str, ...]:
-    """Return the columns in which all documents of a batch are equal.
-
-    Raises:
-        ConfigError: It is not a list of names.
-    """
-    if not is_list(alike) or not all(isinstance(name, str) and name for name in alike):
-        raise ConfigError(f'alike: expected names of columns, such as ("height", "width"), got {alike!r}')
-    return tuple(alike)
-
-
-def _check_labels(rules: PackRules, *, shift: bool, across: bool, overlap_labels: bool) -> None:
-    """Reject options for labels that cannot apply.
-
-    Raises:
-        ConfigError: Rows hold one document, a model that shifts labels would predict from a gap, or windows do not
-            overlap.
-    """
-    if rules.padded and across:
-        raise ConfigError(
-            "labels_across=True with padded=True: each document is a row of its own, and nothing comes before it; "
-            "leave one of them out"
-        )
-    if across and rules.multiple > 1 and not shift:
-        raise ConfigError(
-            f"labels_across=True with multiple={rules.multiple}: a model that shifts labels itself would predict the "
-            "first token of a document from the padding before it, not from the last token of the previous document. "
-            "Add shift_labels=True, for a loss that compares position by position, or leave one of them out"
-        )
-    if not overlap_labels and rules.stride is None:
-        raise ConfigError("overlap_labels=False applies to windows that overlap; add stride=…, or leave it out")
-
-
 def _check_documents(documents: Any, of_tokens: tuple[str, ...]) -> None:
     """Check that documents can be packed; ``of_tokens`` are the fields that are read as tokens, () for whole samples.
 
@@ -636,7 +523,7 @@ def _check_documents(documents: Any, of_tokens: tuple[str, ...]) -> None:
     if not of_tokens:
         return
     if documents.transform is not None:
-        raise ConfigError(_NO_TRANSFORM)
+        raise ConfigError(TokenPacks.no_map)
     unread = [name for name in of_tokens if documents.fields is not None and name not in documents.fields]
     if unread:
         raise ConfigError(
@@ -649,32 +536,3 @@ def _check_documents(documents: Any, of_tokens: tuple[str, ...]) -> None:
             f"decode: Packed would not call the decoder of {decoded[0]!r}, since tokens go straight from the shards "
             "into the batch. Leave it out; change tokens when shards are written"
         )
-
-
-def _refuse_encoded(option: str, field: str) -> None:
-    """Refuse a field whose name says that its bytes are not the items themselves: headers would become tokens.
-
-    Raises:
-        ConfigError: It does.
-    """
-    extension = field.rpartition(".")[2].lower()
-    if extension in _ENCODED:
-        items = "tokens of two or four bytes each" if option == "field" else "one byte for each token"
-        raise ConfigError(
-            f"{option}={field!r}: a .{extension} field has a header or text around its numbers, but packs read {items} "
-            "straight from the shards; write them so with `shard_tools convert URL TARGET --tokens-field FIELD "
-            "[--mask-field FIELD]` (fields tok and mask, column tokens)"
-        )
-
-
-def _check_choices(names: Mapping[str, Any], flags: Mapping[str, Any], dtype: Any, *, whole: bool) -> None:
-    for option, name in names.items():
-        absent = (option == "mask_field" and name is None) or (option == "field" and whole)
-        if not (isinstance(name, str) and name) and not absent:
-            raise ConfigError(f"{option}: expected a name, got {name!r}")
-        if isinstance(name, str) and option != "column":
-            _refuse_encoded(option, name)
-    for option, flag in flags.items():
-        checked_flag(option, flag)
-    if dtype is not None and dtype not in _DTYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(map(repr, _DTYPES))}, or None, got {dtype!r}")

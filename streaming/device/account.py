@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from streaming.epochs.iterator import Batches
 
 
-class Account(Protocol):
+class BatchAccount(Protocol):
     """Tracks the consumer's position while the loader is ahead of it."""
 
     def pulled(self) -> None:
@@ -30,11 +30,11 @@ class HeldBack:
         self._batches = batches
 
     def pulled(self) -> None:
-        """See ``Account``."""
+        """See ``BatchAccount``."""
         self._batches.hold_back(1)
 
     def handed_out(self) -> None:
-        """See ``Account``."""
+        """See ``BatchAccount``."""
         self._batches.hold_back(-1)
 
 
@@ -52,11 +52,11 @@ class Noted:
         self.state, self.epoch = self._now()
 
     def pulled(self) -> None:
-        """See ``Account``."""
+        """See ``BatchAccount``."""
         self._ahead.append(self._now())
 
     def handed_out(self) -> None:
-        """See ``Account``."""
+        """See ``BatchAccount``."""
         self.state, self.epoch = self._ahead.popleft()
 
     def seed(self, seed: Any) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 
 from streaming.arguments import checks_names, is_whole
-from streaming.device.account import Account, HeldBack, Noted
+from streaming.device.account import BatchAccount, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches, Closable, close_at_exit, failed
@@ -57,7 +57,7 @@ class _Flight:
     owns_source: bool
     copier: Copier
     depth: int
-    account: Account
+    account: BatchAccount
     watchdog: Watchdog
     stage: str = "hands out batches"
     ahead: deque[Copied] = field(default_factory=deque)

@@ -257,8 +257,6 @@ def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     """Tell whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
-    if recipe.packs is not None:
-        return recipe.is_plain
     if fields is None:
         return all(isinstance(part.decoders, RawFields) for part in recipe.parts) and is_trivial(recipe, ())
     return is_trivial(recipe, fields)

@@ -12,31 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from streaming.batches.build import Mask, Recipe
-from streaming.batches.columns import Columns, PackColumns
+from streaming.batches.build import Mask, Recipe, RowColumns
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.engine.units import Block
 
-_GROUP_ROWS, _GROUP_PIECES = 2_048, 8_192
 _GROUP_BYTES = 16 << 20
-"""Bounds on a group: what is looked up should still be in the CPU caches when it is copied. Pieces of packs take
-more NumPy calls, whose cost is shared by the batches of a group (docs/design/0032)."""
+"""Bound on a group: what is looked up should still be in the CPU caches when it is copied, as with
+``Items.group_rows``."""
 _SHARE = 16
 """A group also takes at most this part of the arena, because its units are released only at its end."""
 
 Select = Callable[[Block, slice], Rows | None]
-"""Returns the rows of a span of a block; None if one is damaged, or differs from the document its pack was planned
-with.
-"""
+"""Returns the samples of a span of a block; None if they are to be built batch by batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Batches ``[first, last)``; batch ``first + i`` consists of rows, or packs, ``splits[i]`` to ``splits[i + 1]``.
+    """Batches ``[first, last)``; batch ``first + i`` consists of rows ``splits[i]`` to ``splits[i + 1]``.
 
     Attributes:
-        rows: All rows.
+        rows: All their samples.
         allocate: Allocator for their tensors; None: fresh memory.
         columns: The rows as columns, from which batches are copied into that memory.
     """
@@ -46,7 +42,7 @@ class Group:
     splits: list[int]
     rows: Rows
     allocate: Allocate | None
-    columns: Columns | PackColumns
+    columns: RowColumns
     valid: Mask
 
     def batch(self, number: int, recipe: Recipe) -> Any:
@@ -66,7 +62,7 @@ class BatchGroups:
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
         self._padded = padded
-        self._max_rows = _GROUP_ROWS if recipe.packs is None else _GROUP_PIECES
+        self._max_rows = recipe.items.group_rows
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # in the next group; 0: the samples are too different for groups
 
@@ -105,5 +101,6 @@ class BatchGroups:
         """Return the same group with another allocator for its batches."""
         return replace(group, allocate=allocate, columns=self._columns(group.rows, allocate))
 
-    def _columns(self, rows: Rows, allocate: Allocate | None) -> Columns | PackColumns:
-        return self._recipe.columns(rows, allocate if self._recipe.portion.is_whole else None)
+    def _columns(self, rows: Rows, allocate: Allocate | None) -> RowColumns:
+        recipe = self._recipe
+        return recipe.items.columns(recipe, rows, allocate if recipe.portion.is_whole else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from streaming.batches.build import OnError, Part
+from streaming.batches.build import Items, OnError, Part
 from streaming.batches.draws import Chain
 from streaming.decode import DecodeSpec
 from streaming.decode.registry import FieldDecoder
@@ -36,11 +36,11 @@ class ShardSet(Protocol):
         """Files in which bad samples are recorded, by the name in batches of the source they are in; "": of all."""
 
     @property
-    def is_packed(self) -> bool:
-        """Whether packs of samples are dealt out; see ``Source.packs``."""
+    def items(self) -> Items:
+        """What a row of a batch is."""
 
     def expected_samples(self, num_rows: float) -> float:
-        """Return how many samples ``num_rows`` rows of batches are made of: more than one each if rows are packs."""
+        """Return how many samples ``num_rows`` rows of batches are made of, on average."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -64,8 +64,8 @@ class Source(ShardSet, Protocol):
     and ``samples_of`` maps offsets to samples. Whatever concerns bytes (``slice``, ``locate``) counts the samples
     *inside* the chunk.
 
-    In a packed set, chunks are groups, and offsets refer to packs: ``packs`` returns the samples inside that make up
-    each pack. Such a set has no slices.
+    What stands at an offset is a row of a batch: a sample, or in a set whose ``items`` say so, several samples inside
+    the chunk, which ``packs`` names. Such a set has no slices.
     """
 
     @property
@@ -102,14 +102,11 @@ class Source(ShardSet, Protocol):
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """Return the sample inside each chunk at an offset; without a filter these are the offsets themselves."""
 
-    def members(self, chunk_id: int, offsets: Int64Array, pass_number: int, seed: int) -> Int64Array:
-        """Return the samples inside a chunk that are at these offsets in a pass, int64.
-
-        One for each offset, or in a packed set those of each pack.
-        """
-
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        """Return the contents of the packs at offsets of chunks in these passes (int64 [B] each), for a packed set."""
+        """Return the samples inside that make the rows at offsets of chunks in these passes (int64 [B] each).
+
+        One sample each, the same in all passes, unless the set deals out rows of several.
+        """
 
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
         """Tell whether the result of ``packs`` for these chunks and passes (int64 [B] each) is already computed.
@@ -118,7 +115,7 @@ class Source(ShardSet, Protocol):
         """
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Limit the memory for data kept to make packs (packs of groups, lengths of documents) from now on."""
+        """Limit the memory for what ``packs`` keeps (packs of groups, lengths of documents) from now on."""
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with this batch size: the user's choices, with defaults for the rest."""

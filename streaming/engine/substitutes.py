@@ -29,8 +29,8 @@ class Substitutes:
 
     Args:
         plan: The plan.
-        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset; None for packs, whose
-            samples have no numbers.
+        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset; None: rows are no samples,
+            and those of which they are made have no numbers.
         source: The dataset.
         store: Contents of the arena.
         fields: Fields to read; None: all.
@@ -66,7 +66,7 @@ class Substitutes:
     def of(self, chunk: int, offset: int, pass_number: int) -> Iterator[Rows]:
         """Yield single rows to try in place of a sample: those after it in its chunk, then those of earlier chunks.
 
-        In place of a pack: the samples of the packs after it, then those of the packs of earlier chunks.
+        Where rows are made of several: the samples of the rows after it, then those of the rows of earlier chunks.
         """
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
@@ -87,7 +87,8 @@ class Substitutes:
             return
         arena, table = self._store.arena, self._store.rows
         lead = wanted.lead
-        inside = self._source.members(chunk, offsets, pass_number, self._plan.settings.seed)
+        chunk_ids, passes = np.full_like(offsets, chunk), np.full_like(offsets, pass_number)
+        inside = self._source.packs(chunk_ids, offsets, passes, self._plan.settings.seed).samples
         numbers = None if self._chunk_starts is None else self._chunk_starts[chunk] + offsets
         for at, place in enumerate(inside.tolist()):
             number = None if numbers is None else numbers[at : at + 1]

@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, Self
 
 from streaming.epochs.interrupts import is_interrupt
@@ -18,6 +19,15 @@ from streaming.forks import Maker
 from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+
+NO_SOURCES_SEEN = (
+    "seen: works with a loader over a Mixture only; this loader reads a single data set, whose samples state_dict() "
+    "counts"
+)
+NO_SOURCES_WEIGHED = (
+    "set_weights: works with a loader over a Mixture only; this loader reads a single data set: give it a "
+    "Mixture({…: dataset, …}, weights=…)"
+)
 
 
 class Run(Protocol):
@@ -46,6 +56,26 @@ class RunOver:
     def describe(self) -> str:
         """Describe the current activity, for reports."""
         return self._run.describe()
+
+
+class Stage(Protocol):
+    """A part of the way from what a rank reads to what it hands out, over many runs. For one thread."""
+
+    def run(self, read: Callable[[], Run], place: Place) -> Run:
+        """Return batches from ``place`` on; ``read`` begins the run below, if this rank needs one."""
+
+    def page_lock(self, locker: Any) -> Any:
+        """Return what page-locks the batches of the run below, where this stage makes none itself; None: nothing."""
+
+    def drop(self) -> None:
+        """Drop the connections to other ranks; the next run makes new ones."""
+
+
+def staged(stages: Iterable[Stage], read: Callable[[], Run], place: Place) -> Run:
+    """Return the run that ``read`` begins, through stages of which each knows only the run below it."""
+    for stage in stages:
+        read = partial(stage.run, read, place)
+    return read()
 
 
 class Closable(ABC):
@@ -114,14 +144,22 @@ class Loop(ABC):
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
         """Return the place after the batch that ``run`` has just returned, which is the next one after ``place``."""
-        seen = place.samples_seen + self.shape.global_batch_size
-        if self.batches_left(seen):
-            return Place(epoch=place.epoch, samples_seen=seen)
-        return Place(epoch=place.epoch + 1, samples_seen=0)
+        seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
+        after = Place(epoch=place.epoch, samples_seen=seen)
+        return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
 
-    def shape_at(self, place: Place) -> Shape:  # noqa: ARG002  for loops whose batches change their size
-        """Return the shape of the batch that comes after ``place``."""
-        return self.shape
+    def row_of(self, place: Place) -> int:
+        """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""
+        return place.samples_seen
+
+    @property
+    def next_shape(self) -> Shape:
+        """The shape of the batch that comes next."""
+        return self.shape.at(self.row_of(self.position.place))
+
+    def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know what they will draw
+        """Describe what changes after ``place`` in what is read; "" if nothing does."""
+        return ""
 
     def now_read(self, dataset: Any) -> Any:
         """Return what is read of the dataset that the loop was made with, if a state or a call changed it since."""
@@ -132,16 +170,25 @@ class Loop(ABC):
         """Whether an epoch has no end."""
         return self.position.is_endless
 
+    def check_ends(self) -> None:
+        """Refuse to count the batches of an epoch without an end.
+
+        Raises:
+            TypeError: It has none.
+        """
+        if self.is_endless:
+            raise TypeError(
+                "this DataLoader has no len(): its Mixture is without end. Count steps in the training loop, or give "
+                "an epoch_size="
+            )
+
     def seen(self) -> dict[str, dict[str, float]]:
         """Count the samples drawn from each source.
 
         Raises:
             ConfigError: There are no sources.
         """
-        raise ConfigError(
-            "seen: works with a loader over a Mixture only; this loader reads a single data set, whose samples "
-            "state_dict() counts"
-        )
+        raise ConfigError(NO_SOURCES_SEEN)
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:  # noqa: ARG002
         """Change the weights of the sources.
@@ -149,10 +196,7 @@ class Loop(ABC):
         Raises:
             ConfigError: There are no sources.
         """
-        raise ConfigError(
-            "set_weights: works with a loader over a Mixture only; this loader reads a single data set: give it a "
-            "Mixture({…: dataset, …}, weights=…)"
-        )
+        raise ConfigError(NO_SOURCES_WEIGHED)
 
     @abstractmethod
     def state(self) -> Any:
@@ -210,6 +254,14 @@ class Loop(ABC):
             place = Place(epoch=place.epoch + 1, samples_seen=0, detail=place.detail)
         if self.position.load(place, next_seed, what):
             self.stop()
+
+    def succeed(self, other: Loop) -> None:
+        """Take the place of another loop over the same dataset: in its epoch, with the seed that it was given."""
+        here, there = self.position, other.position
+        self.set_epoch(there.place.epoch)
+        seed, has_begun = there.next_seed, there.place.has_begun
+        if seed is not None and (seed, has_begun) != (here.next_seed, here.place.has_begun):
+            self.set_seed(seed)
 
     def describe(self) -> str:
         """Describe what the loop is waiting for right now."""

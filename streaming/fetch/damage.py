@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from streaming.errors import ChecksumError, DataError
+from streaming.fetch.checksums import EVERY, Mask, sums_of
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.pieces import RangePieces
-from streaming.fetch.sums import EVERY, Mask, sums_of
 from streaming.index.sample_table import Records, SampleTable
 
 

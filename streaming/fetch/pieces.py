@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from streaming.fetch.sums import Sum
+from streaming.fetch.checksums import Sum
 from streaming.types import Int64Array
 
 

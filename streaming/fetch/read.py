@@ -13,10 +13,10 @@ import numpy as np
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
+from streaming.fetch.checksums import Mask, Sum, sums_of
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.pieces import RangePieces, pieces_of
-from streaming.fetch.sums import Mask, Sum, sums_of
 from streaming.index.large import LARGE_BYTES
 from streaming.index.sample_table import Records, SampleTable
 from streaming.storage import ChangedError, Storage, looked_for, redact

@@ -28,7 +28,7 @@ class Selection(ABC):
     """Samples of some shards, in storage order, and the rows of a table that hold them; immutable.
 
     Whoever reads a dataset asks this value, and never which form it has: all forms answer all questions, by these laws
-    (``tests/test_selection.py``)::
+    (``tests/catalog/test_selection.py``)::
 
         s.over(a).over(b) = s.over(b)      other rows, the same samples and identity
         s.between(a, b).between(c, d) = s.between(a + c, a + d)      for d <= b - a

@@ -11,7 +11,7 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from streaming.device.prefetcher import DevicePrefetcher
-from streaming.integrations.expected import expect_loader
+from streaming.integrations.loader_check import expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["prepare_loader"]

@@ -10,7 +10,7 @@ import torch.utils.data
 
 from streaming.device.prefetcher import DevicePrefetcher
 from streaming.errors import ConfigError
-from streaming.integrations.expected import expect_loader
+from streaming.integrations.loader_check import expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["for_fabric", "prepare_loader"]

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from streaming.errors import ConfigError
-from streaming.integrations.expected import expect_loader
+from streaming.integrations.loader_check import expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["use_loader"]

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw, own_generators
 from streaming.engine.builders import Crew
+from streaming.engine.reading import Contents, Machinery
 from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
 from streaming.engine.workers.portable import Redefinitions
 from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Loop, Run, RunOver
+from streaming.epochs.iterator import Loop, Run, RunOver, Stage
 from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
-from streaming.packing.balance import BalanceRules
-from streaming.plan import memory as budget
+from streaming.plan.memory import Budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import Replicas
 
+_Contents = TypeVar("_Contents", bound=Contents)
 _log = logging.getLogger(__name__)
-MOST_BUILDERS = 4096
-"""Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
 _OWN_SHOWN = 3
 
 
@@ -44,38 +42,23 @@ class LoopConfig:
     Attributes:
         shape: Shape of the batches.
         mesh: The mesh, including this process's place in it.
-        memory_limit_bytes: Upper bound on everything this rank buffers.
+        memory: The rank's ``memory_limit``, divided.
         num_workers: Processes that build batches; 0: threads of this process.
         num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
             it.
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
-        balance: How packs of a global batch are balanced; None: not at all.
-        is_packed: Whether packs are dealt out, of tokens or of whole samples: the data that they are made from takes a
-            part of the memory.
     """
 
     shape: Shape
     mesh: DeviceMesh
-    memory_limit_bytes: int
+    memory: Budget
     num_workers: int
     num_threads: int
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-    balance: BalanceRules | None = None
-    is_packed: bool = False
-
-    @property
-    def batches_limit_bytes(self) -> int:
-        """The part of the memory for batches that are built but not handed out."""
-        return budget.batches_limit_bytes(self.memory_limit_bytes, is_packed=self.is_packed)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether packs of a global batch are redistributed over its ranks."""
-        return self.balance is not None and self.balance.how == "exchange"
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -85,21 +68,21 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         config.recipe,
         arena_bytes=arena_bytes,
         depth=config.depth,
-        batch_bytes=config.batches_limit_bytes,
+        batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
     )
 
 
-def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
-    """Return the options of the reading side, and how one rank of a data share reads for the others, or None.
+def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
+    """Return the options of the reading side, and how one rank of a data share reads for the others, if one does.
 
-    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges packs
+    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges rows
     does so, and reads, in the thread that asks for batches: all such ranks have then come equally far when their loops
     end.
     """
     broadcast = config.replicas.broadcast(config.mesh)
     if broadcast is None:
-        return config, None
+        return config, ()
     pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
     functions = recipe.functions_of_user
     drawing = "" if config.num_workers else named_draw(functions) or next(iter(own_generators(functions)), "")
@@ -111,9 +94,10 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
             "transform(sample, rng), and draw from rng only", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
-    return replace(config, recipe=recipe), Sharing.of_replicas(
-        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges
+    sharing = Sharing.of_replicas(
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges
     )
+    return replace(config, recipe=recipe), (sharing,)
 
 
 def tell_of_own_generators(recipe: Recipe) -> None:
@@ -130,7 +114,57 @@ def tell_of_own_generators(recipe: Recipe) -> None:
         )  # fmt: skip
 
 
-class BaseLoop(Loop):
+class Accounting:
+    """Account for the bad samples of a loop: its own, and through a tally those that all known ranks find.
+
+    Args:
+        dataset: The dataset.
+        mesh: The mesh, including this process's place in it.
+        metrics: Where to count.
+        sample_in_shard: See ``BadSamples``.
+
+    Attributes:
+        bad: What was found here.
+    """
+
+    def __init__(
+        self, dataset: ShardSet, mesh: DeviceMesh, metrics: Metrics, sample_in_shard: Callable[[int], int] | None
+    ) -> None:
+        self._dataset, self._mesh = dataset, mesh
+        self.bad = BadSamples(
+            dataset.max_bad_samples,
+            metrics,
+            sample_in_shard=sample_in_shard,
+            files=dataset.bad_files,
+            rank=mesh.rank,
+            fate=dataset.items.fate(dataset.on_error),
+        )
+        self._tally: Tally | None = None
+        self._counted_in: ProcessGroup | None = None
+        self._left: ProcessGroup | None = None  # the group of an earlier world, whose ranks may all be gone
+
+    def open(self, mesh: DeviceMesh) -> None:
+        """Count in another world. Some ranks of the earlier world's process group may be gone, so it is not used."""
+        self._mesh, self._tally, self._left = mesh, None, self._counted_in
+
+    def begin(
+        self, num_rows: int, epoch: int, allowed: Callable[[float], Mapping[str, int] | None] = lambda _: None
+    ) -> None:
+        """Begin accounting for an epoch of ``num_rows``, together with other known ranks.
+
+        A rank that does not know what the others find allows itself its own part of what shares of the epoch allow, and
+        calls ``allowed`` with that part.
+        """
+        mesh, dataset = self._mesh, self._dataset
+        if self._tally is None and not (self._left is not None and self._left.is_current):
+            self._counted_in = ProcessGroup()
+            subject = "\n".join(["bad samples", *dataset.urls])
+            self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
+        part = 1 / mesh.data_world_size if self._tally is None else 1.0
+        self.bad.start_epoch(dataset.expected_samples(num_rows) * part, epoch, self._tally, allowed(part))
+
+
+class BaseLoop(Loop, Generic[_Contents]):
     """Run one epoch after another. Used by one thread, except ``metrics`` and ``close``.
 
     Attributes:
@@ -142,32 +176,17 @@ class BaseLoop(Loop):
         sample_in_shard: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config.shape)
-        self.config, self._sharing = open_sharing(config)
+        self.config, self._stages = open_sharing(config)
         self._read_set = dataset
         self.order = order
-        self._crew: Crew | None = None
+        self._machinery: Machinery[_Contents] = Machinery(self.metrics)
         self._locker: PageLocker | None = None
-        self._bad = BadSamples(
-            dataset.max_bad_samples,
-            self.metrics,
-            sample_in_shard=sample_in_shard,
-            files=dataset.bad_files,
-            rank=config.mesh.rank,
-            on_error=dataset.on_error,
-            part=dataset.recipe_parts[0],
-        )
+        self._seeded_at: Place | None = None
+        self._account = Accounting(dataset, config.mesh, self.metrics, sample_in_shard)
         self._earlier = dataset.counters()
-        self._tally: Tally | None = None
-        self._counted_in: ProcessGroup | None = None
-        self._left: ProcessGroup | None = None  # the group of an earlier world, whose ranks may all be gone
         in_children(self, BaseLoop._leave_behind)
         self._redefinitions = Redefinitions(config.recipe.functions_of_user)
         tell_of_own_generators(config.recipe)
-
-    @property
-    def _arena_limit_bytes(self) -> int:
-        """The most that chunks may take of the arena, as the current run was planned; 0: there are no chunks."""
-        return 0
 
     @abstractmethod
     def _start(self, place: Place) -> Run:
@@ -176,9 +195,9 @@ class BaseLoop(Loop):
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
         if seed is not None:
-            self.order = replace(self.order, seed=seed)
+            self.order, self._seeded_at = replace(self.order, seed=seed), place
         self._follow_changes()
-        return _Accounted(self._start(place), self._bad, self.shape.rows_of(self.config.mesh.data_rank))
+        return _Accounted(self._start(place), self._account.bad, self.shape.rows_of(self.config.mesh.data_rank))
 
     def _follow_changes(self) -> None:
         """Give worker processes what the user's functions refer to by now; name functions that were defined anew."""
@@ -187,23 +206,19 @@ class BaseLoop(Loop):
                 "%s was defined anew in __main__ after it was given to this loader, which keeps calling the earlier "
                 "one. Make the dataset and the loader again to use the new one", name,
             )  # fmt: skip
-        if self._crew is not None and not self._crew.abandoned and self._crew.renew():
+        if self._machinery.renew():
             _log.info(
                 "globals or objects that transform, decode or collate_fn refers to have changed: worker processes "
                 "start anew with them"
             )
 
-    def _shared(self, read: Callable[[], Run], place: Place) -> Run:
-        """Call ``read`` if this rank reads; otherwise return a run that receives the batches of the rank that does."""
-        return read() if self._sharing is None else self._sharing.run(read, place)
-
     def report(self) -> dict[str, Any]:
         """Return all metrics, and the bad samples of this epoch by name."""
         shared = {name: value - self._earlier.get(name, 0) for name, value in self._read_set.counters().items()}
-        gauges = self._gauges()
+        gauges = self._machinery.gauges()
         own = self.metrics.snapshot()
         gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
-        return {**own, **shared, **gauges, "bad": self._bad.listing()}
+        return {**own, **shared, **gauges, "bad": self._account.bad.listing()}
 
     def describe(self) -> str:
         """Describe what the loop is waiting for right now."""
@@ -213,21 +228,11 @@ class BaseLoop(Loop):
         return "\n".join([running.describe(), *map(request_line, self._read_set.in_flight())])
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Page-lock batches from now on; None turns this off."""
+        """Page-lock batches from now on, in the stage that makes them; None turns this off."""
         self._locker = locker
-        if self._crew is not None:
-            self._crew.page_lock(locker)
-
-    def become(self, mesh: DeviceMesh) -> None:
-        """Take another place in the mesh, or a place in another mesh, from the next run on.
-
-        The caller ends the current run.
-
-        Some ranks of the earlier world's process group may be gone, so that group is no longer used for counting.
-        """
-        self.shape = replace(self.shape, num_ranks=mesh.data_world_size)
-        self.config = replace(self.config, shape=self.shape, mesh=mesh)
-        self._tally, self._left = None, self._counted_in
+        for stage in reversed(self._stages):
+            locker = stage.page_lock(locker)
+        self._machinery.page_lock(locker)
 
     def close(self) -> None:
         """Stop threads and processes, and free memory. The loop can be used again, and then starts new ones."""
@@ -238,66 +243,18 @@ class BaseLoop(Loop):
         """See ``Loop``: after an interrupt the machinery is discarded; the next run makes a new one."""
         self._drop_machinery()
 
-    def _keep(self, crew: Crew, close: Callable[[], object]) -> None:
-        """Keep ``crew`` for all following runs, until ``close`` ends it together with what needs it."""
-        self._end_of_crew = weakref.finalize(self, close)
-        self._crew = crew  # from here on the machinery is released together with this loop, or by an interrupt
-        crew.page_lock(self._locker)
-
-    def _begin_account(
-        self, num_rows: int, epoch: int, allowed_of: Callable[[float], Mapping[str, int]] | None = None
-    ) -> None:
-        """Begin accounting for the bad samples of an epoch of ``num_rows``, together with other known ranks.
-
-        A rank that does not know what the others find allows itself its own part of what shares of the epoch allow, and
-        calls ``allowed_of`` with that part.
-        """
-        mesh = self.config.mesh
-        if self._tally is None and not (self._left is not None and self._left.is_current):
-            self._counted_in = ProcessGroup()
-            subject = "\n".join(["bad samples", *self._read_set.urls])
-            self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
-        part = 1 / mesh.data_world_size if self._tally is None else 1.0
-        limits = None if allowed_of is None else allowed_of(part)
-        self._bad.start_epoch(self._read_set.expected_samples(num_rows) * part, epoch, self._tally, limits)
-
-    def _gauges(self) -> dict[str, float]:
-        """Return the current values of gauges, by name."""
-        self._note_ring_peak()
-        crew = self._crew
-        ring = None if crew is None else crew.ring
-        return {
-            "arena_limit_bytes": 0 if crew is None else self._arena_limit_bytes,
-            "arena_bytes": 0 if crew is None else crew.arena.used_bytes,
-            "ring_bytes": 0 if ring is None else ring.held_bytes,
-            "ring_slots_in_use": 0 if ring is None else ring.num_taken,
-        }
-
     def _leave_behind(self) -> None:
         """Forget, in a forked child, the threads, processes and shared memory of the parent.
 
         A loop begun here makes its own.
         """
-        if self._crew is not None:
-            self._end_of_crew.detach()
-        self.running = self._crew = None
-
-    def _note_ring_peak(self) -> None:
-        ring = None if self._crew is None else self._crew.ring
-        self.metrics.peak("ring_peak_bytes", 0 if ring is None else ring.peak_bytes)
+        self.running = None
 
     def _drop_machinery(self) -> None:
         """Release what outlives a run."""
-        if self._sharing is not None:
-            self._sharing.drop()
-        self._drop_crew()
-
-    def _drop_crew(self) -> None:
-        """Release the builders of batches, and what ends with them; the next run makes new ones."""
-        self._note_ring_peak()
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            self._end_of_crew()
+        for stage in self._stages:
+            stage.drop()
+        self._machinery.drop()
 
 
 class _Accounted(RunOver):

@@ -10,16 +10,15 @@ from typing import Any, TypeAlias
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_flag, checked_int, checked_memory_limit, option_names
-from streaming.batches.build import Recipe
-from streaming.batches.jagged import checked_jagged
+from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.base import MOST_BUILDERS, LoopConfig
+from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
@@ -151,99 +150,27 @@ def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
 
 
-def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -> BalanceRules | None:
-    """Validate and return how packs of a global batch are balanced; None: not at all.
+def balanced(dataset: object, balance: Any, cost: Any, *, collate_fn: object) -> Items:
+    """Return what a row of a batch is, with the user's options for balancing rows over the ranks of a global batch.
 
     Raises:
-        ConfigError: There are no packs, or another option does not go with it.
+        ConfigError: An option is invalid, or does not go with the dataset or another option.
     """
-    if balance is None:
-        if cost is not None:
-            raise ConfigError(
-                f'cost={cost!r} has no effect without balance, whose packs it weighs; add balance="local"'
-            )
-        return None
-    rules = BalanceRules(how=balance, cost=cost)
-    if not getattr(dataset, "is_packed", False):
-        raise ConfigError(
-            f"balance={balance!r}: expected a Packed(…), or a Mixture of them, got a {type(dataset).__name__}"
-        )
-    if dataset.recipe_parts[0].packs is None or dataset.recipe_parts[0].packs.padded:
-        raise ConfigError(
-            f"balance={balance!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and costs "
-            "the same as any other except for its last rows; leave out balance, or padded"
-        )
-    if rules.how == "exchange" and collate_fn is not None:
-        raise ConfigError(
-            'balance="exchange" with a collate_fn: ranks can only exchange packs in the batches that Packed makes '
-            'itself. Call the function on the batch in the training loop, or use balance="local"'
-        )
-    return rules
-
-
-def check_padded(recipe: Recipe, shape: Shape) -> None:
-    """Refuse several padded packs in one rank's batch, because each is a matrix with its own shape.
-
-    Raises:
-        ConfigError: A rank would get several, and there is no ``collate_fn`` that takes the list.
-    """
-    packs = recipe.packs
-    budget = packs.length if packs is not None and packs.padded else recipe.parts[0].budget
-    if budget is None or recipe.collate_fn is not None or max(shape.sizes) <= shape.num_ranks:
-        return
-    raise ConfigError(
-        "batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
-        f"length={budget}; expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} "
-        f"rank(s), got global_batch_size={max(shape.sizes)}. For several packs per step and rank give collate_fn=list, "
-        "which makes each batch a list of padded packs"
-    )
-
-
-def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None:
-    """Refuse slices of packs that are impossible; warn about labels whose tokens are on other ranks.
-
-    Raises:
-        ConfigError: Documents cannot be divided evenly, or rows are documents.
-    """
-    packs, wanted = recipe.packs, replicas.sequence
-    if packs is None or wanted is None:
-        return
-    least = find_peer(wanted, mesh.coordinates, mesh.axis_sizes).divisor(wanted.layout)
-    if wanted.borders is not None and packs.padded:
-        raise ConfigError(
-            f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is one "
-            "document, so rows are cut as they are; leave borders out"
-        )
-    if wanted.borders is not None and packs.multiple % least:
-        raise ConfigError(
-            f"sequence: SequenceSlice(borders={wanted.borders!r}) cuts each document of a pack into equal parts, so "
-            f"its length must be a multiple of {least}, got multiple={packs.multiple}; write Packed(…, "
-            f"multiple={least})"
-        )
-    if "labels" in wanted.fields and not packs.shift_labels:
-        _log.warning(
-            "sequence: labels are sliced as they are, with labels[t] = input_ids[t] (shift_labels=False). A model that "
-            "shifts them itself sees one slice only, and compares the tokens at its borders with the wrong labels: "
-            "write Packed(…, shift_labels=True) and use a loss that compares position by position"
-        )
+    items = dataset.items if isinstance(dataset, STREAMED) else Samples()
+    if balance is not None:
+        return items.balanced(BalanceRules(how=balance, cost=cost), dataset=dataset, collate_fn=collate_fn)
+    if cost is not None:
+        raise ConfigError(f'cost={cost!r} has no effect without balance, whose packs it weighs; add balance="local"')
+    return items
 
 
 def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
-    """Refuse jagged fields that packs do not support or nobody reads.
-
-    Warn about fields that shards do not seem to have.
+    """Refuse jagged fields that nobody reads; warn about fields that shards do not seem to have.
 
     Raises:
         ConfigError: There are such fields.
     """
-    if not recipe.jagged:
-        return
-    if recipe.packs is not None:
-        raise ConfigError(
-            f"jagged={tuple(recipe.jagged)!r}: packed documents already lie end to end, with their borders in "
-            "cu_seqlens; leave it out"
-        )
-    if any(part.transform is not None for part in recipe.parts):  # may add any field
+    if not recipe.jagged or any(part.transform is not None for part in recipe.parts):  # may add any field
         return
     unread = [name for name in recipe.jagged if recipe.fields is not None and name not in recipe.fields]
     if unread:
@@ -272,39 +199,27 @@ def streaming_config(
         else checked_int("num_threads", num_threads, 0, MOST_BUILDERS)
     )
     replicas.check(dataset.on_error)
-    # Whole samples are concatenated within each pack; a collate_fn gets the list of packs.
-    forms = checked_jagged(jagged, None if dataset.recipe_parts[0].budget is not None else collate_fn)
+    items = dataset.items
     recipe = Recipe(
-        parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
-        finish=pin if pin_memory and torch.cuda.is_available() else None, jagged=forms,
+        parts=dataset.recipe_parts, items=items, collate_fn=collate_fn, portion=replicas.built(mesh),
+        finish=pin if pin_memory and torch.cuda.is_available() else None,
+        jagged=items.checked_jagged(jagged, collate_fn),
     )  # fmt: skip
-    check_padded(recipe, shape)
+    items.check_shape(shape, collate_fn)
     check_jagged(recipe, dataset)
-    check_sequence(recipe, replicas, mesh)
+    if (wanted := replicas.sequence) is not None:
+        least = find_peer(wanted, mesh.coordinates, mesh.axis_sizes).divisor(wanted.layout)
+        items.check_sequence(wanted, least)
     return LoopConfig(
         shape=shape,
         mesh=mesh,
-        memory_limit_bytes=checked_memory_limit(memory_limit),
+        memory=items.budget(checked_memory_limit(memory_limit)),
         num_workers=num_workers,
         num_threads=threads,
         depth=prefetch_factor * max(1, num_workers or threads),
         recipe=recipe,
         replicas=replicas,
-        is_packed=dataset.is_packed,
     )
-
-
-def check_one_size(shape: Shape) -> None:
-    """Refuse a schedule of batch sizes for loops that do not support one.
-
-    Raises:
-        ConfigError: The shape has a schedule.
-    """
-    if shape.ramp is not None:
-        raise ConfigError(
-            "batch_size: a Schedule of batch sizes needs a StreamingDataset with an index, or a Mixture, that the "
-            "training process reads itself; give an integer"
-        )
 
 
 def no_dataset(given: object) -> ConfigError:

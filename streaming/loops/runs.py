@@ -6,39 +6,84 @@ batches are a function of the plan.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, Self, TypeAlias
 
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
+from streaming.plan.plan import Plan
+
+Begin: TypeAlias = Callable[[], tuple[Run, Plan]]
+"""Begins to read; returns the run, and the plan that it follows."""
+_log = logging.getLogger(__name__)
 
 
-class RampedRun(RunOver):
-    """Hand out the batches of an epoch in which the batch size changes. For one thread, except ``describe``.
+class SegmentedRun(RunOver):
+    """Hand out the batches of an epoch, segment after segment. For one thread, except ``describe``.
 
-    At a row where the size changes, the plan ends and another begins after it, as at a resume: the machinery is kept,
-    and the contents of the window are looked up again.
+    A segment ends with the epoch, or where the size of batches changes. Then another plan begins after it, as at a
+    resume: the machinery is kept, and the contents of the window are looked up again.
 
     Args:
-        begin: Starts producing batches of one size at a place; returns the run, the number of its batches, and the
-            place after the last of them.
+        begin: Starts producing the batches of the segment that begins at a place; returns the run, and its plan.
         place: Place of the first batch.
+        tells: Whether to log changes of the size.
     """
 
-    def __init__(self, begin: Callable[[Place], tuple[Run, int, Place]], place: Place) -> None:
-        self._begin = begin
-        run, self._left, self._behind = begin(place)
+    def __init__(self, begin: Callable[[Place], tuple[Run, Plan]], place: Place, *, tells: bool) -> None:
+        self._begin, self._tells = begin, tells
+        run, self._plan = begin(place)
         super().__init__(run)
+        self._num_left = self._plan.num_batches
 
     def __next__(self) -> Any:
         """Return the next batch."""
-        if not self._left:
+        if not self._num_left:
             self._run.close()
-            self._run, self._left, self._behind = self._begin(self._behind)
-        self._left -= 1
+            was = self._plan
+            behind = was.start + was.num_batches * was.global_batch_size
+            self._run, self._plan = self._begin(Place(epoch=was.epoch, samples_seen=behind))
+            self._num_left = self._plan.num_batches
+            if self._tells:
+                _log.info(
+                    "from row %d batches have %d samples; before they had %d",
+                    self._plan.first_row, self._plan.global_batch_size, was.global_batch_size,
+                )  # fmt: skip
+        self._num_left -= 1
         return next(self._run)
+
+
+class Held(Protocol):
+    """What hands out no batch for the time being.
+
+    Attributes:
+        place: The place after the last batch handed out.
+    """
+
+    @property
+    def place(self) -> Place: ...  # noqa: D102
+
+    def prepared(self, plan_anew: Callable[[], Begin]) -> Begin | None:
+        """Return what begins to read the batches after ``place`` anew; None if there are none to hand out."""
+
+    def replace(self, begin: Begin | None) -> None:
+        """Give up the batches that were not handed out, and hand out those that ``begin`` begins to read."""
+
+
+class NothingHeld:
+    """Where no run is in progress."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def prepared(self, plan_anew: Callable[[], Begin]) -> Begin | None:
+        """See ``Held``."""
+
+    def replace(self, begin: Begin | None) -> None:
+        """See ``Held``."""
 
 
 class ReplannedRun(RunOver):
@@ -48,44 +93,51 @@ class ReplannedRun(RunOver):
 
     Args:
         run: Produces the batches.
-        num_batches: Number of them.
-        place: Place of the first batch.
-        after: Returns the place after the batch that follows a place.
+        plan: Their plan.
     """
 
-    def __init__(self, run: Run, num_batches: int, place: Place, after: Callable[[Place], Place]) -> None:
+    def __init__(self, run: Run, plan: Plan) -> None:
         super().__init__(run)
-        self._num_left, self._place, self._after = num_batches, place, after
+        self._plan, self._num_taken = plan, 0
         self._asked = threading.Lock()
-        self._is_closed = False
+        self.is_closed = False
 
     def __next__(self) -> Any:
         """Return the next batch."""
         with self._asked:
             batch = next(self._run)
-            # Invariant: every batch before the place was handed out, and none from there on.
-            self._place, self._num_left = self._after(self._place), self._num_left - 1
+            # Invariant: this many batches of the plan were handed out, in its order.
+            self._num_taken += 1
         return batch
 
     @property
-    def is_over(self) -> bool:
-        """Whether all batches of the plan have been handed out."""
-        return self._num_left <= 0
+    def place(self) -> Place:
+        """See ``Held``."""
+        plan = self._plan
+        seen = min(plan.start + self._num_taken * plan.global_batch_size, plan.num_samples)
+        return Place(epoch=plan.epoch, samples_seen=seen)
 
     @contextmanager
-    def held(self) -> Iterator[Place]:
-        """Hand out nothing until the ``with`` block ends; yield the place after the last batch handed out."""
+    def held(self) -> Iterator[Self]:
+        """Hand out nothing until the ``with`` block ends."""
         with self._asked:
-            yield self._place
+            yield self
 
-    def replace(self, begin: Callable[[], Run]) -> None:
-        """Give up the batches that were not handed out, and hand out those of another run; while it is held."""
+    def prepared(self, plan_anew: Callable[[], Begin]) -> Begin | None:
+        """See ``Held``."""
+        return plan_anew() if self._num_taken < self._plan.num_batches else None
+
+    def replace(self, begin: Begin | None) -> None:
+        """See ``Held``."""
+        if begin is None:
+            return
         self._run.close()
-        self._run = begin()
-        if self._is_closed:  # by another thread, which may have closed the run before this one
+        self._run, self._plan = begin()
+        self._num_taken = 0
+        if self.is_closed:  # by another thread, which may have closed the run before this one
             self._run.close()
 
     def close(self) -> None:
         """Stop producing."""
-        self._is_closed = True
+        self.is_closed = True
         super().close()

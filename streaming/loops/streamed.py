@@ -12,10 +12,11 @@ from streaming.engine.builders import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings
-from streaming.epochs.iterator import Run
+from streaming.epochs.iterator import Run, staged
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
+from streaming.metrics import Metrics
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
@@ -30,7 +31,23 @@ the rest covers memory that the C library retains, since samples leave the windo
 _log = logging.getLogger(__name__)
 
 
-class StreamedLoop(BaseLoop):
+class _Window:
+    """What lies in the arena: batches that are read but not built."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew, self.limit_bytes = crew, 0
+
+    @property
+    def is_broken(self) -> bool:
+        """See ``Contents``."""
+        return self._crew.abandoned
+
+    def close(self) -> None:
+        """See ``Contents``."""
+        self._crew.arena.close(keep_mapped=self._crew.abandoned)
+
+
+class StreamedLoop(BaseLoop[_Window]):
     """Run virtual epochs over shards without an index.
 
     Raises:
@@ -120,47 +137,38 @@ class StreamedLoop(BaseLoop):
         self.go_to(Place.of(state), state.next_seed)
 
     def _start(self, place: Place) -> Run:
-        return self._shared(lambda: self._read(place), place)
+        return staged(self._stages, lambda: self._read(place), place)
 
     def _read(self, place: Place) -> ShardStream:
         config = self.config
-        self._begin_account(self._size, place.epoch)
+        self._account.begin(self._size, place.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
             order=self.order,
             epoch=place.epoch,
             dp_rank=config.mesh.data_rank,
-            window_bytes=int(config.memory_limit_bytes * _WINDOW_SHARE),
+            window_bytes=int(config.memory.limit_bytes * _WINDOW_SHARE),
             fields=self.dataset.fields,
             shape=self.shape,
             first_batch=place.samples_seen // config.shape.global_batch_size,
             depth=config.depth,
-            piece_bytes=piece_bytes_of(config.memory_limit_bytes),
+            piece_bytes=piece_bytes_of(config.memory.limit_bytes),
             keep_duplicates=self.dataset.duplicate_keys == "keep",
             max_gzip_ratio=self.dataset.max_gzip_ratio,
         )
         return ShardStream(
             self.dataset.storage,
             settings,
-            self._open_crew(),
+            self._machinery.open(partial(_open_crew, config, self.metrics))[0],
             num_builders=config.num_workers or config.num_threads,
-            batch_bytes=config.batches_limit_bytes,
+            batch_bytes=config.memory.batches_bytes,
             metrics=self.metrics,
-            report=self._bad.report,
+            report=self._account.bad.report,
         )
 
-    def _open_crew(self) -> Crew:
-        """Return the builders of batches, for all runs."""
-        if self._crew is not None and self._crew.abandoned:
-            self._drop_machinery()
-        if self._crew is None:
-            limit = self.config.memory_limit_bytes
-            crew = open_crew(self.config, min(int(limit * _ARENA_SHARE), budget.READ_AHEAD_BYTES), self.metrics)
-            self._keep(crew, partial(_close_all, crew))
-            return crew
-        return self._crew
 
-
-def _close_all(crew: Crew) -> None:
-    crew.close()
-    crew.arena.close(keep_mapped=crew.abandoned)
+def _open_crew(config: LoopConfig, metrics: Metrics) -> tuple[Crew, _Window]:
+    """Return the builders of batches, for all runs."""
+    arena_bytes = min(int(config.memory.limit_bytes * _ARENA_SHARE), budget.READ_AHEAD_BYTES)
+    crew = open_crew(config, arena_bytes, metrics)
+    return crew, _Window(crew)

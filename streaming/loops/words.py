@@ -15,7 +15,7 @@ _log = logging.getLogger("streaming")
 
 
 class Announcer:
-    """Write one INFO line at the start of each epoch, on the first rank; once, a warning about coarse shares.
+    """Write one INFO line at the start of each epoch, on the first rank.
 
     Args:
         dataset: The dataset.
@@ -30,9 +30,6 @@ class Announcer:
 
     def __call__(self, loop: Any, place: Place) -> None:
         """Write the line for an epoch that begins at ``place``."""
-        shares = getattr(loop, "shares", None)
-        if shares is not None and self._finder.mesh.rank == 0:
-            shares.warn_if_coarse(loop.order.lanes)
         if self._finder.mesh.rank == 0 and _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.line(loop, place))
 
@@ -48,15 +45,13 @@ class Announcer:
             *self._builders(),
             self._where(),
         ]
-        shares = getattr(loop, "shares", None)
-        if shares is not None and loop.shape.ramp is None:  # rows cannot be converted to steps there
-            parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])
+        parts += filter(None, [loop.outlook(place)])
         return f"{at}: {'; '.join(parts)}"
 
     def _amount(self, loop: Any) -> list[str]:
         size = loop.shape.global_batch_size
-        if loop.shape.ramp is not None:
-            steps = ", ".join(f"{size} from row {row:,} on" for row, size in loop.shape.ramp.steps)
+        if not loop.shape.sizes.is_constant:
+            steps = ", ".join(f"{size} from row {row:,} on" for row, size in loop.shape.sizes.steps)
             number = "without end" if loop.is_endless else f"{loop.num_batches} in this epoch"
             return [f"batches over all ranks of {steps}, {number}"]
         if not loop.is_counted:
@@ -77,8 +72,8 @@ class Announcer:
 
     def _builders(self) -> list[str]:
         workers, threads = getattr(self._config, "num_workers", None), getattr(self._config, "num_threads", None)
-        limit = getattr(self._config, "memory_limit_bytes", None)
-        made = [] if limit is None else [f"memory_limit {format_bytes(limit)} a rank"]
+        memory = getattr(self._config, "memory", None)
+        made = [] if memory is None else [f"memory_limit {format_bytes(memory.limit_bytes)} a rank"]
         if workers:
             made.append(f"{workers} worker processes a rank")
         elif threads is not None:

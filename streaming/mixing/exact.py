@@ -33,14 +33,14 @@ import numpy.typing as npt
 
 from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.lanes import MixedLanes, stretch_of
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, LaneShares, ShareTree
 from streaming.mixing.streams import LaidStream, RowStream, SourceOrder, Stream
 from streaming.plan.ledger import Dealt, Even
 from streaming.plan.order import ENDLESS, LEAST_STRETCH, LaneParts, OrderSettings
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 ROWS, LAID = "/rows", "/chunks"
 """Leaves, which no source is called: of the sources that lanes draw from together, and of those laid in chunks."""
@@ -52,17 +52,17 @@ _WINDOWS_AHEAD, _SAMPLES_AHEAD = 64, 2**12
 """So many windows and samples beyond a lane's position nothing is laid: chunks move by a few windows."""
 
 
-class ExactLanes(Endless):
+class ExactLanes(EndlessOrder):
     """The order of an endless mixture whose shares are exact at every row, by samples or by batches.
 
     After ``n`` samples of a lane a source has given ``n`` times its share, to within one for each node above it in the
     tree of sources.
 
     Args:
-        sources: See ``Endless``. What absent sources gave is not needed: no position depends on another source's
+        sources: See ``EndlessOrder``. What absent sources gave is not needed: no position depends on another source's
             chunks.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
         batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
@@ -79,6 +79,7 @@ class ExactLanes(Endless):
         self._orders: dict[str, SourceOrder] = {}
         super().__init__(sources, schedule, lock=lock)
 
+    @override
     @property
     def stretch(self) -> int:
         """See ``Orders``: shorter with many lanes."""
@@ -98,8 +99,8 @@ class ExactLanes(Endless):
         found = {ROWS: rows} if rows else {}
         return {**found, **{name: [name] for name in self.sources.every_name if name not in rows}}
 
+    @override
     def _weigh(self) -> None:
-        """See ``Endless``."""
         self._names_of = self._members()
         self._leaf_of = {name: leaf for leaf, names in self._names_of.items() for name in names}
         present = set(self.sources.names)
@@ -167,8 +168,8 @@ class ExactLanes(Endless):
 
     # --- the order ---
 
+    @override
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """See ``Order``."""
         leaves, draws = self._planned(stop).draws(lane, start, stop)
         absent = np.flatnonzero(leaves >= len(self._streams))
         if len(absent):
@@ -227,12 +228,13 @@ class ExactLanes(Endless):
                 found.append((lane, due))
         return sorted(found)
 
+    @override
     def settle(self, place: int) -> None:
-        """See ``Endless``: only the weights before these rows."""
+        """See ``EndlessOrder``: only the weights before these rows."""
         self._planned(place)
 
+    @override
     def drawn_before(self, row: int) -> Int64Array:
-        """See ``Endless``."""
         lanes = self.settings.lanes
         whole, rest = divmod(row, lanes)
         counts = np.array([self._shares.counts(lane, whole + (lane < rest)) for lane in range(lanes)])
@@ -252,8 +254,8 @@ class ExactLanes(Endless):
             found[self._row_stream.source_at(lane, int(before[lane]))] += 1
         return found
 
+    @override
     def free_pass(self, name: str) -> int:
-        """See ``Endless``."""
         leaf, frontier = self._leaf_of[name], self.frontier
         index = self._leaves.index(leaf)
         drawn = [int(self._shares.counts(lane, frontier)[index]) for lane in range(self.settings.lanes)]
@@ -262,15 +264,16 @@ class ExactLanes(Endless):
         order = self._orders[name]
         return order.lanes.free_pass(max(drawn) + order.settings.window) if any(drawn) else 0
 
+    @override
     @property
     def known_from(self) -> int:
-        """See ``Endless``: where the last weight of an absent source ends."""
+        """See ``EndlessOrder``: where the last weight of an absent source ends."""
         stops = [*(entry.start for entry in self.schedule[1:]), ENDLESS]
         spans, absent = zip(self.schedule, stops, strict=True), list(self._absent())
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
 
+    @override
     def check_from(self, place: int) -> None:
-        """See ``Endless``."""
         known_from, lanes = self.known_from, self.settings.lanes
         if place >= known_from:
             return
@@ -304,9 +307,9 @@ class EvenLanes(ExactLanes):
     and other weights then apply a fixed number of draws after they have one again.
 
     Args:
-        sources: See ``Endless``.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        sources: See ``EndlessOrder``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
     """
 
     def __init__(
@@ -316,18 +319,19 @@ class EvenLanes(ExactLanes):
         self._laid: MixedLanes | None = None
         super().__init__(sources, schedule, lock=lock)
 
+    @override
     @property
     def stretch(self) -> int:
         """See ``Orders``: as short as that of ``MixedLanes``, and shorter with many lanes."""
         return max(self.settings.window // 2, min(stretch_of(self.settings), self._few_rows))
 
+    @override
     def _members(self) -> dict[str, list[str]]:
-        """See ``ExactLanes``."""
         found = {leaf: names for leaf, names in super()._members().items() if leaf not in self._large}
         return {**({LAID: self._large} if self._large else {}), **found}
 
+    @override
     def _weigh(self) -> None:
-        """See ``Endless``."""
         super()._weigh()
         self.mixed_after = max(map(self._mixed_after, self._leaves[: len(self._streams)]))
 
@@ -338,8 +342,8 @@ class EvenLanes(ExactLanes):
         draws = self._laid.mixed_after if leaf == LAID and self._laid is not None else 1
         return math.ceil((draws + 1) / min(shares, default=1.0))
 
+    @override
     def _stream(self, leaf: str) -> Stream:
-        """See ``ExactLanes``."""
         if leaf != LAID:
             return super()._stream(leaf)
         schedule = self._laid_schedule()
@@ -359,8 +363,8 @@ class EvenLanes(ExactLanes):
         starts[is_back] += _WINDOWS_AHEAD * self.settings.window + _SAMPLES_AHEAD
         return self._inner(self._large, np.maximum.accumulate(starts).tolist())
 
+    @override
     def apart(self) -> Self:
-        """See ``Endless``."""
         made = super().apart()
         if self._laid is not None:
             made._laid = self._laid.apart()
@@ -374,8 +378,8 @@ class EvenLanes(ExactLanes):
 
     # --- what is drawn ---
 
+    @override
     def _drawn_of(self, leaf: str, drawn: Int64Array, row: int) -> Mapping[str, int]:
-        """See ``ExactLanes``."""
         if leaf != LAID:
             return super()._drawn_of(leaf, drawn, row)
         if self._laid is None:  # all of it is before any position that can be requested
@@ -394,9 +398,10 @@ class EvenLanes(ExactLanes):
 
     # --- how far it is planned ---
 
+    @override
     @property
     def frontier(self) -> int:
-        """See ``Endless``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
+        """See ``EndlessOrder``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
         with self._lock:
             # Both parts are of one moment, and grow only.
             laid = 0 if self._laid is None else self._laid.frontier
@@ -420,24 +425,25 @@ class EvenLanes(ExactLanes):
     def _row_at(self, time: int) -> int:
         return min(self._position(0, time), ENDLESS // self.settings.lanes) * self.settings.lanes
 
+    @override
     def settle(self, place: int) -> None:
-        """See ``Endless``."""
         super().settle(place)
         if self._laid is not None and place:
             leaf = self._leaves.index(LAID)
             self._laid.settle(max(int(self._shares.counts(lane, place)[leaf]) for lane in range(self.settings.lanes)))
 
+    @override
     def free_pass(self, name: str) -> int:
-        """See ``Endless``."""
         return self._laid.free_pass(name) if self._laid is not None and name in self._large else super().free_pass(name)
 
+    @override
     @property
     def known_from(self) -> int:
-        """See ``Endless``."""
         needed = self._laid.known_from if self._laid is not None else 0
         behind = max(self._position(lane, needed) for lane in range(self.settings.lanes)) if needed else 0
         return max(super().known_from, behind)
 
+    @override
     def _absent(self) -> Iterator[str]:
         """See ``ExactLanes``; positions of those that are laid beside others follow from what the ledger holds."""
         yield from (name for name in super()._absent() if self._laid is None or name not in self._large)

@@ -10,12 +10,12 @@ from itertools import pairwise
 import numpy as np
 
 from streaming.arguments import some_names
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.passes import MixedPasses
 from streaming.plan.ledger import Ledger
 
 
-def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
+def drawn_before(orders: MixedPasses | EndlessOrder, row: int) -> dict[str, int]:
     """Count the samples of each source among the first ``row`` of a run, by arithmetic.
 
     Args:

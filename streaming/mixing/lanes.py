@@ -21,13 +21,13 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.endless import Endless
+from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.passes import Sources, Weights, drawn_in_lanes, keep_latest, keyed_number
 from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import permutations_of
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 _LEAST_GROUP = 16  # lanes laid out together: NumPy takes as long for one
 _MOST_GROUPS = 32  # of all lanes: each group lays the passes over all sources anew, which hold all lanes
@@ -41,24 +41,24 @@ _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
 
-class MixedLanes(Endless):
+class MixedLanes(EndlessOrder):
     """The order of an endless mixture: one pass, number 0, in which every lane is a stream of chunks by weight.
 
     After ``n`` samples of a lane, a source has given ``n`` times its share, to within one of its chunks plus its share
     of one chunk of every source. Any position is found by arithmetic and one permutation per pass and source.
 
     Args:
-        sources: See ``Endless``.
-        schedule: See ``Endless``.
-        lock: See ``Endless``.
+        sources: See ``EndlessOrder``.
+        schedule: See ``EndlessOrder``.
+        lock: See ``EndlessOrder``.
         names: The sources that are laid, present and absent; None: all.
         row_at: Returns the row of the run at which so many samples of a lane were laid, for messages; None: they are
             all that a lane has.
     """
 
+    @override
     @property
     def stretch(self) -> int:
-        """See ``Orders``."""
         return stretch_of(self.settings)
 
     def __init__(
@@ -85,8 +85,8 @@ class MixedLanes(Endless):
         self._block_time = max(_LEAST_BLOCK * _LEAST_GROUP // self._group, 2 * settings.window)
         super().__init__(sources, schedule, lock=lock)
 
+    @override
     def _weigh(self) -> None:
-        """See ``Endless``."""
         self._growths = growths(self._names, self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
         shares = np.where(self._growth.shares > 0, self._growth.shares, np.inf)
@@ -132,8 +132,8 @@ class MixedLanes(Endless):
 
     # --- the order ---
 
+    @override
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """See ``Order``."""
         if start == stop:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         places = window_slice(self.settings, 0, lane, start, stop, self.lane_size(lane))
@@ -240,12 +240,12 @@ class MixedLanes(Endless):
         """Count the samples of each source at positions ``[0, place)`` of a lane, int64 [``Sources.every_name``]."""
         return self.sources.drawn(self, 0, lane, place)
 
+    @override
     def drawn_before(self, row: int) -> Int64Array:
-        """See ``Endless``."""
         return drawn_in_lanes(self.drawn, self.settings.lanes, row)
 
+    @override
     def free_pass(self, name: str) -> int:
-        """See ``Endless``."""
         with self._lock:
             # due follows from the frontier of one moment; a later frontier only makes it later.
             due = self._growths[name].due(self._frontier)
@@ -318,9 +318,10 @@ class MixedLanes(Endless):
         """
         return self._behind_absent + 3 * self.settings.window + self._absent_slack
 
+    @override
     @property
     def known_from(self) -> int:
-        """See ``Endless``. What :meth:`find` searches is after that, too."""
+        """See ``EndlessOrder``. What :meth:`find` searches is after that, too."""
         looked_at = self._behind_absent + self.settings.window + self._slack
         return max(self._free, looked_at) if self._absent_until else 0
 

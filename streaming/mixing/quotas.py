@@ -29,7 +29,7 @@ from streaming.mixing.passes import MixedPasses, Parts, Sources, Weights, drawn_
 from streaming.mixing.shares import UNIT_BITS, BatchShares, ShareTree, product, steps_to
 from streaming.mixing.streams import DrawsAhead, own_settings
 from streaming.plan.order import ENDLESS, LaidOrder, LaneParts, OrderSettings
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 
 class PassShares(Protocol):
@@ -87,10 +87,10 @@ class QuotaTree(ShareTree):
     def _put(self, side: int, passages: Int64Array) -> None:
         (self._ends if side >= 0 else self.sizes)[side if side >= 0 else -1 - side] = passages
 
+    @override
     def _went(
         self, lane: int, segment: int, nodes: Int64Array, passed: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """See ``ShareTree``."""
         share, phase = self.shares[nodes, segment], self.phases[nodes, lane]
         lefts, ends = self._lefts[nodes, lane], self._ends[nodes, lane]
 
@@ -157,14 +157,15 @@ class SourcePass(LaidOrder):
         """Return the linear positions ``[start, stop)`` of a lane."""
         return int(self._borders[lane]), int(self._borders[lane + 1])
 
+    @override
     def lane_size(self, lane: int) -> int:
-        """See ``Order``."""
         return int(self._borders[lane + 1] - self._borders[lane])
 
+    @override
     def lane_starts(self, lanes: Int64Array) -> Int64Array:
-        """See ``LaidOrder``."""
         return self._borders[lanes]
 
+    @override
     def lanes_of(self, linear: Int64Array) -> Int64Array:
         """See ``LaidOrder``; skips lanes without a sample of the source."""
         return np.searchsorted(self._borders, linear, side="right") - 1

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from streaming.arguments import checked_int, checked_seed
 from streaming.arrays import sums
 from streaming.errors import ConfigError
-from streaming.mixing.endless import checked_schedule
+from streaming.mixing.endless_order import checked_schedule
 from streaming.mixing.passes import Weights, keep_latest
 from streaming.plan.permutation import permutations
 from streaming.plan.schedule import checked_weights

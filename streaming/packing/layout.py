@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,6 @@ class PackShape:
         pad_id: ``input_ids`` of padding.
         max_docs: Maximum number of documents in a pack, so that ``cu_seqlens`` has a static shape; None: no maximum.
         multiple: The space of each document is rounded up to a multiple of this.
-        padded: A pack is a batch of its own: a matrix with a row for each document, at most T positions in total.
         stale: Tokens that a window shares with the previous one of its document, and that have no loss there; 0: they
             have loss, or windows do not overlap.
     """
@@ -45,7 +44,6 @@ class PackShape:
     pad_id: int = 0
     max_docs: int | None = None
     multiple: int = 1
-    padded: bool = False
     stale: int = 0
 
     @property
@@ -61,7 +59,7 @@ class PackShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackRows:
-    """Say which tokens of which documents make the B packs of a batch; a *piece* is a range of one document.
+    """Say which samples, or which tokens of them, make the B rows of a batch; a *piece* is a range of one document.
 
     Attributes:
         splits: int64[B + 1]; pieces ``splits[b]`` to ``splits[b + 1]`` make pack b.
@@ -108,6 +106,12 @@ class PackRows:
         )
 
     @classmethod
+    def of_samples(cls, samples: Int64Array, splits: Int64Array) -> PackRows:
+        """Return rows of whole samples, of which no length is known."""
+        nothing = np.zeros_like(samples)
+        return cls(splits=splits, samples=samples, starts=nothing, stops=nothing, lengths=nothing)
+
+    @classmethod
     def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
         """Return one pack from each of several results for a dataset, one after the other."""
         found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
@@ -133,3 +137,29 @@ class KeptPacks:
     def num_bytes(self) -> int:
         """Memory of these numbers."""
         return self.pieces.nbytes + 40 * len(self.splits)
+
+
+def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape, Int64Array]:
+    """Turn each piece of padded packs into a pack of its own, and describe the resulting batch.
+
+    The width follows from the plan alone, so that it does not change if documents cannot be read.
+
+    Args:
+        packs: Padded packs.
+        shape: The shape of padded packs.
+
+    Returns:
+        The pieces as packs; their shape, in which ``length`` is the smallest width; int64 [n], positions of each.
+    """
+    rows = replace(
+        packs, splits=np.arange(len(packs.samples) + 1),
+        sources=None if packs.sources is None else packs.sources[packs.packs], costs=None,
+    )  # fmt: skip
+    lengths = packs.stops - packs.starts
+    longest = np.maximum.reduceat(lengths, packs.splits[:-1]) if len(lengths) else lengths
+    widths = -(-longest // shape.multiple) * shape.multiple
+    return (
+        rows,
+        replace(shape, length=shape.multiple, multiple=1, max_docs=None),
+        widths.repeat(np.diff(packs.splits)),
+    )

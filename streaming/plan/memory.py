@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import format_bytes
-from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
@@ -48,25 +47,51 @@ def whole_pages(sizes: npt.ArrayLike) -> Int64Array:
     return np.asarray(-(-given // PAGE_BYTES) * PAGE_BYTES, dtype=np.int64)
 
 
-def chunks_limit_bytes(memory_limit_bytes: int) -> int:
-    """Return the part of ``memory_limit`` that chunks may take."""
-    return int(memory_limit_bytes * CHUNKS_SHARE)
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A rank's ``memory_limit``, divided.
 
+    Attributes:
+        limit_bytes: Upper bound on everything that the rank buffers.
+        packs_bytes: The part for data that packs are made from; 0: there are no packs.
+    """
 
-def most_room(all_chunks_bytes: int) -> int:
-    """Return the most that the chunks of a dataset can ever take: all of them, doubled because slices may overlap."""
-    return 2 * all_chunks_bytes + (16 << 20)
+    limit_bytes: int
+    packs_bytes: int = 0
 
+    @classmethod
+    def of(cls, limit_bytes: int, *, packs: bool) -> Self:
+        """Return the budget of a dataset with or without packs: for them, a quarter of the part for batches."""
+        return cls(limit_bytes, min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS) if packs else 0)
 
-def batches_limit_bytes(memory_limit_bytes: int, *, is_packed: bool = False) -> int:
-    """Return the part of ``memory_limit`` for batches that are built but not handed out."""
-    whole = int(memory_limit_bytes * (1 - CHUNKS_SHARE))
-    return whole - packs_limit_bytes(memory_limit_bytes) if is_packed else whole
+    @property
+    def chunks_bytes(self) -> int:
+        """The part for chunks."""
+        return int(self.limit_bytes * CHUNKS_SHARE)
 
+    @property
+    def batches_bytes(self) -> int:
+        """The part for batches that are built but not handed out."""
+        return int(self.limit_bytes * (1 - CHUNKS_SHARE)) - self.packs_bytes
 
-def packs_limit_bytes(memory_limit_bytes: int) -> int:
-    """Return the part of ``memory_limit`` for a packed set's packs and lengths: a quarter of the part for batches."""
-    return min(int(memory_limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
+    @property
+    def recommended_bytes(self) -> int:
+        """The part for chunks, with a margin for other epochs."""
+        return int(self.chunks_bytes * EPOCHS_VARY)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, those that there are."""
+        found = {"chunks": self.chunks_bytes, "batches": self.batches_bytes, "packs": self.packs_bytes}
+        return {name: size for name, size in found.items() if size}
+
+    def with_read_ahead(self, live_bytes: int) -> int:
+        """Return the most that chunks take where so many bytes are needed at once: these, and read-ahead."""
+        return min(self.chunks_bytes, live_bytes + READ_AHEAD_BYTES)
+
+    def holds(self, all_bytes: int) -> bool:
+        """Tell whether there is room for all chunks of a set, as for most small sets."""
+        return all_bytes <= min(READ_AHEAD_BYTES, self.chunks_bytes)
 
 
 def needed_mib(chunks_bytes: int) -> int:
@@ -79,79 +104,26 @@ def enough_for_batches_mib(batches_bytes: int) -> int:
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
 
 
-def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
-    """Return the most that a rank's chunks take: what is needed at once, plus read-ahead."""
-    return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
-
-
-def holds_all(memory_limit_bytes: int, all_bytes: int) -> bool:
-    """Tell whether a rank has room for all chunks of a set, as for most small sets."""
-    return all_bytes <= min(READ_AHEAD_BYTES, chunks_limit_bytes(memory_limit_bytes))
-
-
-def check_whole_chunks(
-    plan: Plan,
-    chunk_bytes: Int64Array,
-    dp_rank: int,
-    *,
-    live_bytes: int,
-    memory_limit_bytes: int,
-    resumed: bool = False,
-    more_cures: str = "",
-) -> None:
-    """Refuse a plan whose live chunks do not fit.
-
-    Args:
-        plan: The plan.
-        chunk_bytes: int64 [C], :func:`whole_pages` of each chunk.
-        dp_rank: The data-parallel rank.
-        live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
-        memory_limit_bytes: The rank's ``memory_limit``.
-        resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
-        more_cures: Other remedies, for the message.
-
-    Raises:
-        MemoryLimitError: They do not fit; the message shows the calculation and the remedies.
-    """
-    limit_bytes = chunks_limit_bytes(memory_limit_bytes)
-    if live_bytes <= limit_bytes:
-        return
-    lanes = -(-plan.settings.lanes // plan.dp_world_size)
-    mean = int(chunk_bytes.mean())
-    per_chunk = plan.chunk_samples.mean()
-    cures = (_cures_of_resumed if resumed else _cures_of_lanes)(plan, chunk_bytes, dp_rank, limit_bytes)
-    raise MemoryLimitError(
-        f"memory_limit: {format_bytes(memory_limit_bytes)} is too little for this plan. Rank {dp_rank} of "
-        f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
-        f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
-        f"needs up to {format_bytes(live_bytes)} of chunks at the same time, and chunks get {CHUNKS_SHARE:.0%} of "
-        f'the limit. Use memory_limit="{needed_mib(live_bytes)}MiB"{cures}{more_cures}'
-    )
-
-
-def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int) -> bool:
+def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
     """Tell whether ranks that share a storage order read slices of chunks instead of all chunks each.
 
     A slice is widened to borders of spans, by 64 KiB in total on average. If a rank's share of a batch plus this is no
     less than the batch, each rank reads everything anyway, and whole chunks take far fewer requests.
 
     Args:
-        plan: The plan, in storage order over several ranks.
+        plan: The plan; only in storage order several ranks read the same chunks.
         chunk_bytes: int64 [C], size of each chunk.
-        memory_limit_bytes: A rank's ``memory_limit``; if whole chunks do not fit, slices are read.
+        memory: A rank's ``memory_limit``; if whole chunks do not fit, slices are read.
     """
+    if plan.settings.shuffle or plan.dp_world_size == 1:
+        return False
     sample_bytes = int(chunk_bytes.sum()) / plan.samples_per_pass
-    if rank_rows(plan) * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
+    if plan.shape.most_rows * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
         return True
-    return plan.live_bytes(whole_pages(chunk_bytes), 0) > chunks_limit_bytes(memory_limit_bytes)
+    return plan.live_bytes(whole_pages(chunk_bytes), 0) > memory.chunks_bytes
 
 
-def rank_rows(plan: Plan) -> int:
-    """Return the number of samples in the largest share of a batch."""
-    return plan.shape.most_rows
-
-
-def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], *, memory_limit_bytes: int) -> int:
+def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], memory: Budget) -> int:
     """Return an upper bound of the memory for a rank's share of any batch, read as slices of chunks.
 
     It holds for every rank, epoch and start, because it is that of the largest run of as many samples. If whole chunks
@@ -161,18 +133,18 @@ def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans],
         plan: The plan.
         room_bytes: int64 [C], :func:`whole_pages` of each chunk.
         spans: The first sample of each span, and where each begins in chunks laid end to end, ``room_bytes`` each.
-        memory_limit_bytes: A rank's ``memory_limit``.
+        memory: A rank's ``memory_limit``.
     """
     firsts = np.cumsum(plan.chunk_samples) - plan.chunk_samples
     bound = _largest_run(plan, firsts, np.cumsum(room_bytes) - room_bytes, int(room_bytes.sum()))
-    if bound <= chunks_limit_bytes(memory_limit_bytes):
+    if bound <= memory.chunks_bytes:
         return bound
     edges = 4 * PAGE_BYTES  # the first and the last slice are rounded to whole pages at both ends
     return min(bound, _largest_run(plan, *spans(), int(room_bytes.sum())) + edges)
 
 
 def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes: int) -> int:
-    """Return the most bytes of pieces that any run of :func:`rank_rows` samples touches.
+    """Return the most bytes of pieces that any run of as many samples touches as a rank has of a batch.
 
     Args:
         plan: The plan. If its epochs are not whole passes, a run may wrap from the end of a pass to its beginning.
@@ -180,7 +152,7 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
         begins: int64 [n], first byte of each.
         total_bytes: Bytes of all pieces.
     """
-    rows, num_samples = rank_rows(plan), plan.samples_per_pass
+    rows, num_samples = plan.shape.most_rows, plan.samples_per_pass
     wraps = plan.num_samples != num_samples
     if rows >= num_samples or (wraps and rows > num_samples - int(plan.chunk_samples.max())):
         return total_bytes
@@ -193,26 +165,7 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
     return min(int((highs - lows).max()), total_bytes)
 
 
-def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> None:
-    """Refuse a plan if one batch, read as slices of chunks (storage order over several ranks), may not fit.
-
-    Args:
-        plan: The plan.
-        batch_bytes: The result of :func:`slices_bytes` for it.
-        memory_limit_bytes: The rank's ``memory_limit``.
-
-    Raises:
-        MemoryLimitError: One batch does not fit.
-    """
-    if batch_bytes > chunks_limit_bytes(memory_limit_bytes):
-        raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory_limit_bytes)} is too little for this plan: where samples are "
-            f"largest, the {rank_rows(plan)} of one rank in a batch take {format_bytes(batch_bytes)}, and chunks get "
-            f'{CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{needed_mib(batch_bytes)}MiB", or a smaller batch'
-        )
-
-
-def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
+def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
     """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does."""
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
@@ -225,7 +178,7 @@ def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_byt
     return ""
 
 
-def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
+def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
     """Recommend what helps if lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:

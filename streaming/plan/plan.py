@@ -38,6 +38,7 @@ from streaming.plan.order import (
     deal_by_lane,
 )
 from streaming.plan.settings import Shape
+from streaming.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch
 
 PASSES_LOOKED_AT = 8
@@ -80,6 +81,7 @@ class Plan:
 
     Attributes:
         num_samples: Samples in the epoch, including consumed ones.
+        first_row: Samples of the run, over all ranks and epochs, that come before ``start``.
         num_batches: Batches from ``start`` on, equal on every rank.
         is_endless: Whether the epoch has no end; ``num_samples`` and ``num_batches`` are then beyond any position.
     """
@@ -128,8 +130,8 @@ class Plan:
             )
         self.samples_per_pass = self.orders.samples_per_pass
         self.shape = Shape(
-            global_batch_size=global_batch_size, num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1),
-            last_batch=last_batch,
+            sizes=Sizes.constant(global_batch_size), last_batch=last_batch,
+            num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1),
             epoch_size=self.samples_per_pass if epoch_size is None else epoch_size,
         )  # fmt: skip
         self.global_batch_size, self.dp_world_size = self.shape.global_batch_size, self.shape.num_ranks
@@ -139,12 +141,12 @@ class Plan:
         most = ENDLESS if self.orders.is_endless else MAX_COUNT
         self.epoch = checked_int("epoch", epoch, 0, most // self.num_samples - 1)
         self.start = checked_int("start", start, 0, self.num_samples)
-        self._origin = self.epoch * self.num_samples + self.start
+        self.first_row = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
         self.num_batches = self.shape.batches_in(left)
         if most_batches is not None:
             self.num_batches = min(self.num_batches, checked_count("most_batches", most_batches))
-        self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
+        self._stop = self.first_row + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
         self._looked: tuple[int, dict[tuple[int, range], ChunkIntervals]] = -1, {}
@@ -167,10 +169,10 @@ class Plan:
     ) -> Self:  # fmt: skip
         """Return the batches from sample ``start`` of an epoch on that have the size of the first of them."""
         num_samples = orders.samples_per_pass if shape.epoch_size is None else shape.epoch_size
-        row, left, ramp = epoch * num_samples + start, num_samples - start, shape.ramp
+        row, left, sizes = epoch * num_samples + start, num_samples - start, shape.sizes
         return cls.of(
             shape.at(row), chunk_samples, settings, epoch=epoch, start=start, orders=orders,
-            most_batches=None if ramp is None else ramp.batches_of_size(row, left, shape.last_batch),
+            most_batches=None if sizes.next_change(row) is None else sizes.batches_alike(row, left, shape.last_batch),
         )  # fmt: skip
 
     @classmethod
@@ -180,20 +182,20 @@ class Plan:
     ) -> Iterator[Self]:  # fmt: skip
         """Yield the plans of an epoch from sample ``start`` on: one for each run of batches of equal size."""
         orders = EpochOrders(chunk_samples, settings) if orders is None else orders
-        here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
-        while here.num_batches:
-            yield here
-            start += here.num_batches * here.global_batch_size
-            if shape.ramp is None or start >= here.num_samples:
-                return
+        while True:
             here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
+            if here.num_batches:
+                yield here
+            start += here.num_batches * here.global_batch_size
+            if shape.sizes.next_change(here.first_row) is None or not here.num_batches or start >= here.num_samples:
+                return
 
     @property
     def passes(self) -> range:
         """The passes of the stream that the remaining batches touch."""
         if not self.num_batches:
             return range(0)
-        return range(self._origin // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
+        return range(self.first_row // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
 
     def order(self, pass_number: int) -> Order:
         """Return the order of one pass; the most recently used ones are cached."""
@@ -248,7 +250,7 @@ class Plan:
         if not 0 <= chunk_id < len(self.chunk_samples) or not 0 <= offset < self.chunk_samples[chunk_id]:
             raise ConfigError(f"sample {offset} of chunk {chunk_id}: there is none")
         num_lanes, size = self.settings.lanes, self.global_batch_size
-        begin, end = self._origin + first * size, min(self._origin + last * size, self._stop)
+        begin, end = self.first_row + first * size, min(self.first_row + last * size, self._stop)
         found = []
         for number in range(begin // self.samples_per_pass, -(-end // self.samples_per_pass)):
             origin = number * self.samples_per_pass
@@ -260,7 +262,7 @@ class Plan:
 
     def _dealt_to(self, position: int) -> tuple[int, int]:
         """Return the batch of a stream position, and the rank that gets it."""
-        batch = (position - self._origin) // self.global_batch_size
+        batch = (position - self.first_row) // self.global_batch_size
         cut = self._slices(np.array([batch]), 0)
         start, stop = int(cut.starts[0]), int(cut.stops[0])
         lane = position % self.samples_per_pass % self.settings.lanes
@@ -344,7 +346,7 @@ class Plan:
             raise ConfigError(f"dp_rank: expected one in [0, {self.dp_world_size}), got {dp_rank}")
 
     def _slices(self, batches: Int64Array, dp_rank: int) -> _Slices:
-        starts = self._origin + batches * self.global_batch_size
+        starts = self.first_row + batches * self.global_batch_size
         stops = np.minimum(starts + self.global_batch_size, self._stop)
         lows, highs = self.shape.share(stops - starts, dp_rank)
         counts = rows = highs - lows
@@ -444,7 +446,7 @@ class Plan:
 
     def _touched(self, pass_number: int) -> range:
         """Return the remaining batches that hold a sample of a pass."""
-        begin = pass_number * self.samples_per_pass - self._origin
+        begin = pass_number * self.samples_per_pass - self.first_row
         end = begin + self.samples_per_pass
         return range(
             max(begin // self.global_batch_size, 0),
@@ -471,7 +473,7 @@ class Plan:
             passes = self.passes[:PASSES_LOOKED_AT]
             return [(number, self._touched(number)) for number in passes], len(passes) == len(self.passes)
         step, size = self._batches_on(max(2 * self.settings.window, LEAST_STRETCH)), self.global_batch_size
-        changed = [(border - self._origin) // size for border in self.orders.borders]
+        changed = [(border - self.first_row) // size for border in self.orders.borders]
         changed = [batch for batch in changed if 0 < batch < self.num_batches]
         changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
         stop = -(-self.num_batches // step)
@@ -542,7 +544,7 @@ class Plan:
         return ChunkIntervals.merged(ids, first, last, pass_number)
 
     def _is_regular(self, batch: int) -> bool:
-        start = self._origin + batch * self.global_batch_size
+        start = self.first_row + batch * self.global_batch_size
         stop = start + self.global_batch_size
         return stop <= self._stop and start // self.samples_per_pass == (stop - 1) // self.samples_per_pass
 
@@ -558,7 +560,7 @@ class Plan:
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
         num_lanes, size = self.settings.lanes, self.global_batch_size
-        origin = pass_number * self.samples_per_pass - self._origin
+        origin = pass_number * self.samples_per_pass - self.first_row
         low, high = self.rank_lanes(dp_rank)
         start = (stretch[0] * size - origin) // num_lanes
         stop = ((stretch[-1] + 1) * size - 1 - origin) // num_lanes + 1

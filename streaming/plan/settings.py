@@ -15,7 +15,6 @@ from streaming.arguments import (
     checked_last_batch,
     checks_names,
     merged_last_batch,
-    resolve_batch_size,
 )
 from streaming.errors import ConfigError
 from streaming.plan.order import (
@@ -26,7 +25,7 @@ from streaming.plan.order import (
     default_lanes,
     default_window,
 )  # fmt: skip
-from streaming.plan.ramp import Ramp
+from streaming.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch
 
 _Count = TypeVar("_Count", int, Int64Array)
@@ -107,24 +106,22 @@ class Shape:
     """Compute the batches and rows of an epoch that is dealt out in order, whatever the samples are.
 
     Attributes:
-        global_batch_size: G, samples of one batch over all ranks.
+        sizes: G, samples of one batch over all ranks, by row of the run.
         num_ranks: R, the number of data-parallel ranks.
         last_batch: What to do with samples that do not fill a batch; see ``Plan``.
         epoch_size: Samples of an epoch; None: as many as there are.
-        ramp: Batch sizes by row of the run, of which ``global_batch_size`` is one; None: a constant size.
 
     Raises:
         ConfigError: A number is not an integer or is out of range, or ``last_batch`` is none of the three.
     """
 
-    global_batch_size: int
+    sizes: Sizes
     num_ranks: int
     last_batch: LastBatch = "drop"
     epoch_size: int | None = None
-    ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("global_batch_size", 2**31 - 1), ("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT)):
+        for name, most in (("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT)):
             value = getattr(self, name)
             if value is not None or name != "epoch_size":  # of NumPy perhaps, and states are JSON
                 object.__setattr__(self, name, checked_int(name, value, 1, most))
@@ -132,14 +129,14 @@ class Shape:
 
     @classmethod
     def chosen(
-        cls, batch_size: int | None, global_batch_size: int | None, num_ranks: int, *, last_batch: str = "drop",
+        cls, batch_size: object, global_batch_size: object, num_ranks: int, *, last_batch: str = "drop",
         drop_last: bool | None = None, epoch_size: int | None = None,
     ) -> Self:  # fmt: skip
         """Return the shape that a user chose, by torch's names or ours; every rank gets a row of a full batch.
 
         Args:
-            batch_size: Samples per rank; exactly one of it and ``global_batch_size`` is to be given.
-            global_batch_size: Samples over all ranks.
+            batch_size: Samples per rank, or a schedule of them; exactly one of it and ``global_batch_size`` is given.
+            global_batch_size: Samples over all ranks, likewise.
             num_ranks: R.
             last_batch: See ``Plan``.
             drop_last: torch's name: True for ``"drop"``, False for ``"partial"``.
@@ -148,34 +145,30 @@ class Shape:
         Raises:
             ConfigError: Neither or both sizes are given, or what is given cannot work.
         """
-        size = resolve_batch_size(batch_size, global_batch_size, num_ranks)
+        sizes = Sizes.chosen(batch_size, global_batch_size, num_ranks)
         known = checked_last_batch(merged_last_batch(last_batch, drop_last=drop_last))
-        return cls(global_batch_size=size, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
+        return cls(sizes=sizes, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
 
     def at(self, row: int) -> Self:
-        """Return the shape of the batch that begins at a row of the run."""
-        return self if self.ramp is None else replace(self, global_batch_size=self.ramp.size_at(row))
+        """Return the shape of the batch that begins at a row of the run, as if all had its size."""
+        return replace(self, sizes=Sizes.constant(self.sizes.at(row)))
+
+    def check_one_size(self) -> None:
+        """Refuse a schedule of batch sizes, for loops that do not support one.
+
+        Raises:
+            ConfigError: The size of batches changes.
+        """
+        if not self.sizes.is_constant:
+            raise ConfigError(
+                "batch_size: a Schedule of batch sizes needs a StreamingDataset with an index, or a Mixture, that the "
+                "training process reads itself; give an integer"
+            )
 
     @property
-    def sizes_by_row(self) -> Ramp:
-        """The sizes that global batches of the run have, as a ramp, which may have a single one."""
-        return Ramp(((0, self.global_batch_size),)) if self.ramp is None else self.ramp
-
-    @property
-    def size_for_lanes(self) -> int:
-        """The batch size that determines the default number of lanes."""
-        return self.global_batch_size if self.ramp is None else self.ramp.size_for_lanes
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Every size that a global batch of the run has."""
-        return tuple(size for _, size in self.sizes_by_row.steps)
-
-    def batches_from(self, row: int, num_samples: int) -> int:
-        """Return batches that so many samples from a row of the run on make."""
-        if self.ramp is None:
-            return self.batches_in(num_samples)
-        return self.ramp.batches_in(row, num_samples, self.last_batch)
+    def global_batch_size(self) -> int:
+        """Samples of the first batch of the run, over all ranks; of every batch, if they have one size."""
+        return self.sizes.at(0)
 
     @property
     def num_samples(self) -> int:
@@ -243,7 +236,7 @@ class Shape:
                 f'all epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the data'
             )
         row, size = next(
-            ((row, size) for row, size in self.sizes_by_row.steps if self.last_batch == "drop" and size > num_samples),
+            ((row, size) for row, size in self.sizes.steps if self.last_batch == "drop" and size > num_samples),
             (0, 0),
         )
         if size:

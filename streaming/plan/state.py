@@ -14,7 +14,7 @@ from streaming.arguments import MAX_COUNT, checked_count, checked_flag, checked_
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
-from streaming.plan.ramp import Ramp
+from streaming.plan.sizes import Sizes
 
 STATE_VERSION = 1
 _TEXT = "ledger_text"
@@ -53,7 +53,7 @@ class LoaderState:
     epoch_size: int | None = None
     ledger: Ledger | None = None
     has_begun: bool = False
-    batch_sizes: Ramp | None = None
+    batch_sizes: Sizes | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -142,7 +142,7 @@ class LoaderState:
         given["order"] = OrderSettings.from_dict(data["order"])
         if data["batch_sizes"] is not None:
             try:
-                given["batch_sizes"] = Ramp.from_text(data["batch_sizes"])
+                given["batch_sizes"] = Sizes.from_text(data["batch_sizes"])
             except ConfigError as error:
                 raise StateError(f"state: {error}") from error
         if data["ledger"] is not None or data[_TEXT] is not None:

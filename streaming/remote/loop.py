@@ -26,7 +26,8 @@ from streaming.plan.settings import Shape
 from streaming.remote import cluster
 from streaming.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.remote.handles import BatchHandle, RemoteBatch
-from streaming.remote.reader import Note, Reader, State, Step
+from streaming.remote.reader import Note, RemoteReader, State, Step
+from streaming.types import override
 
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0
@@ -185,24 +186,26 @@ class RemoteLoop(Loop):
         self._num_batches: int | None = None
         self._under_way: deque[_Refs] = deque()
 
-    def batches_left(self, samples_seen: int) -> int:  # noqa: ARG002
+    @override
+    def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``; for whole epochs only."""
         if self._num_batches is None:
             self._num_batches = int(self._asked("length"))
         return self._num_batches
 
+    @override
     def left_behind(self, place: Place) -> int:
-        """See ``Loop``."""
         if not place.samples_seen:
             return self.num_batches
         return int(self._asked("left", self._state_at(place, None)))
 
+    @override
     def set_epoch(self, epoch: int) -> None:
-        """See ``Loop``."""
         if epoch != self.epoch:
             self._latest()  # an endless order has no other epoch
         super().set_epoch(epoch)
 
+    @override
     def set_seed(self, seed: int) -> None:
         """See ``Loop``.
 
@@ -213,6 +216,7 @@ class RemoteLoop(Loop):
             raise ConfigError(NO_OTHER_SEED)
         super().set_seed(seed)
 
+    @override
     def seen(self) -> dict[str, dict[str, float]]:
         """See ``Loop``: a reader counts."""
         if not self._latest().get("ledger"):
@@ -233,8 +237,8 @@ class RemoteLoop(Loop):
             "makes the Mixture with the other weights, and give it the state: load_state_dict(loader.state_dict())"
         )
 
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
-        """See ``Loop``."""
         base = self._state_at(place, self.position.next_seed)
         if seed is not None:
             base = {**base, "order": {**base["order"], "seed": seed}}
@@ -244,8 +248,8 @@ class RemoteLoop(Loop):
         self._under_way = ahead.pending
         return _RemoteRun(self, ahead)
 
-    def after_batch(self, place: Place, run: _RemoteRun) -> Place:  # noqa: ARG002
-        """See ``Loop``."""
+    @override
+    def after_batch(self, place: Place, run: _RemoteRun) -> Place:
         state = self._known = run.state
         return Place(epoch=int(state["epoch"]), samples_seen=int(state["samples_seen"]), detail=state)
 
@@ -294,6 +298,7 @@ class RemoteLoop(Loop):
                 return f"reader {number}: {line}"
         return "the consumer has a batch"
 
+    @override
     def clean_up(self) -> None:
         """See ``Loop``: nothing here can be interrupted half-way; work in progress ends by itself."""
 
@@ -314,7 +319,7 @@ class RemoteLoop(Loop):
                 (self._recipe, tuple(mesh.with_rank(mesh.replicas_of(data_rank)[0]) for data_rank in ranks))
                 for ranks in self._ranks
             ]
-            self._actors = cluster.start(Reader, arguments, self.config.group)
+            self._actors = cluster.start(RemoteReader, arguments, self.config.group)
         return self._actors
 
     def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ class Step:
     base_number: int
 
 
-class Reader:
+class RemoteReader:
     """Batches of some data ranks, step by step. ``read`` is for one thread, everything else for another one.
 
     Nothing is opened before the first call, so that errors in opening are reported like all others.

@@ -103,8 +103,12 @@ class Sharing:
             return self._source_type(self, self._group, read, place, self._broadcast, self._portions, self._pin)
         return _ReplicaRun(self, self._group, place, self._broadcast, pin=self._pin is not None)
 
+    def page_lock(self, locker: Any) -> Any:
+        """See ``Stage``: batches are made where they are read."""
+        return locker
+
     def drop(self) -> None:
-        """Drop the connections; the next run makes new ones."""
+        """See ``Stage``."""
         self._group = None
 
     def leave_behind(self) -> None:

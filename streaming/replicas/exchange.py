@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infra import DeviceMesh
+from streaming.batches.build import Items
 from streaming.batches.jagged import Allocate
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
@@ -27,7 +28,6 @@ from streaming.errors import ReplicaError, StateError
 from streaming.forks import in_children
 from streaming.metrics import Metrics
 from streaming.packing.balance import exchange
-from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackShape
 from streaming.replicas.batch_codec import ALIGN_BYTES, decode, encode
 from streaming.replicas.group import gloo_group
 from streaming.types import Batch, Int64Array
@@ -35,46 +35,43 @@ from streaming.types import Batch, Int64Array
 TIMEOUT_S = 600.0
 """How far apart ranks may ask for a batch: time for a checkpoint, or an evaluation on one rank."""
 _OPTION = 'balance="exchange"'
-_WIDE = ("input_ids", "labels", "position_ids", "document_ids")
-_MOST = torch.iinfo(torch.int32).max
 
 _left_behind: list[Any] = []  # the parent's, in a forked child
 
 
-class PackExchange:
+class RowExchange:
     """The ranks that exchange packs, over many runs: one of each data share, those in the same place within it.
 
     Used by one thread.
 
     Args:
         mesh: The position of this process.
-        shape: The form of batches.
+        items: What rows are.
         cut: Called with each batch and its number of packs; returns this rank's portion, possibly page-locked.
         metrics: Where bytes and waits are counted.
+        keeps_all: Whether that portion is the whole batch, so that it can lie in page-locked memory.
 
     Attributes:
         allocate: Allocates tensors made of packs of several ranks; None: fresh memory.
     """
 
-    def __init__(self, mesh: DeviceMesh, shape: PackShape, cut: Callable[[Any, int], Any], metrics: Metrics) -> None:
-        self.shape, self.cut, self.metrics = shape, cut, metrics
+    def __init__(
+        self, mesh: DeviceMesh, items: Items, cut: Callable[[Any, int], Any], metrics: Metrics, *, keeps_all: bool
+    ) -> None:
+        self.items, self.cut, self.metrics, self._keeps_all = items, cut, metrics, keeps_all
         self.allocate: Allocate | None = None
         self._group: Any = None
-        self.become(mesh)
-        in_children(self, PackExchange.leave_behind)
-
-    def become(self, mesh: DeviceMesh) -> None:
-        """Make this a rank of another world; the next run connects with the ranks of that world."""
         self._rank, self.place = mesh.rank, mesh.data_rank
         self.ranks = tuple(mesh.replicas_of(share)[mesh.replica_rank] for share in range(mesh.data_world_size))
-        self.drop()
+        in_children(self, RowExchange.leave_behind)
 
-    def run(self, running: Run, place: Place) -> Run:
-        """Exchange the packs of the batches that ``running`` yields from ``place`` on.
+    def run(self, read: Callable[[], Run], place: Place) -> Run:
+        """Exchange the packs of the batches of a run from ``place`` on.
 
         Raises:
             ConfigError, ReplicaError: See ``gloo_group``.
         """
+        running = read()
         if self._group is None and len(self.ranks) > 1:
             self._group, _ = gloo_group(
                 self.ranks, TIMEOUT_S, option=_OPTION, of="the mesh", cure="begin to iterate on all of them",
@@ -82,8 +79,12 @@ class PackExchange:
             )  # fmt: skip
         return _ExchangedRun(self, running, place)
 
+    def page_lock(self, locker: Any) -> Any:
+        """See ``Stage``: batches are made here, of packs of several ranks."""
+        self.allocate = locker.allocate if locker is not None and self._keeps_all else None
+
     def drop(self) -> None:
-        """Drop the connections; the next run makes new ones."""
+        """See ``Stage``."""
         self._group = None
 
     def leave_behind(self) -> None:
@@ -128,7 +129,7 @@ class PackExchange:
 class _ExchangedRun(RunOver):
     """The rest of an epoch, its packs exchanged."""
 
-    def __init__(self, peers: PackExchange, running: Run, place: Place) -> None:
+    def __init__(self, peers: RowExchange, running: Run, place: Place) -> None:
         super().__init__(running)
         self._peers, self._place = peers, place
         self._num_batches = 0
@@ -136,7 +137,7 @@ class _ExchangedRun(RunOver):
     def __next__(self) -> Any:
         """Return the next batch."""
         batch = next(self._run)
-        num_packs = int(batch["input_ids"].shape[0])
+        num_packs = len(batch["__key__"])
         with self._peers.metrics.timed("exchange_s"):
             batch = self._exchanged(batch, num_packs)
         self._num_batches += 1
@@ -171,83 +172,20 @@ class _ExchangedRun(RunOver):
 
     def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
         """Exchange packs with the other ranks; pack n of the global batch is from the rank whose share contains n."""
-        peers, rows = self._peers, split_packs(batch)
+        peers, rows = self._peers, self._peers.items.split(batch)
         place, ends = peers.place, np.cumsum(shares)
         first = int(ends[place] - shares[place])
         # To each rank its packs, in its order; to this one nothing, they are here.
         mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
         messages = [
-            _EMPTY if rank == place or not packs else encode([_narrow(pack) for pack in packs], _allocated)
+            _EMPTY if rank == place or not packs else encode([peers.items.sent(pack) for pack in packs], _allocated)
             for rank, packs in enumerate(mine)
         ]
         got = [decode(message) if len(message) else [] for message in peers.swap(messages)]
         got[place] = mine[place]
         coming = [iter(packs) for packs in got]
         owners = np.searchsorted(ends, dealt[place], side="right")
-        return join_packs([next(coming[owner]) for owner in owners.tolist()], peers.shape, peers.allocate)
-
-
-def split_packs(batch: Batch) -> list[Batch]:
-    """Split a batch of packs into its rows; ``cu_seqlens`` of each row begin at 0."""
-    ids: Any = batch["input_ids"]
-    num_packs, length = ids.shape
-    borders = np.unique(batch["cu_seqlens"].numpy())  # type: ignore[attr-defined]  # what fills a fixed shape up goes
-    cuts = np.searchsorted(borders, np.arange(num_packs + 1) * length)
-    rows: list[Batch] = []
-    for pack in range(num_packs):
-        row: Batch = {
-            name: value[pack]
-            for name, value in batch.items()
-            if name != "cu_seqlens" and isinstance(value, (list, torch.Tensor)) and len(value) == num_packs
-        }
-        rows.append(row | {"cu_seqlens": torch.from_numpy(borders[cuts[pack] : cuts[pack + 1]] - pack * length)})
-    return rows
-
-
-def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | None = None) -> Batch:
-    """Join rows of :func:`split_packs` into a batch; fields of tokens lie in memory from ``allocate``."""
-    batch: Batch = {}
-    for name, first in rows[0].items():
-        values: list[Any] = [row[name] for row in rows]
-        if name in _WIDE:
-            whole = (allocate or _fresh)((len(rows), shape.length), torch.int64)
-            for place, value in zip(whole, values, strict=True):
-                place.copy_(value)
-            batch[name] = whole
-        elif isinstance(first, torch.Tensor) and name != "cu_seqlens":
-            batch[name] = torch.stack(values)
-        else:
-            batch[name] = values
-    starts: Any = batch["cu_seqlens"]
-    places = len(rows) * shape.length
-    borders = np.concatenate([*(start.numpy() + pack * shape.length for pack, start in enumerate(starts)), [places]])
-    longest = int(np.diff(borders).max(initial=0))
-    if shape.max_docs is not None:
-        borders = np.pad(borders, (0, len(rows) * (shape.max_docs + 1) + 1 - len(borders)), constant_values=places)
-        longest = shape.length
-    labels: Any = batch["labels"]
-    documents: Any = batch["document_ids"]
-    return batch | {
-        "cu_seqlens": torch.from_numpy(borders.astype(np.int32)), "max_seqlen": longest,
-        "num_tokens": int((documents != NO_DOCUMENT).sum()), "num_labels": int((labels != IGNORED).sum()),
-    }  # fmt: skip
-
-
-def _narrow(row: Batch) -> Batch:
-    """Return the row in the form sent: fields of tokens as int32, if all values fit.
-
-    ``join_packs`` converts them back to int64.
-    """
-    narrow: Batch = dict(row)
-    for name in _WIDE:
-        value: Any = row[name]
-        if not value.numel() or int(value.max()) <= _MOST:  # negative tokens are those without loss
-            narrow[name] = value.to(torch.int32)
-    return narrow
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
+        return peers.items.joined([next(coming[owner]) for owner in owners.tolist()], peers.allocate)
 
 
 def _allocated(size: int) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from infra import DeviceMesh
 from streaming.batches.draws import Chain
@@ -65,12 +66,14 @@ class StartCheck:
         elif rank in self._mesh.ranks and self._mesh.world_size < job_world_size():
             stand_aside(board, rank, self._mesh.ranks, subject=subject)
 
-    def become(self, mesh: DeviceMesh) -> None:
-        """Make this a rank of another world: the next iteration compares, if torch.distributed was set up anew for it.
+    def opened(self, mesh: DeviceMesh) -> Self:
+        """Return the check of another world: the next iteration compares, if torch.distributed was set up anew for it.
 
         In the process group of the older world some ranks may be gone, and nobody waits for them.
         """
-        self._mesh, self._is_done, self._is_remeshed = mesh, self._timeout_s is None, True
+        made = copy(self)
+        made._mesh, made._is_done, made._is_remeshed = mesh, self._timeout_s is None, True
+        return made
 
     def now(self, timeout_s: float) -> None:
         """Compare with all ranks of the mesh.
@@ -100,7 +103,7 @@ class StartCheck:
             "fields": None if dataset.fields is None else list(dataset.fields),
             "decode": _described(dataset.decode),
             "transform": _described(dataset.transform),
-            "packs": sorted({repr(part.packs) for part in dataset.recipe_parts if part.packs is not None}),
+            "packs": dataset.items.options,
             "on_error": dataset.on_error,
             "stage_fields": repr(self._replicas.stage_fields),
             "sequence": repr(self._replicas.sequence),

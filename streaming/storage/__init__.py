@@ -5,7 +5,6 @@ threads in ``requests``, shared definitions in ``base``. Handles bytes and URLs;
 """
 
 from streaming.errors import redact, redact_text
-from streaming.storage.base.active import ActiveRequest
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,
     ChangedError,
@@ -14,6 +13,7 @@ from streaming.storage.base.adapter import (
     ReadBuffer,
     StoreWriter,
 )
+from streaming.storage.base.calls import ActiveRequest
 from streaming.storage.base.mirrors import mirrors_of
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 from streaming.storage.base.urls import (

@@ -11,7 +11,6 @@ from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.forks import in_children, never_free
 from streaming.metrics import Metrics
 from streaming.storage.adapters.object import OBJECT_SCHEMES
-from streaming.storage.base.active import ActiveCalls, ActiveRequest
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,
     Adapter,
@@ -21,6 +20,7 @@ from streaming.storage.base.adapter import (
     ReadBuffer,
     StoreWriter,
 )
+from streaming.storage.base.calls import ActiveCalls, ActiveRequest
 from streaming.storage.base.mirrors import Mirror, Route, Routes
 from streaming.storage.base.options import parse_options
 from streaming.storage.base.urls import as_url, scheme_of

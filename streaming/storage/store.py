@@ -13,8 +13,8 @@ from streaming.errors import redact
 from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
 from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
-from streaming.storage.base.active import ActiveCalls, Call
 from streaming.storage.base.adapter import Adapter, ChangedError
+from streaming.storage.base.calls import ActiveCalls, Call
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import as_url, scheme_of, split_query
 from streaming.storage.requests.retry import retrying
@@ -129,7 +129,7 @@ class Store:
         version = self._pins.get(url) if pinned and adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
         told_size = adapter.in_pieces or stop is not None  # else the duration of the answer cannot be estimated
-        hedging = traffic if told_size and self._options.hedging.hedge else None
+        hedging = traffic if told_size and self._options.hedge else None
         with self._active.under_way(url, start, stop) as call, self._threads if hedging else nullcontext():
             try:
                 if not transfer.is_done:

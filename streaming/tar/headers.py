@@ -7,7 +7,7 @@ the mode is 0644. It is preceded by a PAX header (1 KiB more per member) only if
 - a size of 8 GiB or more.
 
 Names outside ASCII are stored as their UTF-8 bytes, without a PAX header, as by GNU tar: GNU tar,
-Python's tarfile, webdataset and Hugging Face datasets read them back (``tests/test_interop.py``).
+Python's tarfile, webdataset and Hugging Face datasets read them back (``tests/catalog/test_interop.py``).
 
 An archive ends with two zero blocks and is not padded to GNU tar's record of 10,240 bytes: POSIX leaves the
 record size open, all readers named above accept it, and small shards stay small.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed import write
+from packed_sets import write
 from trainer_names import FOLDER, QUIET, URL
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_packed import LENGTH
+from packed_sets import LENGTH
 from trainer_names import FOLDER, QUIET, RANKS
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

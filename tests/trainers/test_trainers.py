@@ -23,9 +23,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_sets import SampleSet, write_set
+from folders import ROOT, SUPPORT
 from forked import Forked, all_end
-from test_packed import write as write_documents
-from test_readme import blocks
+from packed_sets import write as write_documents
+from page_blocks import blocks
 
 from shard_tools import ShardWriter
 from streaming import DataLoader
@@ -33,7 +34,7 @@ from streaming import DataLoader
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent.parent / "docs/trainers.md"
+PAGE = ROOT / "docs/trainers.md"
 EPOCHS, STEPS, GLOBAL_BATCH = 3, 18, 12
 DEADLINE_S = 150
 TORCHRUN = "from torch.distributed.run import main; main()"
@@ -124,7 +125,7 @@ ENVIRON = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` has it
-    "PYTHONPATH": os.pathsep.join([str(HERE), *map(str, HERE.parents[:2])]),
+    "PYTHONPATH": os.pathsep.join(map(str, (HERE, SUPPORT, ROOT))),
 }
 
 
@@ -279,7 +280,9 @@ def test_a_scheduled_mixture_killed_and_resumed(running: Ranks, samples: SampleS
 @pytest.mark.parametrize(
     ("script", "quiet"), [("glue_accelerate", {}), ("glue_transformers", NO_REPORTS), ("glue_lightning", NO_LOGS)]
 )
-def test_glue(running: Ranks, samples: SampleSet, tmp_path: Path, script: str, quiet: dict[str, Any]) -> None:
+def test_glue_script_of_each_trainer_passes(
+    running: Ranks, samples: SampleSet, tmp_path: Path, script: str, quiet: dict[str, Any]
+) -> None:
     told = {
         "program": script, "url": samples.url, "folder": str(tmp_path / "checkpoint"), "log": str(tmp_path / "log"),
         "epochs": EPOCHS, "rendezvous": "", "ranks": 1, "quiet": quiet, "kill_at": None, "deadline_s": DEADLINE_S,

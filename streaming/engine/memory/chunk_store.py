@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.mapped import FileMaps
+from streaming.engine.memory.mapped import FileMaps, NoMaps
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexFormatError, IndexMismatchError
@@ -119,13 +119,14 @@ class ChunkStore:
         failure: Exception with which the thread that keeps the units' bytes unchanged ended; None: none. The consumer
             gets it next.
         retain: Keep units that are no longer needed as long as there is room, because the next epoch needs them again.
+        is_held: Units that are no longer needed were kept because another plan may need them: ``keep_first`` is due.
         abandoned: A finished run has left behind, or may still leave behind, a thread that reads from the arena. Such a
             store must be closed and not used again; ``close`` leaves the memory to the last reference.
     """
 
     def __init__(
         self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: Monitor,
-        maps: FileMaps | None = None, apart: Apart = apart_later,
+        maps: FileMaps | NoMaps, apart: Apart = apart_later,
     ) -> None:  # fmt: skip
         self.arena = arena
         self.rows = RowTable()
@@ -135,11 +136,10 @@ class ChunkStore:
         self._apart = apart
         self.limit_bytes = arena.budget_bytes
         self.room: Mapping[UnitKey, int] = {}
-        self.retain = False
+        self.retain = self.is_held = False
         self.abandoned = False
         self.failure: BaseException | None = None
-        if maps is not None:
-            maps.fail = self._fail
+        maps.fail = self._fail
         self._metrics = metrics
         self._threads = JobThreads(num_threads, "shardstream-fetch")
         self._waiting: deque[Unit] = deque()
@@ -153,7 +153,7 @@ class ChunkStore:
         """Return the unit with one more user, and start its fetch if necessary; None if there is no room for it now."""
         unit = self._units.get(wanted)
         if unit is None:
-            skew = 0 if self._maps is None else self._maps.skew_bytes(wanted)
+            skew = self._maps.skew_bytes(wanted)
             room = self.room.get(wanted.key, wanted.num_bytes)
             start = self._allocate(skew + room)
             if start is None:
@@ -190,6 +190,7 @@ class ChunkStore:
 
         When room runs out, it is taken from the last of ``wanted`` first.
         """
+        self.is_held = False
         kept = [self._cold.pop(one.key) for one in wanted if one.key in self._cold]
         while self._cold:
             self._drop(self._cold.popitem()[1])
@@ -221,6 +222,11 @@ class ChunkStore:
             except Exception as error:  # noqa: BLE001  the consumer gets it, at its place
                 _note(unit, error)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether no other run may use this store. Needs no lock."""
+        return self.abandoned or self.failure is not None
+
     def pending(self) -> list[Unit]:
         """Return the units whose fetch has not ended yet."""
         return [unit for unit in self._units if not unit.ready]
@@ -234,9 +240,8 @@ class ChunkStore:
             self._closed = True
         self._threads.stop(_STOP_S)
         self.arena.close(keep_mapped=self.abandoned)
-        if self._maps is not None:
-            self._maps.close()
-            self._maps.fail = _ignore  # so that nothing of a closed run waits for the garbage collector
+        self._maps.close()
+        self._maps.fail = _ignore  # so that nothing of a closed run waits for the garbage collector
 
     def _fail(self, error: BaseException) -> None:
         with self.changed:
@@ -264,8 +269,7 @@ class ChunkStore:
 
     def _drop(self, unit: Unit) -> None:
         self._units.remove(unit)
-        if self._maps is not None:
-            self._maps.unmap(unit.wanted, unit.start)
+        self._maps.unmap(unit.wanted, unit.start)
         self.arena.free(unit.start - unit.skew_bytes, unit.skew_bytes + unit.num_bytes)
         if unit.first_row >= 0:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
@@ -307,7 +311,7 @@ class ChunkStore:
         """Fetch the bytes of a unit to their place in the arena."""
         try:
             with self.arena.view[unit.start : unit.start + unit.num_bytes] as out:
-                if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
+                if self._maps.map(unit.wanted, unit.start, out):
                     self._metrics.add("mapped_bytes", unit.num_bytes)
                     return self._apart(unit.wanted)
                 return self._fetch(unit.wanted, out)

@@ -63,6 +63,31 @@ class _File:
     wanted_back: bool = False
 
 
+class NoMaps:
+    """No chunk is mapped: all are read."""
+
+    fail: Callable[[BaseException], None]
+
+    def skew_bytes(self, wanted: FetchRange) -> int:  # noqa: ARG002
+        """See ``FileMaps``."""
+        return 0
+
+    def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:  # noqa: ARG002
+        """See ``FileMaps``."""
+        return False
+
+    def unmap(self, wanted: FetchRange, start: int) -> None:
+        """See ``FileMaps``."""
+
+    def close(self) -> None:
+        """See ``FileMaps``."""
+
+
+def maps_of(arena: Arena, reads_whole: ReadsWhole, align_bytes: int) -> FileMaps | NoMaps:
+    """Return the maps of an arena in which chunks lie at multiples of ``align_bytes``, as in their files."""
+    return FileMaps(arena, reads_whole) if align_bytes == PAGE_BYTES else NoMaps()
+
+
 class FileMaps:
     """The maps of one arena. Thread-safe.
 

@@ -39,6 +39,7 @@ from streaming.storage.base.adapter import (
 )
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import scheme_of, secrets_of, without_secrets
+from streaming.types import override
 
 _DENIED_WORDS = ("403", "401", "forbidden", "access denied", "nocredentials", "unable to locate credentials",
                  "signaturedoesnotmatch", "invalidaccesskeyid", "the access key")  # fmt: skip
@@ -291,8 +292,8 @@ class _SpoolWriter(StoreWriter):
         self._spool: Any = tempfile.SpooledTemporaryFile(max_size=max(part_bytes, 1))  # noqa: SIM115
         self.num_bytes = 0
 
+    @override
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """See :class:`StoreWriter`."""
         if self._spool.closed:
             raise StorageError(f"writing {redact(self._url)}: this writer is closed")
         self._maker.check()
@@ -301,15 +302,15 @@ class _SpoolWriter(StoreWriter):
         self.num_bytes += len(view)
         return len(view)
 
+    @override
     def close(self) -> None:
-        """See :class:`StoreWriter`."""
         if not self._spool.closed:
             self._maker.check()
             with self._spool:
                 self._spool.seek(0, io.SEEK_SET)
                 self._adapter.upload(self._url, self._spool)
 
+    @override
     def abort(self) -> None:
-        """See :class:`StoreWriter`."""
         if self._maker.is_here:
             self._spool.close()

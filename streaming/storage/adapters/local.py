@@ -14,6 +14,7 @@ from urllib.parse import quote
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
 from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
+from streaming.types import override
 
 _TEMPORARY = ".~shardstream-"  # not listed: such files belong to writers that are running, or were killed
 _NAME_CHARACTERS, _HOST_CHARACTERS = 80, 40  # of a file's name, and this machine's, in that of a temporary file
@@ -219,8 +220,8 @@ class _FileWriter(StoreWriter):
             else:
                 return self._descriptor
 
+    @override
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """See :class:`StoreWriter`."""
         if self._descriptor is None:
             raise StorageError(f"writing {self._url}: this writer is closed")
         self._maker.check()
@@ -244,8 +245,8 @@ class _FileWriter(StoreWriter):
             while done < len(view):
                 done += os.write(descriptor, view[done : done + _READ_BYTES])
 
+    @override
     def close(self) -> None:
-        """See :class:`StoreWriter`."""
         if self._descriptor is None:
             return
         self._maker.check()
@@ -261,8 +262,8 @@ class _FileWriter(StoreWriter):
         self._release()
         self._is_done = True
 
+    @override
     def abort(self) -> None:
-        """See :class:`StoreWriter`."""
         if self._is_done or not self._maker.is_here:
             return
         try:

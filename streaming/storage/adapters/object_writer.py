@@ -11,6 +11,7 @@ from streaming.errors import StorageError
 from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import StoreWriter, maker_of_writer
+from streaming.types import override
 
 _PARTS_IN_FLIGHT = 4
 
@@ -36,8 +37,8 @@ class ObjectWriter(StoreWriter):
         self._closed = False
         self.num_bytes = 0
 
+    @override
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """See :class:`StoreWriter`."""
         if self._closed:
             raise StorageError(f"writing {self._place}: this writer is closed")
         self._maker.check()
@@ -52,8 +53,8 @@ class ObjectWriter(StoreWriter):
         self.num_bytes += done
         return done
 
+    @override
     def close(self) -> None:
-        """See :class:`StoreWriter`."""
         if self._closed:
             return
         self._maker.check()
@@ -68,8 +69,8 @@ class ObjectWriter(StoreWriter):
             self._part = bytearray()
         self._finish(None)
 
+    @override
     def abort(self) -> None:
-        """See :class:`StoreWriter`."""
         if not self._closed and self._maker.is_here:
             self._closed = True
             self._part = bytearray()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from streaming.arguments import checked_flag, did_you_mean, is_number
+from streaming.arguments import did_you_mean, is_number
 from streaming.errors import ConfigError
 from streaming.storage.base.mirrors import Mirror, parse_mirrors
 from streaming.storage.base.urls import secrets_of
@@ -51,33 +50,6 @@ class RetryPolicy:
                 raise ConfigError(f"storage option {name}: expected a positive number, got {value!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HedgePolicy:
-    """When a stalled read gets a second request for the missing bytes (hedging); not for files.
-
-    The defaults are a judgment: 0.05 s is a few round trips to a store in the same region. ``bench_faults.py`` uses
-    them; no cloud bucket was measured.
-
-    Attributes:
-        hedge: Whether second requests are made at all.
-        hedge_quantile: Quantile of the recent silences, before and within answers; twice its value is too long.
-        hedge_least_s: Shorter silences never count as too long.
-        hedge_share: Second requests, as a share of all; a few can be saved up.
-    """
-
-    hedge: bool = True
-    hedge_quantile: float = 0.95
-    hedge_least_s: float = 0.05
-    hedge_share: float = 0.05
-
-    def __post_init__(self) -> None:
-        checked_flag("storage option hedge", self.hedge)
-        for name, most in (("hedge_quantile", 1.0), ("hedge_least_s", math.inf), ("hedge_share", 1.0)):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= most:
-                raise ConfigError(f"storage option {name}: expected a number from 0 to {most:g}, got {value!r}")
-
-
 _ALIASES = {
     "region_name": "region",
     "endpoint": "endpoint_url",
@@ -112,7 +84,7 @@ class StorageOptions:
         mirrors: Prefix → whole copies of the objects below it: one or a list, each a URL or a dict of ``url`` and the
             options that differ from these. Used when the primary fails for good.
         retry: Time-outs and retries; set by options of their own, see :class:`RetryPolicy`.
-        hedging: Second requests; set by options of their own, see :class:`HedgePolicy`.
+        hedge: Whether a read that stalls gets a second request for the missing bytes; not for files.
     """
 
     endpoint_url: str | None = field(default=None, repr=False)
@@ -133,7 +105,7 @@ class StorageOptions:
     fsspec: Mapping[str, object] = field(default_factory=dict, repr=False)
     mirrors: Mapping[str, tuple[Mirror, ...]] = field(default_factory=dict, repr=False)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    hedging: HedgePolicy = field(default_factory=HedgePolicy)
+    hedge: bool = True
 
     def __post_init__(self) -> None:
         if self.client not in {None, "fsspec", "obstore"}:
@@ -152,10 +124,9 @@ class StorageOptions:
         return found | secrets_of(self.endpoint_url or "")
 
 
-_BOOLEANS = {"anon", "requester_pays", "path_style"}
+_BOOLEANS = {"anon", "requester_pays", "path_style", "hedge"}
 _TIMES = tuple(item.name for item in fields(RetryPolicy))
-_HEDGES = tuple(item.name for item in fields(HedgePolicy))
-_NAMES = tuple(item.name for item in fields(StorageOptions) if item.name not in {"retry", "hedging"})
+_NAMES = tuple(item.name for item in fields(StorageOptions) if item.name != "retry")
 
 
 def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
@@ -167,27 +138,24 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
     """
     values: dict[str, object] = {}
     times: dict[str, object] = {}
-    hedges: dict[str, object] = {}
     for given, value in (options or {}).items():
         name = _ALIASES.get(given, given)
-        if name in values or name in times or name in hedges:
+        if name in values or name in times:
             raise ConfigError(f"storage option {name} is given twice, also as {given}; give it once")
         if name in _TIMES:
             times[name] = value
-        elif name in _HEDGES:
-            hedges[name] = value
         elif name in _NAMES:
             values[name] = parse_mirrors(value or {}) if name == "mirrors" else _checked(name, value)
         else:
             raise ConfigError(_unknown(given))
-    policies = {"retry": RetryPolicy(**times), "hedging": HedgePolicy(**hedges)}  # type: ignore[arg-type] # they check
-    return StorageOptions(**values, **policies)  # type: ignore[arg-type] # checked above
+    retry = RetryPolicy(**times)  # type: ignore[arg-type] # it checks
+    return StorageOptions(**values, retry=retry)  # type: ignore[arg-type] # checked above
 
 
 def _checked(name: str, value: object) -> object:
     """Return ``value`` if its type fits; never shown, since it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
-    if value is None:
+    if value is None and name != "hedge":
         return None if name not in {"anon", "requester_pays", "fsspec"} else expected() if expected is bool else {}
     if not isinstance(value, expected):
         raise ConfigError(f"storage option {name}: expected {expected.__name__}, got {type(value).__name__}")
@@ -195,7 +163,7 @@ def _checked(name: str, value: object) -> object:
 
 
 def _unknown(name: str) -> str:
-    known = sorted((*_NAMES, *_TIMES, *_HEDGES))
+    known = sorted((*_NAMES, *_TIMES))
     return (
         f"unknown storage option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}. "
         'Options of an fsspec file system go into the option "fsspec", a dict'

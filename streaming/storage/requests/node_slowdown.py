@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from streaming.storage.requests.throttle import LEAST_SHARE, RECOVERY_S, Slowdown, SlowdownState
+from streaming.types import override
 
 _LAYOUT = struct.Struct("<ddI")  # share, seconds of the monotonic clock, CRC32 of the two
 _BOOT = "/proc/sys/kernel/random/boot_id"
@@ -37,12 +38,13 @@ class NodeSlowdown(SlowdownState):
         self._parent = folder
         self._name: str | None = None
 
+    @override
     def read(self) -> Slowdown:
-        """See :class:`SlowdownState`."""
         with suppress(OSError), self._open(os.O_RDONLY) as file:
             return _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state)
         return self._state
 
+    @override
     def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
         """See :class:`SlowdownState`. If the file is locked, the change is made in this process only."""
         with suppress(OSError), self._open(os.O_RDWR | os.O_CREAT) as file:

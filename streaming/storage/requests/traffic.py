@@ -18,6 +18,12 @@ _RETRIES_SAVED = 40
 _RETRIES_PER_S = 2.0
 _UNKNOWN_S = 2.0
 """Patience with the first answers, which give no basis for a judgment yet."""
+HEDGE_QUANTILE = 0.95
+"""Quantile of the recent silences, before and within answers; twice its value is too long."""
+HEDGE_LEAST_S = 0.05
+"""Shorter silences never count as too long: a few round trips to a store in the same region (``bench_faults.py``)."""
+HEDGE_SHARE = 0.05
+"""Second requests, as a share of all; a few can be saved up."""
 _HEDGES_SAVED = 8
 _HEDGES_PER_S = 0.1
 
@@ -32,16 +38,16 @@ class Traffic:
     def __init__(
         self, name: str, options: StorageOptions, threads: RequestThreads, count: Callable[[str, int], None]
     ) -> None:
-        policy, hedging = options.retry, options.hedging
+        policy = options.retry
         self.retries = TokenBucket(share=policy.retry_share, burst=_RETRIES_SAVED, per_s=_RETRIES_PER_S)
         self.threads = threads
         self.patience = Patience(
-            quantile=hedging.hedge_quantile,
-            least_s=hedging.hedge_least_s,
+            quantile=HEDGE_QUANTILE,
+            least_s=HEDGE_LEAST_S,
             unknown_s=min(_UNKNOWN_S, policy.read_timeout_s / 4),
         )
         self._gate = Gate(NodeSlowdown(f"{options.endpoint_url or ''}|{name}"))
-        self._hedges = TokenBucket(share=hedging.hedge_share, burst=_HEDGES_SAVED, per_s=_HEDGES_PER_S)
+        self._hedges = TokenBucket(share=HEDGE_SHARE, burst=_HEDGES_SAVED, per_s=_HEDGES_PER_S)
         self._count = count
 
     @contextmanager

@@ -18,8 +18,8 @@ import numpy as np
 
 from streaming.errors import ConfigError, redact
 from streaming.monitor import Monitor
-from streaming.storage.base.active import Call
 from streaming.storage.base.adapter import Adapter, ChangedError, PassingError, RangeBody
+from streaming.storage.base.calls import Call
 from streaming.storage.requests.silences import Patience
 from streaming.storage.requests.threads import RequestThreads
 

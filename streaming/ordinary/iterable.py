@@ -1,0 +1,527 @@
+"""Loop over iterable torch datasets, with as many promises as a stream of samples allows.
+
+- Every sample goes to one rank and worker (see ``ordinary.parts``), random numbers are seeded by (seed, epoch).
+- All ranks end together: by ``epoch_size``, or otherwise, under torch.distributed, by asking a few batches ahead
+  whether every rank has one more.
+- The position is exact to the batch. Resuming is O(1) if the dataset (or its iterator) has ``state_dict``; otherwise
+  the stream is read again up to the position. In mid-epoch it requires the same number of ranks and workers, and every
+  rank saves and loads its own state.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from itertools import islice
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from infra import DeviceMesh
+from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.position import Place
+from streaming.errors import ConfigError, StateError
+from streaming.forks import in_children
+from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down
+from streaming.ordinary.parts import (
+    Cursor,
+    Packet,
+    SharedStream,
+    ShareSettings,
+    can_shard,
+    has_sharding_filter,
+    has_state,
+    num_shards,
+)  # fmt: skip
+from streaming.plan.order import OrderSettings
+from streaming.plan.permutation import hash_words
+from streaming.plan.state import LoaderState
+from streaming.types import override
+
+UNKNOWN_SIZE = 2**62
+"""``num_samples`` in the state of a dataset of unknown size."""
+AHEAD = 2
+"""How many batches ahead ranks ask each other, so that the answer has arrived when it is needed."""
+_PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
+_FINGERPRINT = "iterable"
+_EXTRA = ("cursors", "data_rank", "data_world_size")
+
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by job, by ranks
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterableState(LoaderState):
+    """The state of one rank over an iterable dataset.
+
+    Attributes:
+        cursors: Position of each worker's part, in the order in which they deliver next; empty between epochs that are
+            whole passes.
+        data_rank: Data rank whose state this is.
+        data_world_size: Number of data ranks.
+    """
+
+    cursors: tuple[Cursor, ...] = ()
+    data_rank: int = 0
+    data_world_size: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict, which is JSON-serializable if the dataset's own state is."""
+        return {
+            **LoaderState.to_dict(self),
+            "cursors": [cursor.to_dict() for cursor in self.cursors],
+            "data_rank": self.data_rank,
+            "data_world_size": self.data_world_size,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild a state from the dict of :meth:`to_dict`.
+
+        Raises:
+            StateError: The dict is malformed.
+        """
+        if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
+            raise StateError("state: expected the state of an iterable data set, with the positions of its workers")
+        base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
+        return cls(
+            **{one.name: getattr(base, one.name) for one in fields(LoaderState)},
+            cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),
+            data_rank=data["data_rank"],
+            data_world_size=data["data_world_size"],
+        )
+
+
+class IterableLoop(Loop):
+    """Run epochs over an iterable dataset. Used by one thread.
+
+    Without ``epoch_size`` an epoch is one pass, and ``dataset.set_epoch``, if it exists, is called with its number.
+    With it, passes follow each other without an end, and an epoch is that many of their samples, in whole global
+    batches.
+
+    ``last_batch`` applies to the last batch of each worker: ``"drop"`` leaves it out if it is short, ``"partial"``
+    hands it out, ``"pad"`` fills it up. Ranks that have more batches than others lose the surplus, except with
+    ``"pad"``, where the other ranks repeat their last batch, marked as not valid.
+
+    Args:
+        dataset: The user's dataset; iterated in the worker processes, if there are any.
+        config: The options.
+
+    Raises:
+        ConfigError: The options are inconsistent, or nothing can determine when the ranks end together.
+    """
+
+    state_type = IterableState
+    no_remesh = (
+        "this data set was cut into parts for its ranks and workers. Deal it out with "
+        'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards'
+    )
+    is_agreed: bool
+    """Whether ranks ask each other if all have another batch."""
+
+    def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
+        super().__init__(config.shape)
+        self.dataset = dataset
+        self.config = config
+        self.order = OrderSettings(seed=config.seed, lanes=1, window=0)
+        self.is_counted = config.shape.epoch_size is not None
+        if self.is_counted:
+            replace(config.shape, last_batch="drop").check_enough(config.shape.num_samples)  # only full batches
+        self.is_agreed = not self.is_counted and config.mesh.world_size > 1
+        if self.is_agreed:
+            _check_can_agree(config.mesh)
+        self._num_workers = self._useful_workers()
+        self._workers = Workers(config, self._num_workers)
+        self._packets: _Packets | None = None
+        in_children(self, IterableLoop._leave_behind)
+        self._warn()
+
+    @override
+    def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``.
+
+        Raises:
+            TypeError: The number is unknown without ``epoch_size``.
+        """
+        if not self.is_counted:
+            raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
+        return max(0, (self._epoch_samples() - samples_seen) // self.shape.global_batch_size)
+
+    @override
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``.
+
+        A place's detail is the workers' cursors. With ``epoch_size`` the stream continues from epoch to epoch, also if
+        one was left early; without, each epoch is a pass of its own.
+        """
+        cursors: tuple[Cursor, ...] = place.detail or ()
+        if seed is not None:
+            self.order = replace(self.order, seed=seed)
+        if place.samples_seen == 0 and not self.is_counted:
+            cursors = ()
+        return _IterableRun(self, self._open(place.epoch, cursors))
+
+    @override
+    def after_batch(self, place: Place, run: _IterableRun) -> Place:
+        if self.is_counted:
+            return replace(super().after_batch(place, run), detail=run.cursors)
+        if run.is_last:
+            return Place(epoch=place.epoch + 1, samples_seen=0)
+        return Place(
+            epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size, detail=run.cursors
+        )
+
+    def state(self) -> IterableState:
+        """Return the position of this rank."""
+        mesh, place = self.config.mesh, self.position.place
+        return IterableState(
+            epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
+            fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.shape.epoch_size,
+            has_begun=place.has_begun, cursors=place.detail or (), data_rank=mesh.data_rank,
+            data_world_size=mesh.data_world_size,
+        )  # fmt: skip
+
+    def load(self, state: LoaderState) -> None:
+        """Continue from a ``state`` of the same rank, with the same number of ranks and workers.
+
+        Raises:
+            StateError: It belongs to another kind of dataset, rank or epoch size.
+        """
+        if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
+            raise StateError("this state does not belong to an iterable data set")
+        state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
+        if state.cursors:
+            self._check_place(state)
+            if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
+                _log.warning(
+                    "%s has no state_dict: what this pass has already read is read again and skipped. Give the data "
+                    "set state_dict and load_state_dict methods", type(self.dataset).__name__,
+                )  # fmt: skip
+        self.order = state.order
+        self.go_to(Place.of(state, state.cursors), state.next_seed)
+
+    def report(self) -> dict[str, Any]:
+        """Return all metrics."""
+        return {**self.metrics.snapshot(), "bad": []}
+
+    def describe(self) -> str:
+        """Describe what the loop is waiting for right now."""
+        if self.running is None:
+            return "not running"
+        return f"{type(self.dataset).__name__} in {self._num_workers} torch worker processes, or the consumer"
+
+    def close(self) -> None:
+        """Stop worker processes. The loop can be used again, and then starts new ones."""
+        super().close()
+        self.close_stream()
+        self._workers.close()
+
+    @override
+    def clean_up(self) -> None:
+        self.close_stream()
+
+    def close_stream(self, only: _Packets | None = None) -> None:
+        """Stop the workers of the stream, which otherwise continue from epoch to epoch.
+
+        If ``only`` is given, only its workers.
+        """
+        if only is not None and self._packets is not only:
+            return
+        packets, self._packets = self._packets, None
+        if packets is not None:
+            packets.close()
+        self._workers.forget()
+
+    def _leave_behind(self) -> None:
+        """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
+        self.running = None
+        packets, self._packets = self._packets, None
+        if packets is not None:
+            packets.leave_behind()
+        self._workers.leave_behind()
+
+    # --- epochs ---
+
+    def _epoch_samples(self) -> int:
+        return UNKNOWN_SIZE if self.shape.epoch_size is None else self.shape.epoch_size
+
+    def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
+        """Return the stream from ``cursors`` on: the current one if it is there, or a new one."""
+        if self._packets is not None and self._packets.cursors is not cursors:
+            self.close_stream()
+        if self._packets is None:
+            config = self.config
+            cursors = cursors or tuple(
+                Cursor(worker=number, pass_number=epoch) for number in range(max(1, self._num_workers))
+            )
+            stream = self._stream(cursors)
+            seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
+            loader: DataLoader[Packet] = DataLoader(
+                stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
+                **self._workers.torch_options(self.dataset, config.collate_fn),
+            )  # fmt: skip
+            self._packets = _Packets(iter(loader), cursors)
+        return self._packets
+
+    def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:
+        """Return what this rank's workers read from ``cursors`` on."""
+        config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
+        settings = ShareSettings(
+            first_part=mesh.data_rank * workers,
+            num_parts=mesh.data_world_size * workers,
+            batch_size=config.shape.rows_of(mesh.data_rank),
+            last_batch=config.shape.last_batch,
+            endless=self.is_counted,
+            seed=self.order.seed,
+            sharding=config.sharding,
+        )
+        return SharedStream(self.dataset, settings, cursors, Collate(config))
+
+    def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
+        """Read a packet from the beginning of this rank's pass, for a rank that continues after its own has ended."""
+        begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
+        return next((packet for begin in begins for packet in islice(self._stream((begin,)), 1)), None)
+
+    def _check_place(self, state: IterableState) -> None:
+        mesh, workers = self.config.mesh, max(1, self._num_workers)
+        was = (state.data_rank, state.data_world_size, len(state.cursors))
+        if was != (mesh.data_rank, mesh.data_world_size, workers):
+            raise StateError(
+                f"an iterable data set resumes only where it was saved: the state is of data rank {was[0]} of {was[1]} "
+                f"with {was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save "
+                "and load it on every rank, with the same num_workers; or start a new epoch with "
+                f"set_epoch({state.epoch + 1})"
+            )
+
+    # --- parts ---
+
+    def _useful_workers(self) -> int:
+        """Limit the workers to the number of shards of this rank: further ones would read for nothing."""
+        wanted, ranks = self.config.num_workers, self.config.mesh.data_world_size
+        shards = num_shards(self.dataset) if callable(getattr(self.dataset, "shard", None)) else None
+        if self.config.sharding != "auto" or shards is None or shards < ranks or wanted <= 1:
+            return wanted
+        return min(wanted, max(1, shards // ranks))
+
+    def _warn(self) -> None:
+        parts = self.config.mesh.data_world_size * max(1, self._num_workers)
+        if self._num_workers < self.config.num_workers:
+            _log.warning(
+                "%s has %s shards for %d ranks: only %d of %d workers are used. Provide more shards",
+                type(self.dataset).__name__, num_shards(self.dataset), self.config.mesh.data_world_size,
+                self._num_workers, self.config.num_workers,
+            )  # fmt: skip
+        if parts == 1 or self.config.sharding != "auto":
+            return
+        if not can_shard(self.dataset, parts) and not has_sharding_filter(self.dataset):
+            _log.warning(
+                "%s cannot be split (no shard(num_shards, index), or fewer than %d shards): each of %d parts (ranks "
+                "times workers) reads all of it and keeps every %dth sample. Provide more shards or a shard method, or "
+                'pass sharding="worker_info" if it splits itself by get_worker_info',
+                type(self.dataset).__name__, parts, parts, parts,
+            )  # fmt: skip
+
+    # --- equal ends ---
+
+    def agreeing(self, packets: _Packets) -> Iterator[Packet]:
+        """Yield packets while every rank has one.
+
+        Under "pad", while any rank has one, with repeats in place of missing ones.
+
+        All ranks ask equally often: the question about batch k is asked before batch k - AHEAD is handed out, even by
+        ranks that have no more.
+        """
+        padded = self.shape.last_batch == "pad"
+        asked: deque[_Asked] = deque()
+        last: Packet | None = None
+        ended = False
+        while True:
+            while len(asked) <= AHEAD:
+                packet = None if ended else next(packets, None)
+                ended = packet is None
+                asked.append(self._ask(packet, any_rank=padded))
+            packet, flag, work = asked.popleft()
+            work.wait()
+            if not flag.item():
+                break
+            if packet is None:
+                packet = _stand_in(last or self._first_again(packets.cursors), self.config.mesh)
+            last = packet
+            yield packet
+        for one in asked:
+            one.work.wait()
+        lost = sum(one.packet is not None for one in asked) + (packet is not None)
+        if lost:
+            self.metrics.add("discarded_batches", lost)
+            _log.info("rank %d: another rank ran out of data; at least %d batches read here are discarded",
+                      self.config.mesh.rank, lost)  # fmt: skip
+
+    def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
+        flag = torch.tensor([packet is not None], dtype=torch.int32)
+        operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
+        work = dist.all_reduce(flag, op=operation, group=_job_group(self.config.mesh), async_op=True)
+        return _Asked(packet, flag, work)
+
+
+class _Asked(NamedTuple):
+    """A pending question to all ranks: does every rank (or any rank) have this batch?"""
+
+    packet: Packet | None
+    flag: torch.Tensor
+    work: Any
+
+
+class _Packets:
+    """Packets from torch's ``DataLoader``, and the position of its workers after the packets handed out.
+
+    Attributes:
+        cursors: Positions after the latest ``advance``; the worker that delivers next comes first.
+    """
+
+    def __init__(self, source: Any, cursors: tuple[Cursor, ...]) -> None:
+        self._source, self.cursors = source, cursors
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Packet:
+        packet: Packet = next(self._source)
+        return packet
+
+    def advance(self, packet: Packet) -> None:
+        """Record that ``packet`` is handed out."""
+        workers = [cursor.worker for cursor in self.cursors]
+        if packet.after.worker in workers:
+            place = workers.index(packet.after.worker)
+            self.cursors = (*self.cursors[place + 1 :], *self.cursors[:place], packet.after)
+
+    def leave_behind(self) -> None:
+        """Forget the worker processes in a forked child: they belong to the parent."""
+        leave_behind(self._source)
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        source, self._source = self._source, iter(())
+        shut_down(source)
+
+
+class _IterableRun:
+    """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to recognize the last one.
+
+    Attributes:
+        cursors: Positions after the latest batch.
+        is_last: Whether that batch is the epoch's last one; only without ``epoch_size``.
+    """
+
+    def __init__(self, loop: IterableLoop, packets: _Packets) -> None:
+        self._loop, self._packets = loop, packets
+        self._stream: Iterator[Packet] = loop.agreeing(packets) if loop.is_agreed else packets
+        self._ahead: Packet | None = None
+        self._failure: Exception | None = None  # from reading ahead; delivered after the batch before it
+        self._has_begun = False
+        self.is_last = False
+
+    @property
+    def cursors(self) -> tuple[Cursor, ...]:
+        """Positions after the latest batch."""
+        return self._packets.cursors
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        try:
+            with self._loop.metrics.timed("wait_for_batch_s"):
+                packet = self._next()
+        except BaseException:
+            self._loop.close_stream(self._packets)
+            raise
+        if packet is None:
+            raise StopIteration
+        self._packets.advance(packet)
+        return packet.batch
+
+    def close(self) -> None:
+        """End the run. With ``epoch_size`` the stream is kept, and the next epoch continues with it."""
+        self._ahead = None
+        if not self._loop.is_counted:
+            self._loop.close_stream(self._packets)
+
+    def describe(self) -> str:
+        """Describe the current activity, for reports."""
+        return self._loop.describe()
+
+    def _next(self) -> Packet | None:
+        if self._loop.is_counted:
+            return next(self._stream, None)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        packet, self._ahead = self._ahead if self._has_begun else next(self._stream, None), None
+        self._has_begun = True
+        if packet is not None:
+            try:
+                self._ahead = next(self._stream, None)
+            except Exception as error:  # noqa: BLE001  a user's dataset may raise anything
+                self._failure = error
+        self.is_last = self._ahead is None and self._failure is None
+        return packet
+
+
+class Again:
+    """An iterable over what a function returns, called once per pass."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
+    """Return a copy of a packet, marked as padding."""
+    if last is None:
+        raise ConfigError(
+            f"rank {mesh.rank} has no samples at all, so it has nothing to repeat: the data set has fewer shards or "
+            f"samples than ranks; use fewer ranks"
+        )
+    valid = torch.zeros_like(last.batch["__valid__"])
+    return Packet(batch={**last.batch, "__valid__": valid}, after=last.after)
+
+
+def _job_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a gloo group of the mesh's ranks.
+
+    All make it when it is first needed, and keep it as long as the job's group.
+
+    All loops share it, and it is never destroyed separately: a new group under the name of an old one finds the old
+    addresses in the job's store, and hangs.
+    """
+    world: Any = dist.group.WORLD
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = _groups.setdefault(world, {})
+    ranks = tuple(sorted(mesh.ranks))
+    if ranks not in groups:
+        whole = len(ranks) == dist.get_world_size()
+        groups[ranks] = dist.new_group(  # ranks outside the mesh take no part
+            None if whole else list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=not whole
+        )
+    return groups[ranks]
+
+
+def _check_can_agree(mesh: DeviceMesh) -> None:
+    usable = dist.is_available() and dist.is_initialized()
+    if usable and dist.get_world_size() >= mesh.world_size and dist.get_rank() == mesh.rank:
+        return
+    raise ConfigError(
+        f"an iterable data set on {mesh.world_size} ranks: its length is unknown, so ranks would end at different "
+        f"batches and the job would hang. Give epoch_size, or call torch.distributed.init_process_group before "
+        f"making the loader, so that ranks can ask each other"
+    )
+
+
+def _unchanged(packet: Any) -> Any:
+    return packet

@@ -1,0 +1,262 @@
+"""Loop over map-style torch datasets, with the same interface as ``streaming.loops.fetcher.EpochLoop``.
+
+Map-style datasets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
+the batch. For iterable ones see ``streaming.ordinary.iterable``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import starmap
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from infra import DeviceMesh
+from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.position import Place
+from streaming.errors import ConfigError
+from streaming.forks import in_children
+from streaming.ordinary.dispatch import DispatchLoop
+from streaming.ordinary.iterable import Again, IterableLoop
+from streaming.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
+from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
+from streaming.ordinary.retry import RetrySampler
+from streaming.plan.permutation import hash_words
+from streaming.plan.plan import Plan
+from streaming.plan.state import LoaderState
+from streaming.types import override
+
+
+def is_map_style(dataset: object) -> bool:
+    """Tell whether samples can be accessed by number."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable(dataset)
+
+
+def is_iterable(dataset: object) -> bool:
+    """Tell whether samples can only be iterated."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+def resolve_dataset(dataset: Any) -> Any:
+    """Return the dataset itself, or what a callable returns.
+
+    A callable that makes iterators is kept, and called for every pass.
+    """
+    if isinstance(dataset, type) or (callable(dataset) and not is_map_style(dataset) and not is_iterable(dataset)):
+        made = dataset()
+        return Again(dataset) if hasattr(made, "__next__") else made
+    return dataset
+
+
+def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
+    """Return the loop for a map-style or iterable dataset, or for one that a callable returns.
+
+    Raises:
+        ConfigError: It is neither, or the options are inconsistent.
+    """
+    dataset = resolve_dataset(dataset)
+    if hasattr(dataset, "__next__"):
+        raise ConfigError(
+            f"dataset: this {type(dataset).__name__} can be read only once; give the function that makes it"
+        )
+    if isinstance(dataset, (str, bytes, Mapping)):
+        raise ConfigError(f"dataset: expected a StreamingDataset or a torch data set, got a {type(dataset).__name__}")
+    if is_iterable(dataset):
+        return (DispatchLoop if config.sharding == "dispatch" else IterableLoop)(dataset, config)
+    if is_map_style(dataset):
+        return MapLoop(dataset, config)
+    raise ConfigError(
+        f"dataset: expected a StreamingDataset, or a map-style (__getitem__ and __len__) or iterable (__iter__) torch "
+        f"data set, or a function that makes one; got {dataset!r}"
+    )
+
+
+class MapLoop(Loop):
+    """Run epochs over a map-style dataset. Used by one thread.
+
+    Random numbers that the dataset or ``collate_fn`` draws in worker processes are seeded by (seed, data rank); the
+    promises cover which samples come, not the results of random transforms.
+
+    Args:
+        dataset: The dataset; ``dataset[i]`` is called in worker processes, if there are any.
+        config: The options.
+
+    Raises:
+        ConfigError: The options are inconsistent.
+    """
+
+    def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
+        self.dataset = dataset
+        self.config = config
+        self.sampler = DeviceMeshSampler(
+            dataset, global_batch_size=config.shape.global_batch_size, device_mesh=config.mesh, shuffle=config.shuffle,
+            seed=config.seed, last_batch=config.shape.last_batch, epoch_size=config.shape.epoch_size,
+        )  # fmt: skip
+        super().__init__(config.shape, self.sampler.position)
+        self._rows = _Rows(self.sampler)
+        self._retry = RetrySampler(
+            self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
+            max_bad_samples=config.max_bad_samples, metrics=self.metrics,
+        )  # fmt: skip
+        self._workers = Workers(config, config.num_workers)
+        self._loader: DataLoader[Any] | None = None
+        in_children(self, MapLoop._leave_behind)
+
+    @override
+    def batches_left(self, samples_seen: int) -> int:
+        return self.sampler.batches_left(samples_seen)
+
+    @override
+    def start(self, place: Place, seed: int | None) -> Run:
+        self.sampler.use_seed(seed)
+        self._rows.plan = plan = self.sampler.plan(place)
+        return _MapRun(self, plan, self._retry.follow(self._open()))
+
+    def state(self) -> LoaderState:
+        """Return the position; the same on every rank."""
+        return self.sampler.state()
+
+    def load(self, state: LoaderState) -> None:
+        """Continue from ``state``.
+
+        Raises:
+            StateError: It belongs to another dataset, epoch size or kind of order.
+        """
+        if self.sampler.load(state):
+            self.stop()
+
+    def report(self) -> dict[str, Any]:
+        """Return all metrics, and the bad samples of this epoch by index."""
+        bad = self._retry.bad
+        return {**self.metrics.snapshot(), "bad": bad}
+
+    def close(self) -> None:
+        """Stop worker processes. The loop can be used again, and then starts new ones."""
+        super().close()
+        self.clean_up()
+
+    @override
+    def clean_up(self) -> None:
+        """See ``Loop``: after an error, torch's loader is in an unknown state."""
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            shut_down(loader._iterator)
+            loader._iterator = None
+        self._workers.close()
+        self._retry.close()
+
+    def _leave_behind(self) -> None:
+        """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
+        self.running = None
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            leave_behind(loader._iterator)
+        self._workers.leave_behind()
+
+    def _open(self) -> DataLoader[Any]:
+        """Return one loader for all epochs, so that its worker processes are kept."""
+        if self._loader is None:
+            seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
+            self._loader = DataLoader(
+                self._retry.dataset,
+                batch_sampler=self._retry,
+                collate_fn=Collate(self.config),
+                persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
+                generator=torch.Generator().manual_seed(seed),
+                **self._workers.torch_options(self.dataset, self.config.collate_fn),
+            )
+        return self._loader
+
+
+class _Rows:
+    """The sampler as torch's loader sees it: the rows of one plan, without counting.
+
+    Attributes:
+        plan: Plan of the next iteration.
+    """
+
+    def __init__(self, sampler: DeviceMeshSampler) -> None:
+        self._sampler = sampler
+        self.epoch_samples = sampler.epoch_samples
+        self.plan: Plan | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The sampler's mesh."""
+        return self._sampler.mesh
+
+    @property
+    def epoch(self) -> int:
+        """The plan's epoch."""
+        return self._sampler.epoch if self.plan is None else self.plan.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate without substitutes."""
+        return self.iterate_with_substitutes(0)
+
+    def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+        """See ``DeviceMeshSampler``."""
+        if self.plan is not None:
+            yield from starmap(with_substitutes, self._sampler.rows(self.plan, count))
+
+    def stand_in(self, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
+        """Return an index, with ``count`` substitutes, as a template for a batch that has no rows on this rank."""
+        if self.plan is None:
+            raise ConfigError("no plan has begun")
+        return self._sampler.row_of_others(self.plan, batch, count)
+
+
+class _MapRun:
+    """The batches of one plan, from torch's loader."""
+
+    def __init__(self, loop: MapLoop, plan: Plan, batches: Iterator[Any]) -> None:
+        self._loop, self._plan, self._batches = loop, plan, batches
+        self._number = 0
+        self._waiting = False
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        self._waiting = True
+        try:
+            with self._loop.metrics.timed("wait_for_batch_s"):
+                batch = next(self._batches)
+            self._waiting = False
+            finished = self._finished(batch)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._loop.clean_up()
+            raise
+        self._number += 1
+        return finished
+
+    def close(self) -> None:
+        """Drop the batches that were requested."""
+        self._batches = iter(())
+
+    def describe(self) -> str:
+        """Describe the current activity, for reports."""
+        if not self._waiting:
+            return "the consumer has a batch"
+        workers = self._loop.config.num_workers
+        where = f"{workers} torch worker processes" if workers else "this process"
+        return f"waiting for {type(self._loop.dataset).__name__}[…] and collate_fn in {where}"
+
+    def _finished(self, batch: Any) -> Any:
+        config = self._loop.config
+        if config.shape.last_batch == "pad":
+            rows = self._plan.rank_batches(self._number, self._number + 1, config.mesh.data_rank)
+            return with_valid(batch, torch.from_numpy(rows.valid))
+        return batch
+
+
+OrdinaryLoop: TypeAlias = MapLoop | IterableLoop
+"""The result of ``open_ordinary``."""

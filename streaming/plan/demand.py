@@ -1,0 +1,246 @@
+"""Demand memory for a plan: what one rank needs at once, what it takes, and what to do if that does not fit.
+
+The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is decided once for each plan::
+
+    all chunks fit          KeptDemand      each is fetched once, and stays
+    ranks share an order    SlicesDemand    a rank reads its slices of chunks, which saves bytes
+    otherwise               LiveDemand      chunks come when they are needed, and go
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Protocol
+
+import numpy as np
+
+from streaming.arguments import format_bytes
+from streaming.errors import MemoryLimitError
+from streaming.plan import memory as budget
+from streaming.plan.memory import Budget
+from streaming.plan.plan import Plan
+from streaming.types import Int64Array
+
+
+class Chunks(Protocol):
+    """The sizes of a dataset's chunks; see ``streaming.engine.source.Source``."""
+
+    @property
+    def chunk_bytes(self) -> Int64Array: ...  # noqa: D102
+
+    @property
+    def can_be_mapped(self) -> bool: ...  # noqa: D102
+
+    @property
+    def byte_starts(self) -> Int64Array: ...  # noqa: D102
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array: ...  # noqa: D102
+
+    def has_sample_tables(self) -> bool: ...  # noqa: D102
+
+    def span_borders(self, room_bytes: Int64Array) -> budget.Spans: ...  # noqa: D102
+
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str: ...  # noqa: D102
+
+
+class Rooms:
+    """The memory that the chunks of a dataset take. Thread-safe; reads sample tables where whole chunks do not fit.
+
+    Args:
+        chunks: The dataset.
+        memory: The rank's ``memory_limit``, divided.
+        is_shared: Whether other processes see the memory; else large chunks of files may be mapped where they lie.
+
+    Attributes:
+        memory: As given.
+        align_bytes: Chunks lie at multiples of this in their files, and so in memory: a page if they are mapped.
+    """
+
+    def __init__(self, chunks: Chunks, memory: Budget, *, is_shared: bool = False) -> None:
+        self.chunks, self.memory = chunks, memory
+        self.align_bytes = budget.PAGE_BYTES if chunks.can_be_mapped and not is_shared else 1
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64 [C], bytes of each chunk in its store."""
+        return self.chunks.chunk_bytes
+
+    @cached_property
+    def all_bytes(self) -> int:
+        """Memory that all chunks take."""
+        return int(self.room_bytes.sum())
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that chunks can ever take: the limit, or all of them, doubled because slices may overlap."""
+        return min(self.memory.chunks_bytes, 2 * self.all_bytes + (16 << 20))
+
+    @cached_property
+    def room_bytes(self) -> Int64Array:
+        """int64 [C], memory that each chunk takes."""
+        sizes = self.chunks.chunk_bytes
+        skews = self.chunks.byte_starts % self.align_bytes
+        return budget.whole_pages(sizes + np.where(sizes < budget.LEAST_MAPPED_BYTES, 0, skews))
+
+    def demand(self, plan: Plan, dp_rank: int) -> Demand:
+        """Return what a rank demands for a plan."""
+        return self._kind(plan)(self, plan, dp_rank)
+
+    def _kind(self, plan: Plan) -> type[Demand]:
+        if budget.reads_slices(plan, self.chunk_bytes, self.memory) and self.chunks.has_sample_tables():
+            return SlicesDemand
+        return KeptDemand if self.memory.holds(self.all_bytes) else LiveDemand
+
+
+class Demand(ABC):
+    """The memory that a rank needs for a plan. What is costly to find is found when it is asked for.
+
+    Attributes:
+        is_sliced: Slices of chunks are read, not whole chunks.
+    """
+
+    is_sliced = False
+
+    def __init__(self, rooms: Rooms, plan: Plan, dp_rank: int) -> None:
+        self.rooms, self.plan, self.dp_rank = rooms, plan, dp_rank
+
+    @property
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """An upper bound of what is needed at the same time, without read-ahead."""
+
+    @property
+    @abstractmethod
+    def limit_bytes(self) -> int:
+        """The most that chunks take."""
+
+    @property
+    def pieces(self) -> Mapping[int, int]:
+        """Bytes of those chunks of which only parts are read, by chunk, where this had to be looked up."""
+        return {}
+
+    @property
+    def retains(self) -> bool:
+        """Whether chunks stay in memory when they are no longer needed, because there is room for all."""
+        return False
+
+    @abstractmethod
+    def check(self, *, resumed: bool = False) -> None:
+        """Refuse a plan of which the rank needs more at once than there is room for.
+
+        Args:
+            resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
+
+        Raises:
+            MemoryLimitError: It does not fit; the message shows the calculation and the remedies.
+        """
+
+
+class KeptDemand(Demand):
+    """All chunks of a small set: what is needed at once does not matter."""
+
+    @cached_property
+    def live_bytes(self) -> int:
+        """See ``Demand``."""
+        return self.plan.live_bytes(self.rooms.room_bytes, self.dp_rank)
+
+    @property
+    def limit_bytes(self) -> int:
+        """See ``Demand``."""
+        return self.rooms.memory.with_read_ahead(self.rooms.all_bytes)
+
+    @property
+    def retains(self) -> bool:
+        """See ``Demand``."""
+        return True
+
+    def check(self, *, resumed: bool = False) -> None:
+        """See ``Demand``: they fit."""
+
+
+class SlicesDemand(Demand):
+    """The slices of chunks that hold a rank's share of one batch."""
+
+    is_sliced = True
+
+    @cached_property
+    def live_bytes(self) -> int:
+        """See ``Demand``: the same for every rank, epoch and start."""
+        rooms = self.rooms
+        spans = partial(rooms.chunks.span_borders, rooms.room_bytes)
+        return budget.slices_bytes(self.plan, rooms.room_bytes, spans, rooms.memory)
+
+    @property
+    def limit_bytes(self) -> int:
+        """See ``Demand``."""
+        return self.rooms.memory.chunks_bytes
+
+    def check(self, *, resumed: bool = False) -> None:  # noqa: ARG002  storage order has no lanes
+        """See ``Demand``."""
+        memory, num_bytes = self.rooms.memory, self.live_bytes
+        if num_bytes > memory.chunks_bytes:
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: where samples are "
+                f"largest, the {self.plan.shape.most_rows} of one rank in a batch take {format_bytes(num_bytes)}, and "
+                f'chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.needed_mib(num_bytes)}'
+                'MiB", or a smaller batch'
+            )
+
+
+class LiveDemand(Demand):
+    """Whole chunks, while they are needed; if these do not fit, only what ``fields`` and filter leave of them."""
+
+    @cached_property
+    def _live(self) -> tuple[int, dict[int, int]]:
+        """Bytes needed at once, and the sizes of the chunks of which only parts are read."""
+        rooms, plan, dp_rank = self.rooms, self.plan, self.dp_rank
+        num_bytes = plan.live_bytes(rooms.room_bytes, dp_rank)
+        if num_bytes <= rooms.memory.chunks_bytes:
+            return num_bytes, {}
+        needed = plan.rank_chunks(dp_rank)
+        read_bytes = rooms.chunks.unit_bytes(needed)
+        in_pieces = read_bytes < rooms.chunk_bytes[needed]
+        needed, read_bytes = needed[in_pieces], read_bytes[in_pieces]
+        sizes = rooms.room_bytes.copy()
+        sizes[needed] = budget.whole_pages(np.maximum(read_bytes, 1) + rooms.align_bytes - 1)
+        return plan.live_bytes(sizes, dp_rank), dict(zip(needed.tolist(), read_bytes.tolist(), strict=True))
+
+    @property
+    def live_bytes(self) -> int:
+        """See ``Demand``."""
+        return self._live[0]
+
+    @property
+    def pieces(self) -> Mapping[int, int]:
+        """See ``Demand``."""
+        return self._live[1]
+
+    @property
+    def limit_bytes(self) -> int:
+        """See ``Demand``."""
+        return self.rooms.memory.with_read_ahead(self.live_bytes)
+
+    @cached_property
+    def retains(self) -> bool:
+        """See ``Demand``."""
+        return self.limit_bytes >= int(self.rooms.room_bytes[self.plan.rank_chunks(self.dp_rank)].sum())
+
+    def check(self, *, resumed: bool = False) -> None:
+        """See ``Demand``."""
+        memory, plan, room_bytes = self.rooms.memory, self.plan, self.rooms.room_bytes
+        if self.live_bytes <= memory.chunks_bytes:
+            return
+        lanes = -(-plan.settings.lanes // plan.dp_world_size)
+        find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
+        cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes)
+        cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
+        raise MemoryLimitError(
+            f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "
+            f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
+            f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
+            f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
+            f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
+            f'"{budget.needed_mib(self.live_bytes)}MiB"{cures}'
+        )

@@ -1,1 +1,0 @@
-"""Sample map-style datasets under torch's own DataLoader. Only indices are handled, no bytes of samples."""

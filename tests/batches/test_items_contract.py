@@ -1,0 +1,59 @@
+"""Rows of every kind, and of a kind that streaming/ does not know, through one battery."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from shutil import copytree
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from items_contract import KEYS, ItemsContract, PackedContract, Windows, write_documents
+from played_ranks import Play, played
+
+from streaming import StreamingDataset
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("items") / "docs")
+
+
+@pytest.fixture
+def documents(written: Path, tmp_path: Path) -> Path:
+    return Path(copytree(written, tmp_path / "docs"))
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    return played(monkeypatch)
+
+
+class TestSamples(ItemsContract):
+    def make(self, folder: Path, **options: Any) -> StreamingDataset:
+        return StreamingDataset(str(folder), **options)
+
+
+class TestPacks(PackedContract):
+    packed = MappingProxyType({"length": 24})
+
+
+class TestPaddedDocuments(PackedContract):
+    packed = MappingProxyType({"length": 24, "padded": True})
+    as_list = True
+
+
+class TestWholeSamples(PackedContract):
+    packed = MappingProxyType({"length": 30, "padded": True, "field": None})
+    as_list = True
+    field = "cls"
+
+
+class TestWindows(ItemsContract):
+    def make(self, folder: Path, **options: Any) -> Windows:
+        return Windows(str(folder), 3, **options)
+
+    def due(self) -> Counter[tuple[str, ...]]:
+        firsts = [number for number in range(len(KEYS)) if number % 8 < 6]
+        return Counter(tuple(KEYS[first : first + 3]) for first in firsts)

@@ -1,0 +1,53 @@
+"""The examples of CONTRIBUTING.md run, each of them against the tables that it adds a line to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from folders import ROOT
+from page_blocks import blocks
+
+from infra import launch
+from shard_tools.convert.sources import LAYOUTS
+from streaming.decode.registry import BY_EXTENSION, BY_NAME
+from streaming.storage.store import ADAPTERS
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+MOST_LINES = 60
+
+
+def test_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "READERS", launch.READERS)
+    tables = (ADAPTERS, BY_EXTENSION, BY_NAME, LAYOUTS)
+    before = [dict(table) for table in tables]
+    names: dict[str, object] = {"__name__": "contributing"}
+    ran = 0
+    try:
+        for block in blocks(PAGE):
+            if block.language == "python":
+                exec(compile("\n" * (block.line - 1) + block.code, "CONTRIBUTING.md", "exec"), names)
+                ran += 1
+        added = [sorted(table.keys() - old.keys()) for table, old in zip(tables, before, strict=True)]
+        assert (ran, added) == (7, [["shelf"], ["wav"], ["wav"], ["fasta"]])
+    finally:
+        for table, old in zip(tables, before, strict=True):
+            table.clear()  # type: ignore[attr-defined]
+            table.update(old)  # type: ignore[attr-defined]
+
+
+def test_examples_are_short() -> None:
+    parts = {part.partition("\n")[0]: part for part in PAGE.split("\n## How to add a ")[1:]}
+    assert [*parts] == ["store", "decoder", "source of `convert`", "launcher"]
+    lines = {name: [block.code.count("\n") for block in blocks(part)] for name, part in parts.items()}
+    assert {name: found for name, found in lines.items() if not found or max(found) >= MOST_LINES} == {}
+
+
+def test_folders_of_the_page_are_there() -> None:
+    table = PAGE.partition("\n## Where code goes\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`((?:streaming|shard_tools|infra)/[a-z_/]*)", table))
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+    told = set(re.findall(r"([a-z_]+)/", table))
+    assert {path.parent.name for path in (ROOT / "streaming").glob("*/__init__.py")} <= told

@@ -1,0 +1,151 @@
+"""What an import does, and which names are there: what API.md promises, with no effect beside."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+from folders import ROOT
+from source_tree import KNOWN_TO, NOT_DECLARED, imports, is_under, modules, ours, report
+
+# What API.md promises. Names that a later release brings stand in COMING; one that arrives moves up.
+PUBLIC: dict[str, tuple[str, ...]] = {
+    "infra": ("DeviceMesh", "MeshError", "Launch", "discover"),
+    "streaming": (
+        "DataLoader",
+        "StreamingDataset",
+        "DeviceMeshFetcher",
+        "Balanced",
+        "Broadcast",
+        "Curriculum",
+        "DeviceMeshSampler",
+        "DevicePrefetcher",
+        "Mixture",
+        "RetrySampler",
+        "Schedule",
+        "SequenceSlice",
+        "StageFields",
+        "TableDataset",
+        "TorchIterable",
+    ),
+    "shard_tools": ("ShardWriter",),
+}
+COMING: dict[str, tuple[str, ...]] = {}
+
+
+PROBE = """
+import logging, os, sys, threading, multiprocessing, types
+
+class Library(types.ModuleType):
+    # Stands for a part of a trainer's library, which takes seconds to import; tests/trainers import the true ones.
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, type(name, (), {}))
+
+sys.modules.update({name: Library(name) for name in %(stubs)r})
+
+def probe(before, modules):
+    for name in before:
+        __import__(name)
+    threads, handlers = set(threading.enumerate()), list(logging.getLogger().handlers)
+    os.environ.__class__ = Watched
+    for name in modules:
+        __import__(name)
+    os.environ.__class__ = Plain
+    assert set(threading.enumerate()) == threads, threading.enumerate()
+    assert logging.getLogger().handlers == handlers, "root logging handlers"
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("streaming", "shard_tools", "infra"):
+            found = [h for h in logging.getLogger(name).handlers if not isinstance(h, logging.NullHandler)]
+            assert not found and logging.getLogger(name).level == logging.NOTSET, (name, found)
+    assert multiprocessing.active_children() == []
+    assert reads == [], reads
+
+ours = tuple(os.path.join(%(root)r, name) for name in ("streaming", "shard_tools", "infra"))
+reads = []
+Plain = os.environ.__class__
+
+class Watched(os._Environ):
+    def __getitem__(self, key):
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(ours):
+                reads.append((key, frame.f_code.co_filename, frame.f_lineno))
+                break
+            if "site-packages" in frame.f_code.co_filename:
+                break
+            frame = frame.f_back
+        return super().__getitem__(key)
+
+for before, modules, without_torch in %(steps)r:
+    probe(before, modules)
+    assert not without_torch or "torch" not in sys.modules, "importing infra or the command line imports torch"
+"""
+
+
+def test_imports_have_no_side_effects() -> None:
+    """No thread, no handler, no process, no look at the environment; and tools start without torch."""
+
+    def step(package: str, *, without_torch: bool) -> tuple[list[str], list[str], bool]:
+        seen: set[str] = set()
+        stack = [module for module in modules() if is_under(module, (package,)) and "__main__" not in module]
+        named = sorted(stack)
+        while stack:
+            module = stack.pop()
+            if module not in seen:
+                seen.add(module)
+                stack.extend(ours(module))
+        # Imported first, so that effects of theirs do not count as ours.
+        theirs = {name for module in seen for name in imports(module) if name.split(".")[0] in KNOWN_TO}
+        theirs = {name for name in theirs if name.split(".")[0] not in NOT_DECLARED}
+        if without_torch:
+            theirs = {name for name in theirs if name.split(".")[0] != "torch"}
+        return sorted(theirs), named, without_torch
+
+    steps = [step("infra", without_torch=True), step("shard_tools", without_torch=True)]
+    steps.append(step("streaming", without_torch=False))
+    stubs = {name for module in modules() for name in imports(module) if name.split(".")[0] in NOT_DECLARED}
+    code = PROBE % {"root": str(ROOT), "steps": steps, "stubs": sorted(stubs)}
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+
+
+LOADED = """
+import sys
+import streaming
+print(*sorted(name.split(".")[0] for name in sys.modules if "." not in name))
+from streaming import DeviceMeshSampler, RetrySampler
+print(*sorted(sys.modules))
+"""
+
+
+def test_an_import_loads_what_it_needs() -> None:
+    """The package next to nothing, the samplers torch, NumPy, infra and the plan: no reader, no store, no decoder."""
+    command = [sys.executable, "-c", LOADED]
+    lines = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=200, cwd=ROOT
+    ).stdout.splitlines()
+    package, samplers = (set(line.split()) for line in lines)
+    assert package & {"torch", "numpy", "obstore", "pyarrow"} == set(), "import streaming"
+    unneeded = {"obstore", "pyarrow", "fsspec", "PIL", "crc32c", "cloudpickle", "braceexpand"}
+    assert samplers & unneeded == set(), "from streaming import DeviceMeshSampler"
+    own = {name for name in samplers if is_under(name, ("streaming",))}
+    assert len(own) <= 35, sorted(own)  # 25 in November 2026; it was 135
+
+
+def test_public_names_are_there_and_coming_ones_are_not() -> None:
+    findings = []
+    for package, names in PUBLIC.items():
+        module = importlib.import_module(package)
+        wrong = [n for n in names if n not in module.__all__ or not getattr(module, n, None).__doc__]
+        findings += [f"{package}.{name} is promised, but missing, undocumented or not in __all__" for name in wrong]
+    for package, names in COMING.items():
+        module = importlib.import_module(package)
+        findings += [f"{package}.{name} has arrived: move it to PUBLIC" for name in names if hasattr(module, name)]
+    report(findings, "Names that users meet are a contract:")

@@ -1,0 +1,120 @@
+"""Every block of the README runs, in order, in one temporary folder and one Python name space.
+
+A block is left out only by a comment with the reason right before it: ``<!-- not run: needs a GPU -->``. Lines of a
+``console`` block that start with ``$ `` are the commands; the others are sample output. Blocks of ``text`` are prose.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from folders import ROOT
+from page_blocks import Block, blocks
+
+README = ROOT / "README.md"
+PYTHON = frozenset({"python"})
+SHELL = frozenset({"bash", "console", "sh"})
+PROSE = frozenset({"text"})
+
+
+def commands(block: Block) -> str:
+    """The shell script of a block: all of it, or what follows the prompts of a console."""
+    if block.language != "console":
+        return block.code
+    kept: list[str] = []
+    goes_on = False
+    for line in block.code.splitlines():
+        if line.startswith("$ ") or goes_on:
+            kept.append(line.removeprefix("$ ") if not goes_on else line)
+            goes_on = line.endswith("\\")
+    return "\n".join(kept) + "\n"
+
+
+def run_shell(block: Block, folder: Path) -> None:
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    script = "set -euo pipefail\n" + commands(block)
+    ran = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, f"README.md:{block.line}\n{block.code}\n{ran.stdout}\n{ran.stderr}"
+
+
+def run_python(block: Block, names: dict[str, object]) -> None:
+    code = "\n" * (block.line - 1) + block.code
+    try:
+        exec(compile(code, str(README), "exec"), names)
+    except Exception as error:
+        error.add_note(f"in the block at README.md:{block.line}")
+        raise
+
+
+def test_every_block_names_a_known_language() -> None:
+    known = PYTHON | SHELL | PROSE
+    unknown = [(b.line, b.language) for b in blocks(README.read_text()) if b.language not in known]
+    assert unknown == [], f"(line, language): use one of {sorted(known)}"
+
+
+def test_an_excuse_gives_a_reason() -> None:
+    assert [b.line for b in blocks(README.read_text()) if b.excuse == ""] == []
+
+
+@pytest.mark.slow
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(README.read_text()):
+        if block.excuse is None and block.language in PYTHON:
+            run_python(block, names)
+        elif block.excuse is None and block.language in SHELL:
+            run_shell(block, tmp_path)
+
+
+def test_blocks_are_found_with_their_excuses() -> None:
+    page = """a
+<!-- not run: no GPU -->
+
+```python
+x = 1
+```
+```bash
+ls
+```
+<!-- not run: gone -->
+prose between
+- item
+  ```console
+  $ echo a \\
+    b
+  a b
+  ```
+"""
+    found = list(blocks(page))
+    assert [(b.language, b.line, b.excuse) for b in found] == [
+        ("python", 5, "no GPU"),
+        ("bash", 8, None),
+        ("console", 14, None),
+    ]
+    assert commands(found[1]) == "ls\n"
+    assert commands(found[2]) == "echo a \\\n  b\n"
+
+
+def test_a_failing_block_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"README\.md:7"):
+        run_shell(Block(language="bash", line=7, code="false | true\n", excuse=None), tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        run_python(Block(language="python", line=7, code="1 / 0\n", excuse=None), {})
+
+
+def test_an_open_block_is_an_error() -> None:
+    with pytest.raises(ValueError, match="line 1"):
+        list(blocks("```python\nx = 1"))

@@ -1,0 +1,376 @@
+"""`shard_tools plan` of every kind of set against what loaders deliver: totals, memory, ``--who`` and ``--when``.
+
+A case is one of ``history_cases``: a tree of data sets, options of the loader, a world. Training builds it in Python;
+the tool gets it as a user would describe it, by arguments or by a ``mixture.json``. What the tool says of a run, by a
+state of its middle, is compared row by row with what all ranks got, before the state and after a resume with other
+ranks and, without a ramp, another batch size.
+
+The normal run plays 15 cases, ``--differential-cases 200`` that many and more; a failure names the case.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from data_sets import mesh_of
+from drawn_sets import make
+from history_cases import Case, Spec, draw_case, leaves_of
+from pools import Pools
+
+from shard_tools.cli import cli
+from streaming import DataLoader, Mixture, Schedule
+from streaming.errors import ConfigError, MemoryLimitError
+
+Row = tuple[int, int, Any, Any]
+"""Step, data rank, source, and the key of a sample or the keys of a pack."""
+NUM_PARTS = 3
+MOST_STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Pools:
+    return Pools(tmp_path_factory.mktemp("plans") / "pools")
+
+
+# --- a case in the words of training and of the tool
+
+
+def drawn(seed: int, number: int, folder: Path) -> Case:
+    """A case without what the plan cannot know: damage, samples that do not decode or are dropped."""
+    case = draw_case(seed, number)
+    dice = random.Random(f"plan/{seed}/{number}")
+    for _, leaf, above in leaves_of(case["spec"]):
+        leaf.pop("drops", None)
+        leaf["is_cached"] = False
+        if above.get("kind") != "packed" or above["options"].get("field", "tok") is None:
+            leaf["options"]["decode"] = None
+        if "exclude" in leaf["options"]:
+            path = folder / f"exclude-{number}-{len(list(folder.glob('exclude-*')))}.txt"
+            path.write_text("\n".join(leaf["options"]["exclude"]))
+            leaf["options"]["exclude"] = str(path)
+    options = case["options"]
+    if dice.random() < 0.25:
+        options["memory_limit"] = dice.choice(("1MiB", "2MiB", "4MiB"))
+    size = options["global_batch_size"]
+    most = max(size.values()) if isinstance(size, dict) else size
+    case["steps"] = max(4, min(MOST_STEPS, 240 // most))
+    return case
+
+
+def as_file(spec: Spec, folder: Path, *, is_top: bool = False) -> dict[str, Any]:
+    """What a mixture's file has for a set."""
+    if spec["kind"] == "mixture":
+        options = {name: value for name, value in spec["options"].items() if name != "weights"}
+        if (weights := spec["options"].get("weights")) is not None:
+            options["weights"] = scheduled(weights)
+        sources = {name: as_file(one, folder) for name, one in spec["sources"].items()}
+        order = {"shuffle": spec["shuffle"], "seed": spec["seed"]}
+        return {"sources": sources, "quotas": spec["quotas"], **order, **options}
+    if spec["kind"] == "leaf":
+        chosen = {name: spec[name] for name in ("where", "subset") if spec[name] is not None}
+        options = {name: value for name, value in spec["options"].items() if value is not None}
+        order = {"shuffle": spec["shuffle"], "seed": spec["seed"]} if is_top else {}
+        return {"url": f"{folder}/{spec['name']}/", **chosen, **options, **order}
+    leaf = as_file(spec["of"], folder, is_top=is_top)
+    if spec["kind"] == "packed":
+        return {**leaf, "packed": {"length": spec["length"], "overlong": spec["overlong"], **spec.get("options", {})}}
+    if spec["kind"] == "balanced":
+        return {**leaf, "balanced": {"by": "cls", "quotas": spec["quotas"]}}
+    schedule = Schedule.root(0.2, 1.0, over=spec["over"]).to_dict()
+    more = {"buckets": spec["buckets"], "quotas": spec["quotas"]}
+    return {**leaf, "curriculum": {"metric": "tokens", "schedule": schedule, **more}}
+
+
+def scheduled(weights: dict[str, Any]) -> Any:
+    """Weights, or the schedule of them."""
+    return Schedule.steps({int(row): one for row, one in weights.items()}).to_dict() if "0" in weights else weights
+
+
+def as_arguments(spec: Spec, folder: Path, file: Path) -> tuple[list[str], list[str]]:
+    """What describes the set on a command line, and its order, which a state has."""
+    content = as_file(spec, folder, is_top=True)
+    if "sources" in content:
+        file.write_text(json.dumps(content))
+        return [str(file)], []
+    found = [content["url"]]
+    for name in ("where", "view", "exclude"):
+        found += [f"--{name}", content[name]] if name in content else []
+    if "subset" in content:
+        low, high = content["subset"]
+        is_share = isinstance(low, float)
+        found += ["--subset", f"{100 * low:g}%..{100 * high:g}%" if is_share else f"{low}..{high}"]
+    packs = dict(content.get("packed", {}))
+    if packs:
+        found += ["--length", str(packs.pop("length"))]
+        found += ["--padded"] if packs.pop("padded", False) else []
+        found += ["--packed", json.dumps(packs)]
+    for name in ("balanced", "curriculum"):
+        if name in content:
+            plain = content[name] == {"by": "cls", "quotas": "chunks"}
+            found += [f"--{name}", "cls" if plain else json.dumps(content[name])]
+    shuffle = content["shuffle"]
+    order = ["--seed", str(content["seed"])] + (["--no-shuffle"] if shuffle is False else [])
+    for name, value in shuffle.items() if isinstance(shuffle, dict) else ():
+        order += [f"--{name}", str(value)]
+    return found, order
+
+
+def size_option(size: Any) -> list[str]:
+    text = ",".join(f"{row}:{one}" for row, one in size.items()) if isinstance(size, dict) else str(size)
+    return ["--global-batch-size", text]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments], prog_name="shard_tools")
+
+
+def told(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, (arguments, result.output, result.exception)
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+# --- what loaders deliver
+
+
+class World:
+    """All ranks of a world, played together."""
+
+    def __init__(self, case: Case, dataset: Any, num_ranks: int, size: Any, state: Any = None) -> None:
+        options = {**case["options"], "global_batch_size": size, "num_threads": case["threads"]}
+        if isinstance(size, dict):
+            options["global_batch_size"] = Schedule.steps({int(row): one for row, one in size.items()})
+        if is_padded(dataset):
+            options["collate_fn"] = list
+        self.ranks = [DataLoader(dataset, device_mesh=mesh_of(num_ranks, rank), **options) for rank in range(num_ranks)]
+        for rank in self.ranks if state is not None else ():
+            rank.load_state_dict(json.loads(json.dumps(state)))
+        self._iterators: list[Iterator[Any]] = []
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def step(self, number: int) -> list[Row] | None:
+        """The rows of the next batch; None: the epoch is over."""
+        self._iterators = self._iterators or [iter(rank) for rank in self.ranks]
+        batches = [next(one, None) for one in self._iterators]
+        if batches[0] is None:
+            self._iterators = []
+            return None
+        return [(number, rank, *row) for rank, batch in enumerate(batches) for row in rows_of(batch)]
+
+
+def is_padded(dataset: Any) -> bool:
+    return bool(dataset.items.options.get("padded"))
+
+
+def rows_of(batch: Any) -> list[tuple[Any, Any]]:
+    """Source and key of each sample, or source and keys of each pack."""
+    if isinstance(batch, list):  # padded packs, each a batch
+        found = [(pack.get("__source__", [None])[0], tuple(pack["__key__"])) for pack in batch]
+        valid = [bool(np.all(pack.get("__valid__", True))) for pack in batch]
+    else:
+        keys = [tuple(one) if isinstance(one, list) else one for one in batch["__key__"]]
+        found = list(zip(batch.get("__source__", [None] * len(keys)), keys, strict=True))
+        valid = batch["__valid__"].tolist() if "__valid__" in batch else [True] * len(keys)
+    return [row for row, is_valid in zip(found, valid, strict=True) if is_valid]
+
+
+def said(report: dict[str, Any]) -> Counter[Row]:
+    """The rows of a report."""
+    return Counter(
+        (row["step"], row["dp_rank"], row["source"], tuple(row["keys"]) if "keys" in row else row["key"])
+        for row in report["rows"]
+    )
+
+
+# --- the judge
+
+
+def judge(case: Case, folder: Path, tmp_path: Path, number: int) -> str:
+    """Compare a case: "same", or "refused" by both."""
+    dice = random.Random(f"judge/{number}")
+    file, saved = tmp_path / "mixture.json", tmp_path / "state.json"
+    described, order = as_arguments(case["spec"], folder, file)
+    size, options = case["options"]["global_batch_size"], case["options"]
+    shape = [*size_option(size), "--last-batch", options["last_batch"]]
+    epoch_size = ["--epoch-size", str(options["epoch_size"])] if "epoch_size" in options else []
+    limit = ["--memory-limit", options["memory_limit"]] if "memory_limit" in options else []
+    most = min(size.values()) if isinstance(size, dict) else size
+    num_ranks = min(case["ranks"], most)
+    whole = [*described, *order, *shape, *epoch_size, *limit, "--dp", str(num_ranks)]
+    world = None
+    try:
+        try:
+            dataset = make(folder, case["spec"])
+            world = World(case, dataset, num_ranks, size)
+            first = world.step(0)
+        except MemoryLimitError:
+            check_refusal(told(*whole), case, dataset, num_ranks, size)
+            return "refused"
+        except ConfigError:
+            result = run(*whole)
+            assert isinstance(result.exception, SystemExit), result.exception
+            assert result.exit_code in (1, 2), result.output
+            return "refused"
+        report = told(*whole)
+        assert not [one for one in report["warnings"] if "refuse this:" in one]
+        rows, num_batches, metrics = play(world, first or [], case["steps"])
+        check_plan(report, rows, num_batches, metrics, dataset)
+        state = world.ranks[0].state_dict()
+        saved.write_text(json.dumps(state))
+        asked = [*described, *shape, "--dp", str(num_ranks), "--state", str(saved)]
+        check_run(asked, rows, dice)
+        described += ["--last-batch", options["last_batch"]]
+        check_resume(case, dataset, described, state, rows, dice, saved)
+    finally:
+        if world is not None:
+            world.close()
+    return "same"
+
+
+def play(world: World, first: list[Row], most: int) -> tuple[list[Row], int | None, list[dict[str, Any]]]:
+    """Play so many steps of up to two epochs; return all rows, the batches of the first epoch, and metrics after it."""
+    rows, step, ends, metrics = list(first), 1, list[int](), list[dict[str, Any]]()
+    while step < most and len(ends) < 2:
+        try:
+            found = world.step(step)
+        except MemoryLimitError:  # a later epoch needs more at once than the first, which is planned
+            assert ends
+            break
+        if found is not None:
+            rows, step = rows + found, step + 1
+            continue
+        ends.append(step)
+        metrics = metrics or [rank.metrics() for rank in world.ranks]
+    if ends:
+        return rows, ends[0], metrics
+    return rows, None, [rank.metrics() for rank in world.ranks]
+
+
+def check_refusal(report: dict[str, Any], case: Case, dataset: Any, num_ranks: int, size: Any) -> None:
+    """The tool warns of what training refuses, and names a limit that is enough."""
+    assert [one for one in report["warnings"] if "refuse this:" in one], report["warnings"]
+    enough = {**case, "options": {**case["options"], "memory_limit": report["needed_limit_bytes"]}}
+    world = World(enough, dataset, num_ranks, size)
+    try:
+        world.step(0)
+    finally:
+        world.close()
+
+
+def check_plan(
+    report: dict[str, Any], rows: list[Row], num_batches: int | None, metrics: list[dict[str, Any]], dataset: Any
+) -> None:
+    """Totals and memory of the first epoch; ``num_batches`` None: it was not played to its end."""
+    assert report["num_samples"] == int(dataset.chunk_samples.sum())
+    assert ("packs" in report) == dataset.is_packed
+    for found, load in zip(metrics, report["data_ranks"], strict=True):
+        assert found["arena_limit_bytes"] <= load["limit_bytes"] * 1.1
+        if report["ramp"] is None:  # else it is that of the last batches
+            assert found["arena_limit_bytes"] == pytest.approx(load["limit_bytes"], rel=0.1)
+        if num_batches is not None:
+            assert found["arena_peak_bytes"] <= load["held_bytes"] * 1.1
+        if num_batches is not None and load["keeps_all"]:
+            assert found["arena_peak_bytes"] == pytest.approx(load["held_bytes"], rel=0.1)
+    if num_batches is None:
+        return
+    assert report["num_batches"] == num_batches
+    of_epoch = [row for row in rows if row[0] < num_batches]
+    assert [one["num_samples"] for one in report["data_ranks"]] == [
+        sum(row[1] == rank for row in of_epoch) for rank in range(len(metrics))
+    ]
+    if isinstance(dataset, Mixture) and report["has_end"]:
+        shown, counts = dataset.shown_names, Counter[str]()
+        for one in report["shares"]["sources"]:
+            counts[shown[one["name"]] or ""] += one["drawn"]
+        assert +counts == Counter(row[2] or "" for row in of_epoch)
+
+
+def check_run(asked: list[str], rows: list[Row], dice: random.Random) -> None:
+    """What was in the steps that were played, and when some of their samples came."""
+    stop = 1 + max(row[0] for row in rows)
+    assert said(told(*asked, "--who", "--step", f"0..{stop}")) == Counter(rows)
+    for row in dice.sample(rows, min(2, len(rows))):
+        key = dice.choice(row[3]) if isinstance(row[3], tuple) else row[3]
+        found = told(*asked, "--when", "--key", key, "--step", f"0..{stop}", "--thorough")
+        assert said(found) == Counter(
+            one for one in rows if key == one[3] or (isinstance(one[3], tuple) and key in one[3])
+        )
+
+
+def check_resume(
+    case: Case, dataset: Any, described: list[str], state: Any, rows: list[Row], dice: random.Random, saved: Path
+) -> None:
+    """On other ranks, with batches of another size if that is possible, the steps from the state on are these."""
+    size, batches = case["options"]["global_batch_size"], case["spec"].get("options", {}).get("batches")
+    if not isinstance(size, dict) and batches != "one_source" and dice.random() < 0.5:
+        size = dice.choice((2, 3, 4, 7))
+    num_ranks = dice.randint(1, min(case["ranks"], min(size.values()) if isinstance(size, dict) else size))
+    asked = [*described, *size_option(size), "--dp", str(num_ranks), "--state", str(saved)]
+    try:
+        world = World(case, dataset, num_ranks, size, state)
+    except ConfigError:  # such as an epoch that such a batch does not fit into
+        assert run(*asked, "--who", "--step", "0").exit_code in (1, 2)
+        return
+    try:
+        row = dice.choice(rows)
+        key = row[3][0] if isinstance(row[3], tuple) else row[3]
+        at = told(*asked, "--when", "--key", key)["at_step"]
+        found, ends, step = list[Row](), 0, at
+        while step < at + 12 and ends < 2:
+            batch = world.step(step)
+            ends, step = ends + (batch is None), step + (batch is not None)
+            found += batch or []
+    except MemoryLimitError:  # of fewer ranks
+        return
+    finally:
+        world.close()
+    assert said(told(*asked, "--who", "--step", f"{at}..{step}")) == Counter(found)
+
+
+# --- tests
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(36_000)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_the_tool_says_what_loaders_deliver(
+    part: int, pools: Pools, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="streaming")
+    seed, first, cases = (int(request.config.getoption(f"--differential-{x}")) for x in ("seed", "first", "cases"))
+    count = cases if cases not in (100, 300) else (15 if cases == 100 else 45)
+    results = Counter[str]()
+    for number in range(first + part, first + count, NUM_PARTS):
+        folder, _ = pools.of(seed, number)
+        case = drawn(seed, number, folder)
+        try:
+            results[judge(case, folder, tmp_path, number)] += 1
+        except Exception as error:
+            raise AssertionError(
+                f"case {number} of seed {seed}: {error!r}; to run it alone: pytest -n 0 "
+                "tests/shard_tools/test_plan_kinds.py "
+                f"--differential-seed {seed} --differential-first {number} --differential-cases 1\n{json.dumps(case)}"
+            ) from error
+    print(f"plans against loaders: {dict(results)}")
+    assert 2 * results["refused"] <= results.total() + 3, "else most of what is drawn is refused"
+
+
+def test_memory_of_a_run_without_an_end_is_that_of_all_of_it(pools: Pools, tmp_path: Path) -> None:
+    """A curriculum opens buckets behind the first pass, which is what else is shown."""
+    folder, _ = pools.of(1, 0)
+    case = drawn(7, 31, folder)
+    assert (case["spec"]["kind"], case["options"]["memory_limit"]) == ("curriculum", "2MiB")
+    assert judge(case, folder, tmp_path, 31) == "refused"

@@ -1,0 +1,132 @@
+"""Fields of converted text decode by themselves: ``tokens.json`` beside the index says what they hold."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversions import TEXTS, jsonl, run
+from index_files import change_document
+from servers import MiniS3Server, fresh_name
+
+from shard_tools.sets.copy import copy
+from streaming import DataLoader, Mixture, Packed, StreamingDataset
+from streaming.catalog.listing import FoundShards
+from streaming.errors import IndexFormatError
+from streaming.index.files import write_document
+from streaming.storage import Storage
+
+NOTE = Path("_shardstream/tokens.json")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    run(jsonl(folder / "a.jsonl", [{"text": one} for one in TEXTS]), folder / "set")
+    return folder / "set"
+
+
+@pytest.fixture
+def mine(text: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(text, tmp_path / "set"))
+
+
+def ids_of(text: str) -> list[int]:
+    return [256, *text.encode(), 257]
+
+
+@pytest.mark.parametrize("named", ["{}/", "{}/000000.tar", "{}/00000{{0..0}}.tar"])
+@pytest.mark.parametrize("decode", ["auto", {"json": None}])
+def test_tokens_are_arrays(text: Path, named: str, decode: Any) -> None:
+    dataset = StreamingDataset(named.format(text), decode=decode, shuffle=False)
+    for number, one in enumerate(TEXTS):
+        tokens = dataset[number]["tok"]
+        assert isinstance(tokens, np.ndarray)
+        assert tokens.dtype == np.int64
+        assert tokens.tolist() == ids_of(one)
+    with DataLoader(dataset, len(TEXTS), jagged=("tok",)) as loader:
+        assert [row.tolist() for row in next(iter(loader))["tok"].rows()] == [ids_of(one) for one in TEXTS]
+
+
+def test_masks_too_and_the_width_is_what_it_says(mine: Path) -> None:
+    change_document(mine / NOTE, dtype="uint32", mask="tok2")
+    dataset = StreamingDataset(str(mine))
+    four = dataset.decoders.decoder_for("TOK")
+    assert np.asarray(four(np.arange(70_000, 70_003, dtype="<u4").tobytes())).tolist() == [70_000, 70_001, 70_002]
+    mask = np.asarray(dataset.decoders.decoder_for("tok2")(bytes([0, 1])))
+    assert (mask.dtype, mask.tolist()) == (np.uint8, [0, 1])
+    change_document(mine / NOTE, field="npy")  # what the data say goes before what an extension means
+    assert StreamingDataset(str(mine)).decoders.decoder_for("npy") == four
+
+
+def test_what_the_user_says_goes_first(text: Path) -> None:
+    raw = np.array(ids_of(TEXTS[0]), "<u2").tobytes()
+    for decode in (None, "raw", {"tok": None}, {"tok": bytes}, {"*": bytes}):
+        assert StreamingDataset(str(text), decode=decode)[0]["tok"] == raw
+    as_uint16 = StreamingDataset(str(text), decode={"tok": "array:uint16"})[0]["tok"]
+    assert isinstance(as_uint16, np.ndarray)
+    assert as_uint16.dtype == np.uint16
+    assert Packed(StreamingDataset(str(text)), 8).counts.tokens == sum(len(ids_of(one)) for one in TEXTS)
+
+
+@pytest.mark.parametrize("wrong", ["no json", "[]", '{"field": "tok", "dtype": "uint16", "mask": null}'])
+def test_a_note_that_is_damaged_or_changed_by_hand_is_an_error(mine: Path, wrong: str) -> None:
+    (mine / NOTE).write_text(wrong)
+    with pytest.raises(IndexFormatError, match=r"tokens\.json: damaged.*restore it.*decode="):
+        StreamingDataset(str(mine))
+
+
+@pytest.mark.parametrize("wrong", [{"field": "tok", "dtype": "float8", "mask": None}, {"field": "tok"}])
+def test_a_note_that_is_unknown_is_told_and_hinders_nothing(
+    mine: Path, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (mine / NOTE).write_bytes(write_document(wrong))
+    with caplog.at_level(logging.WARNING):
+        dataset = StreamingDataset(str(mine))
+    assert isinstance(dataset[0]["tok"], bytes)
+    assert "tokens.json: not a description of tokens" in caplog.text
+
+
+def test_directories_must_agree(mine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(mine, other)
+    both = [str(mine), str(other)]
+    assert isinstance(StreamingDataset(both)[0]["tok"], np.ndarray)
+    change_document(other / NOTE, dtype="uint32")
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(StreamingDataset(both)[0]["tok"], bytes)
+    assert "describe different tokens" in caplog.text
+    (other / NOTE).unlink()
+    assert isinstance(StreamingDataset(both)[0]["tok"], bytes)
+    apart = Mixture(
+        {"a": StreamingDataset(str(mine)), "b": StreamingDataset(str(other), decode={"tok": "array:uint16->int64"})}
+    )
+    with DataLoader(apart, 2, jagged=("tok",)) as loader:
+        assert sum(int(batch["tok"].offsets[-1]) for batch in loader) == 2 * sum(len(ids_of(one)) for one in TEXTS)
+
+
+def test_a_copy_carries_it_and_ranks_tell_each_other(text: Path, tmp_path: Path) -> None:
+    copy(str(text), str(tmp_path / "copied"))
+    assert isinstance(StreamingDataset(str(tmp_path / "copied"))[0]["tok"], np.ndarray)
+    found = FoundShards(urls=("a",), table=None, missing_index="none", types={"tok": "array:uint16->int64"})
+    assert FoundShards.from_bytes(found.to_bytes()) == found
+
+
+def test_a_prefix_without_tokens_costs_no_request(text: Path, mini_s3: MiniS3Server) -> None:
+    bucket, storage = mini_s3.create_bucket(fresh_name()), Storage(mini_s3.storage_options)
+    counts = {}
+    for note in (True, False):
+        home = f"{bucket}/{note}"
+        for path in text.rglob("*"):
+            if path.is_file() and (note or path.name != NOTE.name):
+                storage.put(f"{home}/{path.relative_to(text)}", path.read_bytes())
+        for name in ("/", "/000000.tar"):
+            dataset = StreamingDataset(home + name, storage_options=mini_s3.storage_options)
+            counts[note, name] = dataset.counters()["requests"]
+            assert isinstance(dataset[0]["tok"], np.ndarray if note else bytes)
+    assert counts[True, "/"] == counts[False, "/"] + 1
+    assert counts[True, "/000000.tar"] == counts[False, "/000000.tar"]
