@@ -77,7 +77,7 @@ class UnreadRanges:
 
 
 @dataclass(slots=True)
-class Budget:
+class ByteBudget:
     """Bytes that may still be read. Thread-safe through its lock."""
 
     left_bytes: int
@@ -130,7 +130,7 @@ def probe(
     sizes: list[int] = []
     before = storage.metrics.get("retries")
     for _ in range(_ROUNDS):
-        budget = Budget(max_bytes // _ROUNDS, threading.Lock())
+        budget = ByteBudget(max_bytes // _ROUNDS, threading.Lock())
         began_s = time.perf_counter()
         until_s = began_s + seconds / _ROUNDS
         with ThreadPoolExecutor(at_once, thread_name_prefix="bench") as pool:
@@ -155,7 +155,7 @@ def probe(
 
 
 def _reads(
-    storage: Storage, ranges: UnreadRanges, size_bytes: int, until_s: float, budget: Budget, *, is_first: bool
+    storage: Storage, ranges: UnreadRanges, size_bytes: int, until_s: float, budget: ByteBudget, *, is_first: bool
 ) -> list[tuple[float, int]]:
     """Read one range after the other; return seconds and bytes of each. The first thread reads one in any case."""
     found: list[tuple[float, int]] = []

@@ -13,9 +13,9 @@ from shard_tools.diff.rows import AT, KEY, SIZE, SUM, Mask, is_exact, rows_of_ta
 from shard_tools.diff.sides import IndexedSide
 from shard_tools.running.engine import map_ordered
 from streaming.errors import ChecksumError
+from streaming.fetch.checksums import Sum, sums_of
 from streaming.fetch.damage import checksum_error
 from streaming.fetch.pieces import RangePieces, pieces_of
-from streaming.fetch.sums import Sum, sums_of
 from streaming.index.chunk_table import numbers
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
