@@ -28,13 +28,13 @@ def ranges_in_order(url: str, options: dict[str, str]) -> list[FetchRange]:
     """The chunks of the first epoch, in the order in which the loader asks for them."""
     dataset = StreamingDataset(url, decode=None, storage_options=options)
     asked: list[FetchRange] = []
-    fetch_unit = dataset.fetch_unit
+    fetch_unit = dataset.source.fetch_unit
 
     def noted(wanted: FetchRange, out: memoryview) -> object:
         asked.append(wanted)
         return fetch_unit(wanted, out)
 
-    dataset.fetch_unit = noted  # type: ignore[method-assign,assignment]
+    dataset.source.fetch_unit = noted  # type: ignore[method-assign,assignment]
     with DataLoader(dataset, BATCH_SIZE) as loader:
         for _ in loader:
             pass

@@ -61,7 +61,7 @@ def one_pass(url: str, options: Any, size: int) -> None:
         dataset = StreamingDataset(url, decode="raw", storage_options=options)
         fetch_bytes = None if unit is None else {"one": unit}
         mixture = Mixture({"one": dataset}, quotas="exact", shuffle=LANES, fetch_bytes=fetch_bytes)
-        delivered = int(dataset.chunk_bytes.sum())
+        delivered = int(dataset.source.chunk_bytes.sum())
         need = live_bytes(mixture)
         limit = max(2 * need, 8 << 20)
         with DataLoader(mixture, BATCH_SIZE, last_batch="pad", memory_limit=limit, num_workers=0) as loader:
@@ -69,7 +69,8 @@ def one_pass(url: str, options: Any, size: int) -> None:
             told = loader.metrics()
         assert count >= len(dataset)
         print(
-            f"{size:>7,} {unit or 'whole chunks':>13} {len(mixture.chunk_samples):>7,} {told['fetched_chunks']:>9,.0f} "
+            f"{size:>7,} {unit or 'whole chunks':>13} {len(mixture.source.chunk_samples):>7,} "
+            f"{told['fetched_chunks']:>9,.0f} "
             f"{told['fetched_bytes'] / delivered:>10.3f} {need / 2**20:>9.1f}"
         )
 

@@ -67,7 +67,10 @@ def strayed(folder: str, lanes: int, share: float, num_seeds: int) -> tuple[floa
     found, chunk = [], 0.0
     for seed in range(num_seeds):
         mix = mixture(folder, lanes, {"left": share, "right": 1 - share}, seed)
-        orders, chunk = mix.orders(mix.order_settings(lanes)), float(mix.leaves["left"].chunk_samples.mean())
+        orders, chunk = (
+            mix.source.orders(mix.source.order_settings(lanes)),
+            float(mix.source.leaves["left"].chunk_samples.mean()),
+        )
         found += [drawn_before(orders, row)["left"] - share * row for row in range(lanes * 3, lanes * 60, lanes * 7)]
     return math.sqrt(np.mean(np.square(found))), float(np.abs(found).max()), chunk * math.sqrt(lanes) / 2
 
@@ -88,7 +91,7 @@ def classes(folder: str, count: int) -> str:
     with DataLoader(balanced, 64, num_threads=0) as loader:
         next(iter(loader))
         times.append(time.process_time())
-    orders = balanced.orders(balanced.order_settings(64))
+    orders = balanced.source.orders(balanced.source.order_settings(64))
     return (
         f"to make {times[1] - times[0]:.2f} s of CPU, to the first batch {times[2] - times[1]:.2f}; {planned(orders)}"
     )

@@ -41,13 +41,13 @@ def opened(data: str, num_samples: int, num_chunks: int) -> StreamingDataset:
 
 def counts(mix: Mixture, name: str, share: float) -> list[tuple[float, int, int]]:
     """After each number of passes over a source: passes drawn by then, least and most often that a sample came."""
-    orders: Any = mix.orders(mix.order_settings(BATCH), mix.begun(BATCH))
-    lanes, size = orders.settings.lanes, len(mix.leaves[name])
+    orders: Any = mix.source.orders(mix.source.order_settings(BATCH), mix.source.begun(BATCH))
+    lanes, size = orders.settings.lanes, len(mix.source.leaves[name])
     begin = int(np.searchsorted(mix.names, name))
-    sizes = [len(mix.leaves[one].chunk_samples) for one in mix.names]
+    sizes = [len(mix.source.leaves[one].chunk_samples) for one in mix.names]
     first, stop = sum(sizes[:begin]), sum(sizes[: begin + 1])
     starts = np.cumsum(orders.chunk_samples) - orders.chunk_samples
-    step = BATCH // lanes if mix.batches == "one_source" else 1
+    step = BATCH // lanes if mix.source.batches == "one_source" else 1
     places = -(-int(size * max(PASSES) / share / lanes * 1.2 + 40_000 // lanes) // step) * step
     drawn = np.full((places, lanes), -1)  # the sample of the source at each position, if it is one of its own
     for lane in range(lanes):
@@ -74,7 +74,7 @@ def cell(mix: Mixture, name: str, share: float) -> str:
 
 
 def size_of(mix: Mixture, name: str) -> int:
-    return len(mix.leaves[name])
+    return len(mix.source.leaves[name])
 
 
 def table(data: str, samples: tuple[int, ...], chunks: tuple[int, ...]) -> None:

@@ -98,9 +98,9 @@ def keys_of_a_step(num_shards: int = 512) -> list[float]:
         dataset = StreamingDataset(folder)
         rows = np.arange(num_shards) * SHARD_ROWS + draw.integers(0, SHARD_ROWS, num_shards)
         times = [(time.perf_counter(), time.process_time())]
-        keys_at(dataset, rows // CHUNK_ROWS, rows % CHUNK_ROWS)
+        keys_at(dataset.source, rows // CHUNK_ROWS, rows % CHUNK_ROWS)
         times.append((time.perf_counter(), time.process_time()))
-        places_by_order(dataset, f"{SHARD_ROWS - 1:09d}")
+        places_by_order(dataset.source, f"{SHARD_ROWS - 1:09d}")
         times.append((time.perf_counter(), time.process_time()))
         return np.diff(times, axis=0).ravel().tolist()
 

@@ -73,6 +73,7 @@ from streaming import StreamingDataset
 folder, name = f"{sys.argv[1]}/index", sys.argv[2]
 begun_s = time.perf_counter()
 dataset = StreamingDataset(folder)
+dataset = getattr(dataset, "source", dataset)  # older trees had none
 opened_s, count = time.perf_counter() - begun_s, dataset.table.total_samples
 if name == "where":
     StreamingDataset(folder, where=CONDITIONS[1])

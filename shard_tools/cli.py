@@ -38,7 +38,7 @@ from shard_tools.options import (
     with_storage_options,
 )
 from shard_tools.plan_verb import plan_command
-from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.sets.bad_list import load_bad_list, records_of
 from shard_tools.sets.copy import copy
@@ -48,11 +48,11 @@ from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
 from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.verbs import ToolGroup, emit, finish
+from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
 
-_DEFAULT_MAX_BYTES = "256MB"  # takes one connection a few seconds; 100 TB make 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
 _RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
 _RESHARD_OPTIONS += ("allow_unfinished",)
@@ -84,7 +84,7 @@ def cli() -> None:
 @click.argument("source")
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
-@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option(
     "--shuffle",
@@ -220,7 +220,7 @@ def index_command(
 )
 @click.option("--write-bad", metavar="FILE", help="Write the bad samples to such a list, for reshard --drop.")
 @duplicates_option
-@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards in parallel.")
+@click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Shards in parallel.")
 @unfinished_option
 @json_option
 @with_storage_options
@@ -265,7 +265,7 @@ def verify_command(
 @cli.command("reshard")
 @click.argument("source")
 @click.argument("target")
-@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
@@ -289,11 +289,13 @@ def verify_command(
     "--memory",
     "memory_bytes",
     type=SIZE,
-    default="1GiB",
+    default=DEFAULT_MEMORY,
     show_default=True,
     help="Memory for samples in transit when the order changes; more means fewer, larger requests.",
 )
-@click.option("--workers", type=COUNT, default=8, show_default=True, help="Requests in parallel.")
+@click.option(
+    "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
+)
 @click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 @index_option
 @unfinished_option

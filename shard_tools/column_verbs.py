@@ -12,6 +12,7 @@ from shard_tools.columns.lift import lift_column
 from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
 from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
 from shard_tools.options import COUNT, SIZE, names, on_named, on_shards
+from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
 from shard_tools.verbs import emit
 from streaming.arguments import counted
@@ -51,9 +52,13 @@ def column_group() -> None:
     show_default=True,
     help="Samples without a row or value get none, or are an error.",
 )
-@click.option("--memory", "memory_bytes", type=SIZE, default="1GiB", show_default=True, help="Memory for keys.")
+@click.option("--memory", "memory_bytes", type=SIZE, default=DEFAULT_MEMORY, show_default=True, help="Memory for keys.")
 @click.option(
-    "--workers", type=COUNT, default=8, show_default=True, help="Shards that --lift or --compute reads in parallel."
+    "--workers",
+    type=COUNT,
+    default=DEFAULT_WORKERS["local"],
+    show_default=True,
+    help="Shards that --lift or --compute reads in parallel.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
 @on_named("column")

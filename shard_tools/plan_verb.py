@@ -24,6 +24,7 @@ from shard_tools.plan.sources import open_planned
 from shard_tools.plan.steps import open_run, parse_steps, show_steps
 from shard_tools.plan.view import save_plot, show_plan
 from shard_tools.verbs import emit
+from streaming.arguments import DEFAULT_MEMORY_LIMIT
 from streaming.errors import ConfigError
 from streaming.plan.schedule import Schedule
 from streaming.plan.sizes import Sizes
@@ -122,7 +123,11 @@ RAMP, OBJECT = RampType(), ObjectType()
     help="What to do with samples that do not fill the last batch.",
 )
 @click.option(
-    "--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's memory limit, per rank."
+    "--memory-limit",
+    type=SIZE,
+    default=DEFAULT_MEMORY_LIMIT,
+    show_default=True,
+    help="The loader's memory limit, per rank.",
 )
 @click.option("--state", "state_url", metavar="FILE", help="Saved state_dict (JSON) whose order --who and --when use.")
 @click.option("--step", "steps", metavar="K|A..B", help="With --who: global batch K, or those from A up to but not B.")

@@ -25,6 +25,7 @@ _FACTORS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+DEFAULT_MEMORY_LIMIT = "4GiB"  # of a rank; what `plan` computes with, too
 MAX_COUNT = 2**62
 """Limit on samples, rows and epochs: sums of two stay within 64 bits."""
 MAX_SEED = 2**64 - 1

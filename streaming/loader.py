@@ -10,18 +10,17 @@ from typing import Any, Literal
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import checks_names, seconds_or_none
+from streaming.arguments import DEFAULT_MEMORY_LIMIT, checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
+from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.options import (
-    DEFAULT_MEMORY_LIMIT,
     ELSEWHERE,
-    STREAMED,
     balanced,
     check_ordinary,
     check_streaming,
@@ -192,13 +191,13 @@ class DataLoader(DeviceMeshFetcher):
         replicas = Replicas(**{name: options[name] for name in ("replicate", "stage_fields", "sequence")})
         made = self._resolve(self._given)
         items = balanced(made, options["balance"], options["cost"], collate_fn=options["collate_fn"])
-        if not isinstance(made, STREAMED):
+        if not isinstance(made, DataSet):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)
         config = streaming_config(
-            made, mesh, replicas, num_threads=options["num_threads"], memory_limit=options["memory_limit"],
+            made.source, mesh, replicas, num_threads=options["num_threads"], memory_limit=options["memory_limit"],
             pin=page_locked, **choices,
         )  # fmt: skip
         self._stream(made, replace(config, recipe=replace(config.recipe, items=items)), timeout_s)

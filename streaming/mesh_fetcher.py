@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import (
+    DEFAULT_MEMORY_LIMIT,
     checked_int,
     checked_seconds,
     checks_names,
@@ -18,7 +19,7 @@ from streaming.arguments import (
     seconds_or_none,
     shows,
 )
-from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches, Closable, Loop
@@ -29,8 +30,6 @@ from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
 from streaming.loops.fetcher import EpochLoop
 from streaming.loops.options import (
-    STREAMED,
-    Streamed,
     no_dataset,
     refuse_what_deals,
     streaming_config,
@@ -85,14 +84,14 @@ class DeviceMeshFetcher(Closable):
 
     def __init__(
         self,
-        dataset: Streamed | Callable[[], Streamed],
+        dataset: DataSet[Any] | Callable[[], DataSet[Any]],
         batch_size: int | Schedule | None = None,
         *,
         global_batch_size: int | Schedule | None = None,
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
-        memory_limit: int | str = "4GiB",
+        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._begin(dataset, device_mesh, options_of(locals()))
@@ -124,29 +123,30 @@ class DeviceMeshFetcher(Closable):
         timeout_s = seconds_or_none("agreement_timeout", options["agreement_timeout"], NO_CHECK)
         self._shape = shape_of(options, mesh)
         made = self._resolve(self._given)
-        if not isinstance(made, STREAMED):
+        if not isinstance(made, DataSet):
             raise no_dataset(made)
         config = streaming_config(
-            made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
+            made.source, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
             jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=options["memory_limit"], pin=page_locked,
         )  # fmt: skip
         self._stream(made, config, timeout_s)
 
     def _resolve(self, dataset: Any) -> Any:
         """Return the dataset itself, calling the function that makes it if one was given."""
-        made = dataset if isinstance(dataset, STREAMED) else resolve_dataset(dataset)
+        made = dataset if isinstance(dataset, DataSet) else resolve_dataset(dataset)
         refuse_what_deals(made)
         self._given = self._dataset = made
         return made
 
-    def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
+    def _stream(self, dataset: DataSet[Any], config: LoopConfig, timeout_s: float | None) -> None:
         """Open the loop over a streamed dataset, and the check that compares it with the loops of other ranks."""
         loop: EpochLoop | StreamedLoop
-        if isinstance(dataset, StreamingDataset) and not dataset.indexed:
-            self._shape.check_one_size()
-            loop = StreamedLoop(dataset, config)
+        source = dataset.source
+        if source.indexed:
+            loop = EpochLoop(source, config)
         else:
-            loop = EpochLoop(dataset, config)
+            self._shape.check_one_size()
+            loop = StreamedLoop(source, config)
         self._loop = loop
         same: dict[str, Any] = {
             "global_batch_size": self._shape.sizes.plain,
@@ -154,7 +154,7 @@ class DeviceMeshFetcher(Closable):
         }
         if (balance := config.recipe.items.balance) is not None:
             same["balance"] = balance.how
-        self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
+        self._check = StartCheck(source, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
 
     @property

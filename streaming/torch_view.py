@@ -13,8 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checked_count, checks_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture
-from streaming.datasets.packed import Packed
+from streaming.datasets.face import DataSet
 from streaming.errors import ConfigError, StateError
 from streaming.mesh_fetcher import DeviceMeshFetcher
 from streaming.ordinary.retry import SharedLog
@@ -73,7 +72,7 @@ class TorchIterable(IterableDataset[Sample]):
                 f"TorchIterable: expected a StreamingDataset, got a {type(dataset).__name__}; "
                 + (
                     "streaming.DataLoader deals it out, and makes its batches"
-                    if isinstance(dataset, (Mixture, Packed))
+                    if isinstance(dataset, DataSet)
                     else "torch's DataLoader takes other data sets as they are, with DeviceMeshSampler as "
                     "batch_sampler="
                 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shard_tools.check.shard_check import undecodable
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
@@ -63,7 +63,7 @@ def recheck(
     storage: Storage,
     index_url: str | None = None,
     allow_unfinished: bool = False,
-    workers: int = 8,
+    workers: int = DEFAULT_WORKERS["local"],
     progress: Progress | None = None,
 ) -> RecheckReport:
     """Read the samples in a list again, check their bytes against the index, and decode every field.

@@ -10,7 +10,7 @@ from functools import partial
 
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.convert.journal import whole_journal
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
@@ -47,7 +47,7 @@ def verify(
     decode: bool = False,
     duplicate_keys: DuplicateKeys = "error",
     allow_unfinished: bool = False,
-    workers: int = 8,
+    workers: int = DEFAULT_WORKERS["local"],
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Read every byte of the shards once, and compare it with everything that the index says.

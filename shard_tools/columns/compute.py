@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from shard_tools.columns.lift import as_array, sample_table_of, samples_of
 from shard_tools.columns.target import AddReport, ColumnTarget
+from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
@@ -46,7 +47,7 @@ class ComputeOptions:
 
     fields: tuple[str, ...] | None = None
     dtype: str | None = None
-    workers: int = 8
+    workers: int = DEFAULT_WORKERS["local"]
 
 
 def compute_column(

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from shard_tools.columns.table import TableRows, open_rows
 from shard_tools.columns.target import THREADS, AddReport, ColumnTarget, Filled
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import DEFAULT_MEMORY, map_ordered
 from shard_tools.running.progress import NoProgress, Progress
-from streaming.arguments import counted
+from streaming.arguments import counted, parse_bytes
 from streaming.arrays import sums
 from streaming.errors import DataError
 from streaming.index.columns import KEY, stable_hash
@@ -49,7 +49,7 @@ class JoinOptions:
     on: str
     value: str | None = None
     missing: Missing = "null"
-    memory_bytes: int = 1 << 30
+    memory_bytes: int = parse_bytes(DEFAULT_MEMORY)
 
 
 def join_column(

@@ -12,9 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
+from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.report import Report
 from shard_tools.write.keys import wrong_names
-from streaming.arguments import counted
+from shard_tools.write.writer import DEFAULT_MAX_BYTES
+from streaming.arguments import counted, parse_bytes
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, ShardstreamError
 from streaming.plan.permutation import hash_range
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -137,10 +139,10 @@ class ShardOptions:
         overwrite: Delete the shards that the target holds.
     """
 
-    max_bytes: int = 256_000_000
+    max_bytes: int = parse_bytes(DEFAULT_MAX_BYTES)
     max_samples: int | None = None
     shuffle_seed: int | None = None
-    workers: int = 8
+    workers: int = DEFAULT_WORKERS["local"]
     overwrite: bool = False
 
     def identity(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from shard_tools.running.report import Report
 from streaming.arguments import format_bytes
 
 if TYPE_CHECKING:
-    from streaming.datasets.packed import PackCounts
+    from streaming.sources.packs import PackCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

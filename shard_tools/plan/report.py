@@ -13,7 +13,7 @@ from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
 from shard_tools.plan.packs import PackTotals
 from shard_tools.plan.shares import MixtureShares, shares_of
-from shard_tools.plan.sources import Planned, Reads, TableSet, open_planned
+from shard_tools.plan.sources import Reads, TableSet, open_planned
 from streaming.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
@@ -26,7 +26,7 @@ from streaming.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import AnySource, MixedSource
 
 MAX_SWEPT_RANKS = 4096
 """Maximum number of data ranks that are computed; of more, this many equally spaced ones. Some milliseconds each."""
@@ -268,7 +268,7 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
     return plan_opened(TableSet(table, sliced=sliced), options=options)
 
 
-def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> PlanReport:
+def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) -> PlanReport:
     """Compute which rank reads what of an opened dataset of any kind; of a mixture without end, one pass of samples.
 
     Raises:
@@ -283,7 +283,7 @@ def plan_opened(planned: Planned | TableSet | Any, *, options: PlanOptions) -> P
         plans = epoch_plans(planned.chunk_samples, order, options)
         loads = Loads(plans, Reads.of_sets(planned), _rooms(planned, options))
         return _report(planned, loads, options)
-    mixture: Mixture = planned
+    mixture: MixedSource = planned
     mixture.check_shape(options.shape)
     ledger = mixture.begun(options.shape.global_batch_size, order)
     most = max(num_samples, options.sizes.most) if mixture.is_endless else None

@@ -12,15 +12,15 @@ import numpy as np
 from shard_tools.plan.loads import Loads, RankLoad
 from shard_tools.plan.sources import Floats, Reads, sets_of
 from shard_tools.running.report import Report
-from streaming.datasets.fetch_units import divided, fitting_total
 from streaming.index.spans import SPAN_BYTES
 from streaming.mixing.forecast import Forecast, drawn_before
 from streaming.plan.ledger import Ledger
 from streaming.plan.plan import Plan
+from streaming.sources.fetch_units import divided, fitting_total
 from streaming.types import Int64Array
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import MixedSource
 
 _POINTS = 16
 """Rows at which shares are counted: the ends of equal parts of the plan."""
@@ -94,7 +94,7 @@ class MixtureShares(Report):
 
 
 def shares_of(
-    mixture: Mixture, ledger: Ledger, loads: Loads, found: Sequence[RankLoad], factor: float
+    mixture: MixedSource, ledger: Ledger, loads: Loads, found: Sequence[RankLoad], factor: float
 ) -> MixtureShares:
     """Compute the shares from a plan and the loads of its ranks.
 
@@ -145,7 +145,7 @@ def shares_of(
     )  # fmt: skip
 
 
-def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
+def _counted(loads: Loads, mixture: MixedSource, rows: Sequence[int]) -> Int64Array:
     """Count the samples of each source between the plan's first row and each of ``rows``; int64 [rows, S]."""
     counts = [drawn_before(loads.plan.orders, row) for row in rows]  # type: ignore[arg-type]  # of a mixture
     table: Int64Array = np.array([[count[name] for name in mixture.names] for count in counts], np.int64)
@@ -168,7 +168,7 @@ class _Fetched:
     live_bytes: list[int]
 
     @classmethod
-    def of(cls, mixture: Mixture, loads: Loads, found: Sequence[RankLoad]) -> _Fetched:
+    def of(cls, mixture: MixedSource, loads: Loads, found: Sequence[RankLoad]) -> _Fetched:
         count = len(mixture.names)
         requests, read = np.zeros(count), np.zeros(count)
         whole = np.bincount(mixture.source_of(np.arange(len(loads.chunk_bytes))), loads.chunk_bytes, count)
@@ -198,7 +198,7 @@ class _Exact:
     num_requests: int
 
 
-def _exact_live_bytes(mixture: Mixture, loads: Loads) -> int:
+def _exact_live_bytes(mixture: MixedSource, loads: Loads) -> int:
     """Return what the first rank would need at once with exact quotas, by the arithmetic that training obeys."""
     plan = (*loads.held, loads.plan)[0]
     made = copy.copy(mixture)
@@ -209,7 +209,7 @@ def _exact_live_bytes(mixture: Mixture, loads: Loads) -> int:
     return loads.rooms.demand(exact, 0).live_bytes
 
 
-def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
+def _exact(mixture: MixedSource, loads: Loads, drawn: Int64Array) -> _Exact:
     """Compute the cost of lanes that draw single samples of every source, in units that fit."""
     settings = loads.plan.settings
     lanes = -(-settings.lanes // loads.plan.dp_world_size)

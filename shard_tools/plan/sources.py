@@ -1,4 +1,4 @@
-"""Open the dataset of a plan, the same object that training builds; estimate what is read of its chunks."""
+"""Open the source of a plan, the same object that training reads; estimate what is read of its chunks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import Samples
-from streaming.catalog.packed import PackedSource
 from streaming.catalog.random_access import span_borders
-from streaming.catalog.source import FILTER_GAP_BYTES, ChunkSource, OfTable
+from streaming.catalog.source import FILTER_GAP_BYTES, OfTable
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.select import parse_subset
 from streaming.index.chunk_table import ChunkTable
@@ -20,11 +19,9 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.types import Int64Array, override
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import AnySource
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
-Leaf: TypeAlias = ChunkSource | PackedSource
-Planned: TypeAlias = "Leaf | Mixture"
 MIXTURE_SUFFIX = ".json"
 
 
@@ -70,8 +67,8 @@ class TableSet(OfTable):
 def open_planned(
     urls: str | Sequence[str], *, storage_options: Mapping[str, object] | None = None, subset: str | None = None,
     **options: Any,
-) -> Planned:  # fmt: skip
-    """Open the dataset that training builds: the mixture of a JSON file if that is the only URL, else a set.
+) -> AnySource:  # fmt: skip
+    """Open what training reads: the mixture of a JSON file if that is the only URL, else a set.
 
     Args:
         urls: URLs as users write them.
@@ -94,17 +91,17 @@ def open_planned(
             raise ConfigError(
                 f"--{name.replace('_', '-')}: in a mixture it belongs to each source; write it into {listed[0]}"
             )
-        return Mixture.from_file(listed[0], storage_options=storage_options)
+        return Mixture.from_file(listed[0], storage_options=storage_options).source
     if subset is not None:
         given["subset"] = parse_subset(subset)
-    made: Any = open_described({"url": listed, **given}, storage_options=storage_options)
-    if not made.indexed:
-        raise IndexMissingError(made.shards.missing_index)
-    found: Planned = made
-    return found
+    found: Any = open_described({"url": listed, **given}, storage_options=storage_options).source
+    if not found.indexed:
+        raise IndexMissingError(found.shards.missing_index)
+    planned: AnySource = found
+    return planned
 
 
-def sets_of(planned: Planned | TableSet) -> Iterator[tuple[str, Any]]:
+def sets_of(planned: AnySource | TableSet) -> Iterator[tuple[str, Any]]:
     """Yield the sets of samples or packs in the order of their chunks, with their names; that of a single one is ""."""
     leaves = getattr(planned, "leaves", None)
     yield from [("", planned)] if leaves is None else sorted(leaves.items())
@@ -162,7 +159,7 @@ class Reads:
         )
 
     @classmethod
-    def of_sets(cls, planned: Planned | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:
+    def of_sets(cls, planned: AnySource | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:
         """Estimate for all sets; the mean sample is that of the samples ``drawn`` of each."""
         sets = list(sets_of(planned))
         parts = [cls.of_set(one) for _, one in sets]

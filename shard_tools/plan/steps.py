@@ -13,7 +13,7 @@ import numpy as np
 
 from shard_tools.plan.keys import all_places, keys_of, places_by_order
 from shard_tools.plan.report import PlanOptions
-from shard_tools.plan.sources import Planned, sets_of
+from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
 from streaming.arguments import some_names
 from streaming.arrays import sums
@@ -28,7 +28,7 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
-    from streaming.datasets.mixture import Mixture
+    from streaming.sources.mixed import AnySource, MixedSource
 
 _MAX_ROWS = 1 << 20  # maximum shown at once; a larger range of steps is surely a mistake
 
@@ -132,7 +132,7 @@ class PlannedRun:
         ConfigError: An epoch would have no batch.
     """
 
-    planned: Planned
+    planned: AnySource
     state: LoaderState
     global_batch_size: int | Sizes
     num_ranks: int
@@ -150,9 +150,9 @@ class PlannedRun:
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
     @property
-    def _mixture(self) -> Mixture:
+    def _mixture(self) -> MixedSource:
         mixture: Any = self.planned
-        found: Mixture = mixture
+        found: MixedSource = mixture
         return found
 
     @cached_property
@@ -481,7 +481,7 @@ class PlannedRun:
         )  # fmt: skip
 
 
-def _check_set(planned: Planned, state: LoaderState) -> None:
+def _check_set(planned: AnySource, state: LoaderState) -> None:
     if planned.names:
         raise StateError(
             "--state: it belongs to a single data set, but a mixture was given; give the URL of that data set"
@@ -495,7 +495,7 @@ def _check_set(planned: Planned, state: LoaderState) -> None:
         )
 
 
-def _check_mixture(planned: Planned, ledger: Ledger) -> None:
+def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
     """Reject a mixture without a source about which the ledger says too little; additional sources do not matter.
 
     Raises:
@@ -528,7 +528,7 @@ def _check_mixture(planned: Planned, ledger: Ledger) -> None:
         )
 
 
-def open_run(planned: Planned, state_url: str, *, storage: Storage, options: PlanOptions) -> PlannedRun:
+def open_run(planned: AnySource, state_url: str, *, storage: Storage, options: PlanOptions) -> PlannedRun:
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:

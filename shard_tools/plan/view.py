@@ -15,8 +15,8 @@ from shard_tools.plan.loads import RankLoad
 from shard_tools.plan.report import PlanReport
 from shard_tools.plan.shares import MixtureShares
 from streaming.arguments import format_bytes
-from streaming.datasets.fetch_units import shown_total
 from streaming.errors import ConfigError
+from streaming.sources.fetch_units import shown_total
 
 _SHOWN_RANKS = 16
 _SHOWN_REPLICAS = 8

@@ -17,6 +17,8 @@ from shard_tools.running.ray_engine import RayExecutor
 ENGINES = ("local", "ray")
 DEFAULT_WORKERS = {"local": 8, "ray": 64}
 """Concurrent calls: threads of this machine; on Ray the number of CPUs, but at most this number."""
+DEFAULT_MEMORY = "1GiB"
+"""Of verbs that bring samples, or keys, into another order."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

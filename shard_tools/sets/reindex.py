@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
@@ -93,7 +93,7 @@ def index(
     *,
     storage: Storage,
     index_url: str | None = None,
-    workers: int = 8,
+    workers: int = DEFAULT_WORKERS["local"],
     force: bool = False,
     prune: bool = False,
     duplicate_keys: DuplicateKeys = "error",

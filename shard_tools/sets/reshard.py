@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from shard_tools.convert.journal import carry_notes, whole_journal
 from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
 from shard_tools.convert.records import ShardOptions, permutation
+from shard_tools.running.engine import DEFAULT_MEMORY
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import BadList, load_bad_list
 from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.sets.selection import Deduplicated, Taken, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
-from streaming.arguments import counted
+from streaming.arguments import counted, parse_bytes
 from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
 from streaming.filters.late_columns import LateColumn
@@ -67,7 +68,7 @@ class ReshardOptions(ShardOptions):
     key_prefix: str = ""
     drop: tuple[str, ...] = ()
     index_url: str | None = None
-    memory_bytes: int = 1 << 30
+    memory_bytes: int = parse_bytes(DEFAULT_MEMORY)
     allow_unfinished: bool = False
 
     def __post_init__(self) -> None:

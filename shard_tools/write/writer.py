@@ -24,6 +24,8 @@ from streaming.tar.blocks import is_meta
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 
+DEFAULT_MAX_BYTES = "256MB"
+"""Of a shard: takes one connection a few seconds; 100 TB make 400,000 objects."""
 _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")
 # A sample's pieces are joined into one buffer up to this size: fewer calls for small samples, no copies of large ones.
@@ -101,7 +103,7 @@ class ShardWriter:
         self,
         pattern: str | os.PathLike[str],
         *,
-        max_bytes: int | str = "256MB",
+        max_bytes: int | str = DEFAULT_MAX_BYTES,
         max_samples: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         index: bool | str | os.PathLike[str] = True,

@@ -13,19 +13,12 @@ import numpy as np
 
 from streaming.arguments import checks_names, is_number, shows, some_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.grouped import (
-    ELSEWHERE,
-    GroupedMixture,
-    Nulls,
-    check_dataset,
-    check_missing,
-    grouped,
-    resharding,
-)
-from streaming.datasets.mixture import Quotas
+from streaming.datasets.grouped import ELSEWHERE, GroupedSet, check_dataset
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule
+from streaming.sources.grouped import GroupedSource, Nulls, check_missing, grouped, resharding
+from streaming.sources.mixed import Quotas
 
 MAX_CLASSES = 10_000
 """Maximum number of classes. Each is a source and costs about 1 ms of CPU when an epoch starts (docs/design/0030)."""
@@ -45,7 +38,7 @@ _log = logging.getLogger("streaming")
 
 
 @checks_names(_ELSEWHERE)
-class Balanced(GroupedMixture):
+class Balanced(GroupedSet):
     """Draw from the classes of a dataset in given proportions, as with torch's ``WeightedRandomSampler``.
 
     The result is itself a dataset, for a ``DataLoader`` or a ``Mixture``, with all their promises. Each class becomes
@@ -88,7 +81,6 @@ class Balanced(GroupedMixture):
         if not isinstance(by, str) or not by:
             raise ConfigError(f"Balanced: by: expected the name of a column, got {by!r}")
         _check_choice(weights, power)
-        self.by = by
         made: list[_Classes] = []
 
         def coding(counted: Mapping[str, Counted]) -> _Classes:
@@ -96,40 +88,34 @@ class Balanced(GroupedMixture):
             made.append(_Classes(by, counted[by].values, counted[by].counts.tolist()))
             return made[-1]
 
-        grouping = grouped(dataset, "Balanced", "by", [by], coding)
-        self._classes = made[-1]
-        super().__init__(
-            dataset, grouping, dict(enumerate(self._classes.names)), self._classes.schedule(weights, power),
-            name_sources=name_sources, cure=resharding(dataset, by), quotas=quotas,
+        grouping = grouped(dataset.source, "Balanced", "by", [by], coding)
+        classes = made[-1]
+        self._source = GroupedSource(
+            dataset.source, grouping, dict(enumerate(classes.names)), classes.schedule(weights, power), kind="Balanced",
+            name_sources=name_sources, cure=resharding(dataset.source, by), quotas=quotas, by_name=classes.by_name,
         )  # fmt: skip
+        self._dataset, self._by = dataset, by
         _log.info("%s", self.shares_in_words())
 
-    def named_weights(self, weights: Any) -> dict[str, float]:
-        """See ``Mixture``: ``"balanced"``, or a dict by the values of the column, as for the constructor.
-
-        Raises:
-            ConfigError: The weights do not name exactly the classes of the column.
-        """
-        if isinstance(weights, str) and weights == "balanced":
-            weights = dict.fromkeys(self.names, 1)
-        elif isinstance(weights, Mapping):
-            weights = self._classes.named(weights)
-        return super().named_weights(weights)
+    @property
+    def by(self) -> str:
+        """The column that holds the class: ``dataset[0][balanced.by]`` where it is also a field."""
+        return self._by
 
     def shares_in_words(self) -> str:
-        """Describe the number of classes, the smallest and largest of them, and their initial shares."""
-        first: Any = self._blend.segments()[0][1]
+        """Describe the classes, the smallest and largest, and their first shares: ``print(mix.shares_in_words())``."""
+        first = self._source.weights_at(0)
         sizes, total = self.sizes, sum(first.values())
         by_size = sorted(sizes, key=sizes.__getitem__)
         shown = by_size if len(by_size) <= _SHOWN else [*by_size[: _SHOWN // 2], *by_size[-_SHOWN // 2 :]]
         said = [f"{name} of {sizes[name]:,} samples {first[name] / total:.2%}" for name in shown]
         if len(shown) < len(by_size):
             said.insert(_SHOWN // 2, f"{len(by_size) - len(shown):,} more")
-        return f"Balanced by {self.by}: {len(sizes):,} classes: {', '.join(said)}"
+        return f"Balanced by {self._by}: {len(sizes):,} classes: {', '.join(said)}"
 
     @shows
     def __repr__(self) -> str:
-        return f"Balanced({self._source_in_words()}, by {self.by})"
+        return f"Balanced({self._source.words()}, by {self._by})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,6 +167,16 @@ class _Classes:
         most = max(self.counts)
         shares = [max(round((count / most) ** (power or 0.0) * _UNIT), 1) for count in self.counts]
         return Schedule.steps({0: dict(zip(self.names, shares, strict=True))})
+
+    def by_name(self, weights: Any) -> Any:
+        """Return what a user gave to ``set_weights`` by the names of the sources, as far as it is known here.
+
+        Raises:
+            ConfigError: A dict does not name exactly the classes of the column.
+        """
+        if isinstance(weights, str) and weights == "balanced":
+            return dict.fromkeys(sorted(self.names), 1)
+        return self.named(weights) if isinstance(weights, Mapping) else weights
 
     def named(self, weights: Any) -> dict[str, float]:
         """Return weights by the values of the column as weights by source name.

@@ -15,19 +15,12 @@ import numpy.typing as npt
 
 from streaming.arguments import check_choice, checked_count, checks_names, is_list, is_number, is_whole, shows
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.grouped import (
-    ELSEWHERE,
-    GroupedMixture,
-    Nulls,
-    check_dataset,
-    check_missing,
-    grouped,
-    resharding,
-)  # fmt: skip
-from streaming.datasets.mixture import Quotas
+from streaming.datasets.grouped import ELSEWHERE, GroupedSet, check_dataset
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, numbers_of
-from streaming.plan.schedule import Schedule, value_at
+from streaming.plan.schedule import Schedule
+from streaming.sources.grouped import GroupedSource, Nulls, check_missing, grouped, resharding
+from streaming.sources.mixed import Quotas
 from streaming.types import Int64Array
 
 By: TypeAlias = Literal["percentile", "value"]
@@ -53,7 +46,7 @@ _log = logging.getLogger("streaming")
 
 
 @checks_names(_ELSEWHERE)
-class Curriculum(GroupedMixture):
+class Curriculum(GroupedSet):
     """Draw from a pool of samples that grows during the run, easy samples first, like DeepSpeed's curriculum sampler.
 
     A curriculum is itself a dataset, for a ``DataLoader`` or a ``Mixture``, with all their promises. The samples are
@@ -112,18 +105,18 @@ class Curriculum(GroupedMixture):
             made.append(_Grid(tuple(one.cut(counted[one.name]) for one in asked)))
             return made[-1]
 
-        grouping = grouped(dataset, "Curriculum", "metric", [one.name for one in asked], coding)
-        self.grid = made[-1]
+        grouping = grouped(dataset.source, "Curriculum", "metric", [one.name for one in asked], coding)
+        grid = self._grid = made[-1]
         sizes = grouping.groups.sizes
-        cells = {int(cell): self.grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
+        cells = {int(cell): grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
         if not cells:
             raise ConfigError(
                 "Curriculum: no sample of the data set has a value for the metric; add values with `shard_tools "
                 "column add`"
             )
-        pools = self.grid.pools(list(cells))
-        _check_pools(self.grid, pools)
-        _warn_if_never_open(self.grid, pools, sizes[list(cells)])
+        pools = grid.pools(list(cells))
+        _check_pools(grid, pools)
+        _warn_if_never_open(grid, pools, sizes[list(cells)])
         weights = {
             row: {
                 name: int(sizes[cell]) * int(is_open) for (cell, name), is_open in zip(cells.items(), pool, strict=True)
@@ -131,36 +124,39 @@ class Curriculum(GroupedMixture):
             for row, pool in pools
         }
         self._pools = [(row, sum(shares.values())) for row, shares in weights.items()]
-        super().__init__(
-            dataset, grouping, cells, Schedule.steps(weights), name_sources=name_sources, quotas=quotas,
-            cure=resharding(dataset, asked[0].name),
+        self._source = GroupedSource(
+            dataset.source, grouping, cells, Schedule.steps(weights), kind="Curriculum", name_sources=name_sources,
+            quotas=quotas, cure=resharding(dataset.source, asked[0].name), by_name=_as_given,
         )  # fmt: skip
+        self._dataset = dataset
         _log.info("%s", self.plan_in_words())
 
     def pool(self, row: int) -> dict[str, int]:
         """Return the buckets that are open at a row of the run, by name, and the number of samples in each.
 
+        Example: ``sum(curriculum.pool(0).values())`` samples are drawn from at first.
+
         Raises:
             ConfigError: ``row`` is not a non-negative integer.
         """
-        weights = value_at(self._blend.segments(), checked_count("Curriculum.pool: row", row))
+        weights = self._source.weights_at(checked_count("Curriculum.pool: row", row))
         return {name: int(size) for name, size in sorted(weights.items()) if size}
 
     def plan_in_words(self) -> str:
-        """Describe how the size of the pool changes over the run."""
+        """Describe how the size of the pool changes over the run: ``print(curriculum.plan_in_words())``."""
         total = sum(self.sizes.values())
         told = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
         said = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in told]
         if len(told) < len(self._pools):
             said.insert(-1, f"{len(self._pools) - len(told)} more")
-        metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
+        metrics = ", ".join(f"{one.name} by {one.by}" for one in self._grid.metrics)
         return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(said)}"
 
     @shows
     def __repr__(self) -> str:
-        metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
-        parts = [self._source_in_words(), metrics]
-        if not self._is_reweighed:
+        metrics = ", ".join(f"{one.name} by {one.by}" for one in self._grid.metrics)
+        parts = [self._source.words(), metrics]
+        if not self._source.is_reweighed:
             parts.append(f"a pool of {self._pools[0][1]:,} samples at first")
         return f"Curriculum({', '.join(parts)})"
 
@@ -309,6 +305,10 @@ class _Grid:
             if not found or (found[-1][1] != is_open).any():
                 found.append((row, is_open))
         return found
+
+
+def _as_given(weights: Any) -> Any:
+    return weights
 
 
 def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:

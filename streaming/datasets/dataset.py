@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import copy
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, SupportsIndex, get_args, overload
 
-import numpy as np
-
-from infra import MeshError, MeshFinder, agent_store
 from streaming.arguments import (
     Urls,
     check_choice,
@@ -20,29 +15,21 @@ from streaming.arguments import (
     checked_flag,
     checked_index,
     checked_limit,
-    checked_number,
     checked_path,
     checked_ratio,
     checked_urls,
     checks_names,
-    format_bytes,
     shows,
 )  # fmt: skip
-from streaming.batches.build import Items, OnError, Part, Samples
-from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
-from streaming.cache import open_cache
-from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
-from streaming.catalog.random_access import RandomAccess, Versions
-from streaming.catalog.source import ChunkSource
-from streaming.decode import DecodeSpec, resolve_decoders, with_described
-from streaming.errors import ConfigError, DecodeError
-from streaming.filters.select import Condition, narrowed
-from streaming.filters.views import asked_filter
-from streaming.index.selection import Selection
-from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
-from streaming.job.store import job_peers
+from streaming.batches.build import OnError
+from streaming.batches.draws import as_chain
+from streaming.datasets.face import DataSet, Numbers, reading
+from streaming.decode import DecodeSpec
+from streaming.errors import ConfigError
+from streaming.filters.select import Condition
+from streaming.job.foreign import UnshardedWarning
 from streaming.plan.settings import ShuffleConfig
-from streaming.storage import Storage, mirrors_of, redact
+from streaming.sources.samples import SampleSource, num_data_ranks
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 
@@ -73,7 +60,7 @@ _ELSEWHERE = {
 
 
 @checks_names(_ELSEWHERE)
-class StreamingDataset(ChunkSource):
+class StreamingDataset(DataSet[SampleSource]):
     """Read samples from WebDataset tar shards in a bucket or on disk.
 
     Opening a dataset reads its index (one file per directory of shards). Small sets without an index are indexed in
@@ -169,90 +156,70 @@ class StreamingDataset(ChunkSource):
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
         _check_given(urls, transform, on_error, duplicate_keys, storage_options)
-        self.fields = checked_fields(fields)
-        self.decode = decode
-        self.decoders = resolve_decoders(decode)
-        self.transform = transform
-        self._order_by(shuffle, seed)
-        self.duplicate_keys: DuplicateKeys = duplicate_keys
-        self.max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
-        self.on_error: OnError = on_error
-        self.max_bad_samples = checked_limit(max_bad_samples)
-        self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
-        if mirrors:
-            storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
-        self.storage = Storage(storage_options)
-        peers = job_peers(agent_store())
-        tell_of_opening_alone(peers, _num_data_ranks)
-        self.shards: OpenShards = open_shards(
-            self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys,
-            allow_unfinished=checked_flag("allow_unfinished", allow_unfinished),
+        self._source = SampleSource(
+            urls, index=checked_index(index), fields=checked_fields(fields), decode=decode, transform=transform,
+            where=where, view=view, subset=subset, exclude=exclude, shuffle=shuffle, seed=seed,
+            storage_options=storage_options, mirrors=mirrors, cache_dir=cache_dir, cache_limit=cache_limit,
+            duplicate_keys=duplicate_keys, allow_unfinished=checked_flag("allow_unfinished", allow_unfinished),
+            max_gzip_ratio=checked_ratio("max_gzip_ratio", max_gzip_ratio), on_error=on_error,
+            max_bad_samples=checked_limit(max_bad_samples),
+            bad_samples_file=checked_path("bad_samples_file", bad_samples_file),
         )  # fmt: skip
-        self.decoders = with_described(self.decoders, self.shards.types)
-        if self.fields is not None:
-            check_fields(self.storage, self.shards, self.fields, peers)
-        if isinstance(decode, Mapping):
-            check_decoded(self.storage, self.shards, list(decode), peers)
-        self.cache = open_cache(cache_dir, cache_limit)
-        asked = asked_filter(
-            self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
-        )
-        self._asked = "" if asked is None else asked.words
-        self._selection = narrowed(self.storage, self.shards, asked, peers)
         self._unsharded = UnshardedWarning()
-        self._spelt = _spelt(urls)
-        self._versions = Versions(self.shards, storage_options)
-        self._recent = RandomAccess()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
-        self._unsharded.check(_num_data_ranks)
-        return self.table.total_samples
+        """Return the number of samples.
+
+        Raises:
+            IndexMissingError: The set has no index.
+        """
+        self._unsharded.check(num_data_ranks)
+        return self._source.num_readable
+
+    @property
+    def indexed(self) -> bool:
+        """Whether there is an index; without one a set can only be streamed: ``if dataset.indexed: len(dataset)``."""
+        return self._source.indexed
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """The fields that are read, such as ``("jpg", "cls")``; None: all. ``print(dataset.fields)``."""
+        return self._source.fields
+
+    @overload
+    def __getitem__(self, index: Numbers) -> list[Sample]: ...
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Sample: ...
 
     @overload
-    def __getitem__(self, index: builtins.slice) -> StreamingDataset: ...
+    def __getitem__(self, index: builtins.slice) -> Self: ...
 
-    def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample | StreamingDataset:
+    def __getitem__(self, index: Any) -> Any:
         """Return sample number ``index`` in storage order, decoded and transformed.
 
-        Negative numbers count from the end.
+        Negative numbers count from the end. ``dataset[[3, 5]]`` is a list of samples, in this order: several numbers in
+        a list, tuple, range, array or tensor.
 
-        ``dataset[a:b]`` is a view of a range, and a dataset in its own right: it can be given to a ``DataLoader``,
-        shuffled, resumed, indexed and sliced again. Making a view reads nothing. A chunk that crosses its border is
-        fetched whole.
+        ``dataset[a:b]`` is a view of a range, ``dataset[::n]`` of every nth sample, and a dataset in its own right: it
+        can be given to a ``DataLoader``, shuffled, resumed, indexed and sliced again. Making a view reads nothing. A
+        chunk that crosses its border is fetched whole.
 
         ``transform`` gets the ``rng`` of position ``index`` in epoch 0, so the result is the same on every call.
 
-        Each sample costs one ranged GET. With a sample table, it fetches the span that holds the sample (a run of
-        records of about 64 KiB with one checksum, or a single large record); without one, the whole chunk.
+        Each sample costs one ranged GET, several of which share one if they lie close together. With a sample table, it
+        fetches the span that holds the sample (a run of records of about 64 KiB with one checksum, or a single large
+        record); without one, the whole chunk.
 
         Raises:
             IndexError: There is no such sample.
             DecodeError: The sample cannot be decoded, or ``transform`` dropped it.
-            ConfigError: The range has a step.
+            ConfigError: The range goes backwards, or ``index`` is a mask.
             IndexMissingError: The set has no index.
         """
-        if isinstance(index, builtins.slice):
-            return self._view(index)
-        return self.sample_at(checked_number(index, self.table.total_samples, "sample", "the data set has"))
+        return super().__getitem__(index)
 
-    def sample_at(self, index: int, source: str = "") -> Sample:
-        """Return sample ``index``, which must exist. In a mixture, ``source`` is this set's name there."""
-        sample = self._recent.sample(self, index)
-        if source:
-            sample["__source__"] = source
-        chain = as_chain(self.transform)
-        changed = sample if chain is None else chain(sample, BatchDraws(epoch_key(self.seed, 0), np.array([index])))
-        if changed is None:
-            raise DecodeError(
-                f"{sample['__url__']}: sample {sample['__key__']!r}: transform returned None, which drops the sample"
-            )
-        return changed
-
-    def take(self, count: int) -> StreamingDataset:
+    def take(self, count: int) -> Self:
         """Return a view of the first ``count`` samples in storage order, as in ``for sample in dataset.take(3)``.
 
         Raises:
@@ -261,17 +228,16 @@ class StreamingDataset(ChunkSource):
         """
         return self[: checked_count("take", count)]
 
-    def _view(self, wanted: builtins.slice) -> StreamingDataset:
-        first, stop, step = wanted.indices(len(self))
-        if step != 1:
-            raise ConfigError(f"dataset[{first}:{stop}:{step}]: a view is a range without a step; leave the step out")
-        return self.selecting(self.selection.between(first, stop))
-
-    def of_group(self, selected: Selection, words: str) -> StreamingDataset:
-        """Return a view of one group of this set's samples; it shares connections, cache and sample tables."""
-        made = self.selecting(selected)
-        made._asked = words
-        return made
+    def _sliced(self, wanted: builtins.slice) -> Self:
+        if wanted.step == 0:
+            raise ConfigError("dataset[::0]: expected a step of at least 1, got 0; leave it out")
+        first, stop, step = wanted.indices(self._source.num_readable)
+        if step < 0:
+            raise ConfigError(
+                f"dataset[::{step}]: a view is in storage order, but this step goes backwards; for samples in another "
+                f"order write dataset[range(len(dataset))[::{step}]], which is a list of samples"
+            )
+        return reading(self, self._source.selecting(self._source.selection.between(first, stop).every(step)))
 
     def map(self, function: Transform) -> Self:
         """Return a dataset of the same samples that also calls ``function`` on each sample.
@@ -291,50 +257,11 @@ class StreamingDataset(ChunkSource):
 
             dataset = StreamingDataset("s3://bucket/train/").map(resize).map(flip)
         """
-        made = copy.copy(self)
-        before = as_chain(self.transform)
-        made.transform = Chain((*(before.functions if before is not None else ()), function))
-        return made
-
-    def expected_samples(self, num_rows: float) -> float:
-        """See ``ShardSet``: a row is a sample."""
-        return num_rows
-
-    @property
-    def items(self) -> Items:
-        """See ``ShardSet``: a row is a sample."""
-        return Samples()
-
-    @property
-    def recipe_parts(self) -> tuple[Part, ...]:
-        """How samples are decoded and transformed; for loops."""
-        return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recent": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._recent = RandomAccess()
-
-    def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
-        """Log a warning about fields named in ``option`` that no sample of the first shard has."""
-        check_decoded(self.storage, self.shards, names, option=option)
+        return reading(self, self._source.mapped(function))
 
     @shows
     def __repr__(self) -> str:
-        parts = [self._spelt, f"{len(self.shards.urls)} shards"]
-        if self.indexed:
-            table = self.table
-            parts += [f"{len(self)} samples", format_bytes(table.total_bytes), self._asked, self.selection.words]
-        else:
-            parts.append("no index")
-        parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
-        if self.fields is not None:
-            parts.append(f"fields {', '.join(self.fields)}")
-        if self.transform is not None:
-            parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
-        return f"StreamingDataset({', '.join(filter(None, parts))})"
+        return f"StreamingDataset({self._source.words()})"
 
 
 def _check_given(
@@ -354,17 +281,3 @@ def _check_given(
             f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, got a '
             f"{type(storage_options).__name__}"
         )
-
-
-def _spelt(urls: Urls) -> str:
-    """Return the URLs as the user wrote them, shortened and without secrets."""
-    listed = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    first = "::".join(redact(part) for part in os.fspath(listed[0]).split("::")) if listed else ""
-    return first if len(listed) == 1 else f"{first} and {len(listed) - 1} more"
-
-
-def _num_data_ranks() -> int:
-    try:
-        return MeshFinder().mesh.data_world_size
-    except MeshError:  # the loader reports this in detail
-        return 1

@@ -32,6 +32,7 @@ class Selection(ABC):
 
         s.over(a).over(b) = s.over(b)      other rows, the same samples and identity
         s.between(a, b).between(c, d) = s.between(a + c, a + d)      for d <= b - a
+        s.every(n).every(m) = s.every(n * m)
         s.mask(shard)[s.samples(first, stop)] is True for the rows of this shard, and all else False
 
     Attributes:
@@ -87,6 +88,10 @@ class Selection(ABC):
     @abstractmethod
     def between(self, first: int, stop: int) -> Selection:
         """Return samples ``[first, stop)`` of these."""
+
+    def every(self, step: int) -> Selection:
+        """Return the first of these samples and every ``step``-th one after it."""
+        return self if step == 1 else Every.of(self, step)
 
     def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as filters need it
         """Return how many samples after the ``first_sample`` of its row the sample at each offset is, int64 [n]."""
@@ -236,8 +241,7 @@ class Chosen(Selection):
 
     def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
         """See ``Selection``."""
-        before = sums(self.whole.num_samples)
-        return before[self.rows[stops - 1] + 1] - before[self.rows[firsts]]
+        return _stored_in_runs(self.whole, self.rows, firsts, stops)
 
     def between(self, first: int, stop: int) -> Self:
         """See ``Selection``."""
@@ -321,6 +325,100 @@ class Member(Chosen):
         """See ``Selection``."""
         place = int(self.groups.shard_places[shard])
         found: npt.NDArray[np.bool_] = self.groups.codes[place + first : place + stop] == self.number
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Every(Selection):
+    """Every ``step``-th sample of another selection, from its first to its last one.
+
+    Attributes:
+        base: The other selection.
+        at: int64 [C], row of ``base.table`` that is each row of ``table``.
+        begins: int64 [C], number among the samples of ``base`` of the first one in each row that is in this selection,
+            counted from the first of the row.
+        leads: int64 [C], samples of each row before the first one of ``base``.
+    """
+
+    base: Selection
+    step: int
+    at: Int64Array = field(repr=False)
+    rows: Int64Array = field(repr=False)
+    begins: Int64Array = field(repr=False)
+    leads: Int64Array = field(repr=False)
+
+    @classmethod
+    def of(cls, base: Selection, step: int) -> Every:
+        """Return every ``step``-th sample of a selection that is not one of these."""
+        total = base.table.total_samples
+        base = base.between(0, total if total == 0 else total - (total - 1) % step)
+        starts = sums(base.table.num_samples)
+        ranks = -(-starts // step)  # of the first sample at or behind each row's start
+        at = np.flatnonzero(np.diff(ranks))
+        rows = np.asarray(base.rows, np.int64)[at]
+        return cls(
+            chunks=base.chunks, whole=base.whole, base=base, step=step, at=at, rows=rows,
+            table=base.whole.rows(rows, np.diff(ranks)[at]), begins=ranks[at] * step - starts[at],
+            leads=base.table.first_sample[at].astype(np.int64) - base.whole.first_sample[rows],
+        )  # fmt: skip
+
+    @property
+    def can_be_cut(self) -> bool:  # type: ignore[override]
+        """See ``Selection``."""
+        return self.base.can_be_cut
+
+    @property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        return f"{self.base.identity};every={self.step}"
+
+    @property
+    def filter(self) -> str:
+        """See ``Selection``."""
+        return self.identity
+
+    @property
+    def words(self) -> str:
+        """See ``Selection``."""
+        return ", ".join(filter(None, [self.base.words, f"step {self.step}"]))
+
+    @cached_property
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``."""
+        return self.whole.num_samples[self.rows]
+
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        return _stored_in_runs(self.whole, self.rows, firsts, stops)
+
+    def over(self, whole: ChunkTable) -> Selection:
+        """See ``Selection``."""
+        return self.base.over(whole).every(self.step)
+
+    def between(self, first: int, stop: int) -> Selection:
+        """See ``Selection``."""
+        low, high = first * self.step, (stop - 1) * self.step + 1
+        return self.base.between(low, max(low, high)).every(self.step)
+
+    def every(self, step: int) -> Selection:
+        """See ``Selection``."""
+        return self.base.every(self.step * step)
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        return self.leads[rows] + self.base.inside(self.at[rows], self.begins[rows] + offsets * self.step)
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Selection``."""
+        low, high = self.table.rows_of(shard)
+        firsts = self.table.first_sample[low:high]
+        low, high = (
+            low + max(int(np.searchsorted(firsts, first, side="right")) - 1, 0),
+            low + int(np.searchsorted(firsts, stop)),
+        )
+        numbers = self.samples(low, max(low, high))
+        found = np.zeros(stop - first, np.bool_)
+        found[numbers[(numbers >= first) & (numbers < stop)] - first] = True
         return found
 
 
@@ -450,6 +548,12 @@ class SampleGroups:
         counts = counts.reshape(len(chunks), num_groups + 1)[:, :num_groups]
         at, group = np.nonzero(counts)
         return at + chunks.start, group, counts[at, group]
+
+
+def _stored_in_runs(whole: ChunkTable, rows: Int64Array, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+    """Return the samples in the bytes from one of some rows of a table to another, int64 [n]."""
+    before = sums(whole.num_samples)
+    return before[rows[stops - 1] + 1] - before[rows[firsts]]
 
 
 def _blocks(num_chunks: int, num_groups: int) -> list[range]:

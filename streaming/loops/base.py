@@ -29,6 +29,7 @@ from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import Replicas
+from streaming.types import override
 
 _Contents = TypeVar("_Contents", bound=Contents)
 _log = logging.getLogger(__name__)
@@ -192,8 +193,8 @@ class BaseLoop(Loop, Generic[_Contents]):
     def _start(self, place: Place) -> Run:
         """Start producing the epoch's batches from ``place`` on, in ``order``."""
 
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
-        """See ``Loop``."""
         if seed is not None:
             self.order, self._seeded_at = replace(self.order, seed=seed), place
         self._follow_changes()

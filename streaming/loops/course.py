@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from infra import DeviceMesh
 from streaming.arguments import checked_int, format_bytes, some_names
-from streaming.datasets.mixture import Mixture
+from streaming.datasets.face import reading
 from streaming.engine.source import Source
 from streaming.epochs.iterator import NO_SOURCES_SEEN, NO_SOURCES_WEIGHED, Run
 from streaming.epochs.position import Place
@@ -30,6 +30,8 @@ from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
+from streaming.sources.mixed import MixedSource
+from streaming.types import override
 
 _PASSES_TOLD = 6
 """Number of passes named in the log line at the start; later ones follow from them."""
@@ -145,7 +147,7 @@ def course_of(source: Source, shape: Shape) -> Course:
     Raises:
         ConfigError: Batches of one source each are not possible with this shape.
     """
-    return Mixed(source, shape) if isinstance(source, Mixture) else Single(source)
+    return Mixed(source, shape) if isinstance(source, MixedSource) else Single(source)
 
 
 class Single(Course):
@@ -155,16 +157,16 @@ class Single(Course):
         self.source = source
         self.num_samples = self.samples_per_pass = int(source.chunk_samples.sum())
 
+    @override
     def orders(self, settings: OrderSettings) -> Orders:
-        """See ``Course``."""
         return self.source.orders(settings)
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See ``Course``."""
         return {"fingerprint": self.source.fingerprint, "num_samples": self.samples_per_pass, "ledger": None}
 
-    def restored(self, state: LoaderState, row: int) -> Course:  # noqa: ARG002  nothing changes on the way
-        """See ``Course``."""
+    @override
+    def restored(self, state: LoaderState, row: int) -> Course:
         if state.ledger is not None:
             raise StateError(
                 f"this state belongs to a mixture of {', '.join(state.ledger.sources)}, but this loader reads a single "
@@ -197,8 +199,8 @@ class Mixed(Course):
         ConfigError: Batches of one source each are not possible with this shape.
     """
 
-    def __init__(self, mixture: Mixture, shape: Shape) -> None:
-        self.source: Mixture = mixture
+    def __init__(self, mixture: MixedSource, shape: Shape) -> None:
+        self.source: MixedSource = mixture
         self._now = mixture
         self._sizes = shape.sizes
         mixture.check_shape(shape)
@@ -207,16 +209,16 @@ class Mixed(Course):
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
         self.num_samples = int(mixture.chunk_samples.sum())
-        if quotas is not None and self.samples_per_pass < len(mixture):
+        if quotas is not None and self.samples_per_pass < mixture.num_readable:
             _log.info(
                 'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
-                "each source comes first in the next epoch", self.samples_per_pass, len(mixture),
+                "each source comes first in the next epoch", self.samples_per_pass, mixture.num_readable,
             )  # fmt: skip
         self._has_begun = False
         self._orders: Orders | None = None
         self._running: Callable[[], ReplannedRun | None] = lambda: None
 
-    def _with(self, mixture: Mixture, ledger: Ledger, orders: Orders | None) -> Self:
+    def _with(self, mixture: MixedSource, ledger: Ledger, orders: Orders | None) -> Self:
         """Return the course with another ledger, perhaps with other fetch units."""
         made = copy(self)
         made.source, made.ledger, made._orders, made._now = mixture, ledger, orders, mixture.weighed_as(ledger)
@@ -228,12 +230,12 @@ class Mixed(Course):
             self._orders = self.source.orders(settings, self.ledger)
         return self._orders
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See ``Course``."""
         return {"fingerprint": self.source.fingerprint, "num_samples": self.num_samples, "ledger": self.ledger}
 
+    @override
     def restored(self, state: LoaderState, row: int) -> Course:
-        """See ``Course``."""
         if state.ledger is None:
             raise StateError(
                 "this state belongs to a single data set, but this loader reads a mixture; load it into a loader over "
@@ -251,12 +253,12 @@ class Mixed(Course):
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         return self if ledger == self.ledger and mixture is self.source else self._with(mixture, ledger, None)
 
-    def now_read(self, dataset: Any) -> Any:  # noqa: ARG002  this one knows what applies
-        """See ``Course``."""
-        return self._now
+    @override
+    def now_read(self, dataset: Any) -> Any:
+        return reading(dataset, self._now)
 
+    @override
     def saying(self, weights: Any, at: Any) -> Callable[[int], Facts]:
-        """See ``Course``."""
         return partial(self._said, weights, at)
 
     def _said(self, weights: Any, at: Any, row: int) -> Facts:
@@ -265,8 +267,8 @@ class Mixed(Course):
         at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
         return {"weights": plain, "at": at, "row": row}
 
+    @override
     def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> Course:
-        """See ``Course``."""
         (first, said), *others = told.items()
         weights, at = said["weights"], said["at"]
         for rank, one in others:
@@ -295,37 +297,37 @@ class Mixed(Course):
         orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
         return self._with(self.source, _with_laid(self.source, ledger, lambda: orders), orders)
 
+    @override
     def tell_change(self, told: Mapping[int, Facts], row: int, settings: OrderSettings) -> int:
-        """See ``Course``."""
         weights, start = next(iter(told.values()))["weights"], self.ledger.last.start
         step = f", step {-(-start // self._sizes.at(0)):,}" if self._sizes.is_constant else ""
         _log.info("set_weights: %s from row %d%s on, %d rows from here", weights, start, step, start - row)
         _tell_overlapping(self.source, self.ledger, settings)
         return start
 
+    @override
     def succeeding(self, other: Course, state: LoaderState, row: int) -> Course:
-        """See ``Course``."""
         return self.restored(state, row) if isinstance(other, Mixed) and other.ledger.is_changed else self
 
+    @override
     def replannable(self, run: Run, plan: Plan) -> Run:
-        """See ``Course``."""
         if not self.source.is_endless:
             return run
         replanned = ReplannedRun(run, plan)
         self._running = weakref.ref(replanned)
         return replanned
 
+    @override
     def held(self, otherwise: Place) -> AbstractContextManager[Held]:
-        """See ``Course``."""
         run = self._running()
         return nullcontext(NothingHeld(otherwise)) if run is None or run.is_closed else run.held()
 
+    @override
     def allowed_bad(self, row: int, num_samples: int) -> Callable[[float], Mapping[str, int] | None]:
-        """See ``Course``."""
         return partial(self.source.bad_limits, self.ledger, row, num_samples)
 
+    @override
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
-        """See ``Course``."""
         passes, units = self.source.forecast(self.ledger).passes, self.source.units_per_sample
         orders: Any = self.orders(settings)
         found: dict[str, dict[str, float]] = {}
@@ -404,7 +406,7 @@ def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
     return together, board is not None or mesh.world_size == 1
 
 
-def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+def resumed(mixture: MixedSource, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
     """Return the ledger of a run over a mixture that continues at ``row``; log once what changes.
 
     Raises:
@@ -434,7 +436,7 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
     return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
 
 
-def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings) -> None:
+def _tell_overlapping(mixture: MixedSource, ledger: Ledger, settings: OrderSettings) -> None:
     """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes."""
     names = mixture.overlapping(ledger, settings)
     if names:
@@ -445,13 +447,13 @@ def _tell_overlapping(mixture: Mixture, ledger: Ledger, settings: OrderSettings)
         )  # fmt: skip
 
 
-def in_words(mixture: Mixture) -> str:
+def in_words(mixture: MixedSource) -> str:
     """Describe the fetch units of a mixture."""
     sizes = [f"{name} {format_bytes(size)}" for name, size in mixture.fetch_bytes.items()]
     return some_names([*sizes, *(["whole chunks of the others"] if len(sizes) < len(mixture.names) else [])])
 
 
-def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
+def _with_laid(mixture: MixedSource, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
     """Record in a ledger's last entry what sources without weight have laid out, so that they can be dropped later.
 
     Args:

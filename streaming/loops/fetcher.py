@@ -37,6 +37,7 @@ from streaming.plan.state import LoaderState
 from streaming.replicas.exchange import RowExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
+from streaming.types import override
 
 _log = logging.getLogger(__name__)
 
@@ -133,12 +134,12 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """See ``DataLoader.seen``."""
         return self.course.seen(self.order, self.row_of(self.position.place))
 
+    @override
     def now_read(self, dataset: Any) -> Any:
-        """See ``Loop``."""
         return self.course.now_read(dataset)
 
+    @override
     def outlook(self, place: Place) -> str:
-        """See ``Loop``."""
         return self.course.what_follows(self.row_of(place))
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
@@ -196,8 +197,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """See ``Loop``; with a schedule of batch sizes, the number in the current epoch."""
         return self.left_behind(Place(epoch=self.position.epoch, samples_seen=samples_seen))
 
+    @override
     def left_behind(self, place: Place) -> int:
-        """See ``Loop``."""
         left = self.samples_per_epoch - place.samples_seen
         return self.shape.sizes.batches(self.row_of(place), left, self.shape.last_batch)
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import MOST_BUILDERS, checked_flag, checked_int, checked_memory_limit, option_names
+from streaming.arguments import (
+    DEFAULT_MEMORY_LIMIT,
+    MOST_BUILDERS,
+    checked_flag,
+    checked_int,
+    checked_memory_limit,
+    option_names,
+)
 from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture
-from streaming.datasets.packed import Packed
+from streaming.datasets.face import DataSet
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import LoopConfig
@@ -23,12 +29,11 @@ from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
+from streaming.sources.mixed import AnySource
+from streaming.sources.samples import SampleSource
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
-DEFAULT_MEMORY_LIMIT = "4GiB"
-Streamed: TypeAlias = StreamingDataset | Mixture | Packed
-STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself, each to one rank, in an order that resumes from a state_dict. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
@@ -137,7 +142,7 @@ def check_ordinary(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: {why}")
 
 
-def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
+def check_streaming(options: Mapping[str, Any], dataset: DataSet[Any]) -> None:
     """Accept options of ordinary datasets if they ask for what a ``StreamingDataset`` does anyway.
 
     Raises:
@@ -156,7 +161,7 @@ def balanced(dataset: object, balance: Any, cost: Any, *, collate_fn: object) ->
     Raises:
         ConfigError: An option is invalid, or does not go with the dataset or another option.
     """
-    items = dataset.items if isinstance(dataset, STREAMED) else Samples()
+    items: Items = dataset.source.items if isinstance(dataset, DataSet) else Samples()
     if balance is not None:
         return items.balanced(BalanceRules(how=balance, cost=cost), dataset=dataset, collate_fn=collate_fn)
     if cost is not None:
@@ -164,7 +169,7 @@ def balanced(dataset: object, balance: Any, cost: Any, *, collate_fn: object) ->
     return items
 
 
-def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
+def check_jagged(recipe: Recipe, dataset: AnySource) -> None:
     """Refuse jagged fields that nobody reads; warn about fields that shards do not seem to have.
 
     Raises:
@@ -177,12 +182,12 @@ def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
         raise ConfigError(
             f"jagged: field {unread[0]!r} is not among the fields read, fields={recipe.fields}; add it there"
         )
-    if isinstance(dataset, StreamingDataset):
+    if isinstance(dataset, SampleSource):
         dataset.warn_of_names(tuple(recipe.jagged), option="jagged")
 
 
 def streaming_config(
-    dataset: Streamed, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
+    dataset: AnySource, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
     num_workers: int, num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
     jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
     pin: Callable[[Any], Any],
@@ -243,7 +248,7 @@ def refuse_what_deals(made: Any) -> None:
             f"{what} a {type(made).__name__}, whose batches are already split over the ranks and would be split again. "
             "Give its data set: DataLoader(loader.dataset, …), or iterate over it as it is"
         )
-    if isinstance(made, (list, tuple)) and made and isinstance(made[0], STREAMED):
+    if isinstance(made, (list, tuple)) and made and isinstance(made[0], DataSet):
         raise ConfigError(
             f"{what} a {type(made).__name__} of {len(made)}; name them and mix them, by size or with weights=: "
             'Mixture({"web": web, "code": code})'

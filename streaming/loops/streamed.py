@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from streaming.datasets.dataset import StreamingDataset
 from streaming.engine.builders import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
@@ -20,6 +19,8 @@ from streaming.metrics import Metrics
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
+from streaming.sources.samples import SampleSource
+from streaming.types import override
 
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set of unknown size; its bytes are limited to half of memory_limit."""
@@ -56,7 +57,7 @@ class StreamedLoop(BaseLoop[_Window]):
 
     no_remesh = "without an index an epoch cannot continue on other ranks. Index the shards: shard_tools index URL"
 
-    def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
+    def __init__(self, dataset: SampleSource, config: LoopConfig) -> None:
         if config.shape.epoch_size is None:
             raise ConfigError(
                 f"{dataset.shards.missing_index}. Without an index the set can only be streamed shard after shard, and "
@@ -98,8 +99,8 @@ class StreamedLoop(BaseLoop[_Window]):
         """Fingerprint of the shards, and of the number of ranks if the order does not include it."""
         return self._shards if self.order.shuffle else f"{self._shards}@{self.shape.num_ranks}"
 
+    @override
     def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``."""
         return self.shape.batches_in(self._size - samples_seen)
 
     def state(self) -> LoaderState:

@@ -21,7 +21,7 @@ from streaming.errors import MemoryLimitError
 from streaming.plan import memory as budget
 from streaming.plan.memory import Budget
 from streaming.plan.plan import Plan
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 
 class Chunks(Protocol):
@@ -142,18 +142,18 @@ class KeptDemand(Demand):
     """All chunks of a small set: what is needed at once does not matter."""
 
     @cached_property
+    @override
     def live_bytes(self) -> int:
-        """See ``Demand``."""
         return self.plan.live_bytes(self.rooms.room_bytes, self.dp_rank)
 
     @property
+    @override
     def limit_bytes(self) -> int:
-        """See ``Demand``."""
         return self.rooms.memory.with_read_ahead(self.rooms.all_bytes)
 
     @property
+    @override
     def retains(self) -> bool:
-        """See ``Demand``."""
         return True
 
     def check(self, *, resumed: bool = False) -> None:
@@ -173,12 +173,12 @@ class SlicesDemand(Demand):
         return budget.slices_bytes(self.plan, rooms.room_bytes, spans, rooms.memory)
 
     @property
+    @override
     def limit_bytes(self) -> int:
-        """See ``Demand``."""
         return self.rooms.memory.chunks_bytes
 
-    def check(self, *, resumed: bool = False) -> None:  # noqa: ARG002  storage order has no lanes
-        """See ``Demand``."""
+    @override
+    def check(self, *, resumed: bool = False) -> None:
         memory, num_bytes = self.rooms.memory, self.live_bytes
         if num_bytes > memory.chunks_bytes:
             raise MemoryLimitError(
@@ -208,27 +208,27 @@ class LiveDemand(Demand):
         return plan.live_bytes(sizes, dp_rank), dict(zip(needed.tolist(), read_bytes.tolist(), strict=True))
 
     @property
+    @override
     def live_bytes(self) -> int:
-        """See ``Demand``."""
         return self._live[0]
 
     @property
+    @override
     def pieces(self) -> Mapping[int, int]:
-        """See ``Demand``."""
         return self._live[1]
 
     @property
+    @override
     def limit_bytes(self) -> int:
-        """See ``Demand``."""
         return self.rooms.memory.with_read_ahead(self.live_bytes)
 
     @cached_property
+    @override
     def retains(self) -> bool:
-        """See ``Demand``."""
         return self.limit_bytes >= int(self.rooms.room_bytes[self.plan.rank_chunks(self.dp_rank)].sum())
 
+    @override
     def check(self, *, resumed: bool = False) -> None:
-        """See ``Demand``."""
         memory, plan, room_bytes = self.rooms.memory, self.plan, self.rooms.room_bytes
         if self.live_bytes <= memory.chunks_bytes:
             return

@@ -213,12 +213,12 @@ def damaged(tmp_path: Path) -> tuple[SampleSet, set[str]]:
     """202 samples; one bit of a payload in shard 4 is flipped after indexing. Also: the keys of the chunk it is in."""
     samples = write_set(tmp_path / "train", chunk_samples=4)
     dataset = samples.open()
-    (chunk, *_) = np.flatnonzero(dataset.table.shard == 4)[5:].tolist()
-    wanted = dataset.chunk(chunk)
+    (chunk, *_) = np.flatnonzero(dataset.source.table.shard == 4)[5:].tolist()
+    wanted = dataset.source.chunk(chunk)
     data = bytearray(Path(wanted.url).read_bytes())
     data[wanted.byte_start + 512] ^= 4  # the first byte of the first member's payload, or its padding
     Path(wanted.url).write_bytes(data)
-    first = int(dataset.table.num_samples[:chunk].sum())
+    first = int(dataset.source.table.num_samples[:chunk].sum())
     return samples, set(samples.keys[first : first + wanted.num_samples])
 
 
@@ -283,7 +283,7 @@ def test_a_damaged_chunk_is_masked(damaged: tuple[SampleSet, set[str]]) -> None:
 def test_bytes_that_come_wrong_once_are_read_again(tmp_path: Path) -> None:
     samples = write_set(tmp_path)
     dataset = samples.open()
-    read_into, seen = dataset.storage.read_into, Counter[tuple[str, int]]()
+    read_into, seen = dataset.source.storage.read_into, Counter[tuple[str, int]]()
 
     def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
         read_into(url, start, out, **how)
@@ -291,7 +291,7 @@ def test_bytes_that_come_wrong_once_are_read_again(tmp_path: Path) -> None:
         if seen[url, start] == 1:
             out[600] ^= 255
 
-    dataset.storage.read_into = unreliable  # type: ignore[method-assign]
+    dataset.source.storage.read_into = unreliable  # type: ignore[method-assign]
     (batches,) = play(dataset, 1, global_batch_size=24, last_batch="partial")
     assert sorted(key for batch in batches for key in batch) == sorted(samples.keys)
     assert set(seen.values()) == {2}
@@ -310,11 +310,11 @@ def test_what_damage_costs(damaged: tuple[SampleSet, set[str]]) -> None:
 
         return recorded
 
-    dataset.fetch_unit = recording(dataset.fetch_unit)  # type: ignore[method-assign]
+    dataset.source.fetch_unit = recording(dataset.source.fetch_unit)  # type: ignore[method-assign]
     with DataLoader(dataset, batch_size=24, last_batch="partial", device_mesh=mesh_of(1, 0)) as loader:
         for _ in loader:
             pass
-    assert len(asked) <= dataset.table.num_chunks + 2 * len(lost)
+    assert len(asked) <= dataset.source.table.num_chunks + 2 * len(lost)
 
 
 # Fields that only some samples have

@@ -140,13 +140,13 @@ def test_damage_costs_one_more_read(damaged: tuple[Path, set[int]], world_size: 
     directory, lost = damaged
     dataset = open_at(directory, max_bad_samples=len(lost), shuffle=shuffle)
     asked = Counter[tuple[str, int]]()
-    read_into = dataset.storage.read_into
+    read_into = dataset.source.storage.read_into
 
     def counted(url: str, start: int, out: memoryview, **how: bool) -> None:
         asked[url, start] += 1
         read_into(url, start, out, **how)
 
-    dataset.storage.read_into = counted  # type: ignore[method-assign]
+    dataset.source.storage.read_into = counted  # type: ignore[method-assign]
     extra = []
     for loader in loaders(dataset, world_size, **OPTIONS):
         asked.clear()
@@ -156,7 +156,7 @@ def test_damage_costs_one_more_read(damaged: tuple[Path, set[int]], world_size: 
     assert 1 in extra
     assert set(extra) <= {0, 1}
     if world_size == 1:
-        assert loader.metrics()["fetched_chunks"] == dataset.table.num_chunks
+        assert loader.metrics()["fetched_chunks"] == dataset.source.table.num_chunks
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -264,7 +264,7 @@ def test_map_chains_and_leaves_the_data_set_as_it_is(tmp_path: Any) -> None:
     samples = write_set(tmp_path, (12,))
     base = samples.open(shuffle=False)
     mapped = base.map(functools.partial(plus, amount=100)).map(noted).map(noted)
-    assert (base.transform, base[3]["cls"]) == (None, 3)
+    assert (base.source.transform, base[3]["cls"]) == (None, 3)
     one = pickle.loads(pickle.dumps(mapped))
     for dataset in (mapped, one):
         assert dataset[3]["cls"] == 103
@@ -272,8 +272,8 @@ def test_map_chains_and_leaves_the_data_set_as_it_is(tmp_path: Any) -> None:
     drawn = mapped[3]["drawn"]
     assert one[3]["drawn"] == mapped[3]["drawn"] == drawn
     assert samples.open(transform=noted)[3]["drawn"] == base.map(noted)[3]["drawn"]
-    assert mapped.table is base.table
-    assert mapped.storage is base.storage
+    assert mapped.source.table is base.source.table
+    assert mapped.source.storage is base.source.storage
     with DataLoader(mapped, batch_size=12, device_mesh=mesh_of(1, 0)) as loader:
         (batch,) = loader
         state = loader.state_dict()

@@ -106,13 +106,13 @@ def play(dataset: StreamingDataset, world_size: int, **options: Any) -> list[lis
 def read_bytes(dataset: StreamingDataset) -> list[tuple[str, int, int]]:
     """Wraps the data set's storage; URL, first byte and number of bytes of each read of a shard so far."""
     reads: list[tuple[str, int, int]] = []
-    read_into = dataset.storage.read_into
+    read_into = dataset.source.storage.read_into
 
     def counted(url: str, start: int, out: memoryview, **how: bool) -> None:
         reads.append((url, start, len(out)))
         read_into(url, start, out, **how)
 
-    dataset.storage.read_into = counted  # type: ignore[method-assign]
+    dataset.source.storage.read_into = counted  # type: ignore[method-assign]
     return reads
 
 
@@ -230,7 +230,7 @@ def test_bytes_at_the_server(mini_s3: MiniS3Server) -> None:
         gets = data_gets(mini_s3.log(), f"{url}/")
         totals.append((len(gets), sum(int(str(get["bytes"])) for get in gets)))
     assert totals[0][1] > 32_000_000
-    assert totals[1][0] <= 16 + dataset.table.num_chunks  # each caption with the headers around it
+    assert totals[1][0] <= 16 + dataset.source.table.num_chunks  # each caption with the headers around it
     assert totals[1][1] < 16 * 4096
     mini_s3.clear_log()
     assert dataset[5]["txt"] == "caption 5" * 10
@@ -245,7 +245,9 @@ def test_small_samples_are_read_whole_and_without_a_look_at_the_sample_tables(tm
     shutil.rmtree(tmp_path / "_shardstream" / "samples")
     with DataLoader(dataset, batch_size=50, device_mesh=mesh_of(1, 0)) as loader:
         assert sorted(int(label) for batch in loader for label in batch["cls"]) == list(range(500))
-        assert loader.metrics()["fetched_bytes"] == int((dataset.table.byte_end - dataset.table.byte_start).sum())
+        assert loader.metrics()["fetched_bytes"] == int(
+            (dataset.source.table.byte_end - dataset.source.table.byte_start).sum()
+        )
 
 
 def test_an_older_index_reads_whole_chunks(videos: str, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_an_older_index_reads_whole_chunks(videos: str, tmp_path: Path) -> None:
     dataset = StreamingDataset(f"{tmp_path}/set/", fields=("txt",), max_bad_samples=0)
     reads = read_bytes(dataset)
     play(dataset, 1)
-    assert sum(size for *_, size in reads) == int((dataset.table.byte_end - dataset.table.byte_start).sum())
+    assert sum(size for *_, size in reads) == int(dataset.source.chunk_bytes.sum())
 
 
 # Every byte checked
@@ -322,7 +324,7 @@ def test_damage_counts_where_it_is_delivered(
 
 def test_bytes_that_come_wrong_once_are_read_again(videos: str) -> None:
     dataset = StreamingDataset(videos, fields=("txt",), shuffle=False, max_bad_samples=0)
-    read_into, seen = dataset.storage.read_into, set[int]()
+    read_into, seen = dataset.source.storage.read_into, set[int]()
 
     def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
         read_into(url, start, out, **how)
@@ -330,7 +332,7 @@ def test_bytes_that_come_wrong_once_are_read_again(videos: str) -> None:
             out[:] = bytes(len(out))
         seen.add(start)
 
-    dataset.storage.read_into = unreliable  # type: ignore[method-assign]
+    dataset.source.storage.read_into = unreliable  # type: ignore[method-assign]
     play(dataset, 1)
 
 
@@ -349,7 +351,7 @@ def test_chunks_take_the_room_that_their_pieces_need(videos: str) -> None:
         for _ in range(2):
             assert sum(len(rows_of(batch, ("txt",))) for batch in loader) == NUM
         assert loader.metrics()["arena_peak_bytes"] <= 6_000_000
-    assert int(dataset.unit_bytes(np.arange(dataset.table.num_chunks)).sum()) < 1_000_000
+    assert int(dataset.source.unit_bytes(np.arange(dataset.source.table.num_chunks)).sum()) < 1_000_000
 
 
 def test_captions_beside_large_members_need_room_for_captions_alone(tmp_path: Path) -> None:
@@ -368,10 +370,10 @@ def test_captions_beside_large_members_need_room_for_captions_alone(tmp_path: Pa
                 ]
                 assert sorted(rows) == [(f"{number:05d}", f"caption {number}".encode()) for number in range(12)]
             assert loader.metrics()["arena_peak_bytes"] <= 786_432
-    (size,) = dataset.unit_bytes(np.array([0])).tolist()
+    (size,) = dataset.source.unit_bytes(np.array([0])).tolist()
     shutil.rmtree(tmp_path / "_shardstream" / "samples")
     with (
         memoryview(bytearray(size)) as out,
         pytest.raises(IndexMismatchError, match="sample table existed when the epoch began"),
     ):
-        other.fetch_unit(other.chunk(0), out)
+        other.source.fetch_unit(other.source.chunk(0), out)

@@ -119,18 +119,18 @@ def test_a_filtered_epoch_is_the_kept_samples(data: str, shuffle: bool, world_si
 def test_chunks_of_which_nothing_is_kept_are_not_fetched(small_chunks: str, shuffle: bool) -> None:
     dataset = StreamingDataset(small_chunks, where="__key__ < '00021' or hash(__key__) % 20 = 3", shuffle=shuffle)
     reads: list[int] = []
-    fetch = dataset.fetch_unit
-    dataset.fetch_unit = lambda wanted, out: (reads.append(wanted.first_sample), fetch(wanted, out))[1]  # type: ignore[method-assign]
+    fetch = dataset.source.fetch_unit
+    dataset.source.fetch_unit = lambda wanted, out: (reads.append(wanted.first_sample), fetch(wanted, out))[1]  # type: ignore[method-assign]
     ranks = keys_of(dataset, 2, num_workers=0)
     whole = StreamingDataset(small_chunks, decode=None)
     by_hand = [sample["__key__"] for sample in (whole[i] for i in range(len(whole)))]
     kept = [dataset[i]["__key__"] for i in range(len(dataset))]
     assert sorted(flat(ranks)) == kept == [key for key in by_hand if key in set(kept)]
     assert kept[:21] == by_hand[:21]
-    assert dataset.table.num_chunks < whole.table.num_chunks
-    empty = set(whole.table.first_sample.tolist()) - set(dataset.table.first_sample.tolist())
+    assert dataset.source.table.num_chunks < whole.source.table.num_chunks
+    empty = set(whole.source.table.first_sample.tolist()) - set(dataset.source.table.first_sample.tolist())
     assert not empty & set(reads)
-    assert (dataset.table.num_samples > 0).all()
+    assert (dataset.source.table.num_samples > 0).all()
 
 
 def test_random_access_ranges_take_map_and_copies(data: str) -> None:
@@ -502,9 +502,12 @@ def test_of_pieces_that_a_filter_reads_a_damaged_sample_alone_is_lost(tmp_path: 
         content[content.index(lost.to_bytes(4, "little") * 100) + 40_000] ^= 1
     shard.write_bytes(content)
     dataset = StreamingDataset(data, where=where, decode=None, max_bad_samples=1, on_error="skip")
-    wanted = dataset.chunk(0)
+    wanted = dataset.source.chunk(0)
     layout = fetch_range(
-        dataset.storage, wanted, memoryview(bytearray(wanted.num_bytes)), known=dataset._facts_of(wanted.url)
+        dataset.source.storage,
+        wanted,
+        memoryview(bytearray(wanted.num_bytes)),
+        known=dataset.source._facts_of(wanted.url),
     )
     assert list(layout.damage) == [int(kept[1])]  # what was not read is not called damaged
     with DataLoader(dataset, batch_size=1, last_batch="partial", num_threads=0) as loader:

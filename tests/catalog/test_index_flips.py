@@ -133,8 +133,8 @@ def slices(folder: Path) -> object:
 
 def keys(folder: Path) -> object:
     samples = StreamingDataset(str(folder))
-    chunks = np.arange(samples.table.num_chunks)
-    return keys_at(samples, chunks, samples.table.num_samples - 1)
+    chunks = np.arange(samples.source.table.num_chunks)
+    return keys_at(samples.source, chunks, samples.source.table.num_samples - 1)
 
 
 def notes(folder: Path) -> object:

@@ -161,7 +161,7 @@ def test_every_sample_in_order(url: str, with_index: bool) -> None:
 def test_every_sample_exactly_once_shuffled_over_ranks(url: str) -> None:
     indexed(url)
     dataset = StreamingDataset(url, seed=3)
-    assert dataset.table.num_chunks > NUM_SHARDS
+    assert dataset.source.table.num_chunks > NUM_SHARDS
     reference = None
     for world_size in WORLD_SIZES:
         options: dict[str, Any] = {"global_batch_size": 12, "last_batch": "partial"}

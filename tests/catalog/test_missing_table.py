@@ -60,5 +60,5 @@ def test_a_view_that_begins_inside_a_chunk_is_read_on_without_it(tmp_path: Path)
     samples = write_set(tmp_path, (9, 9), chunk_samples=9)
     view = samples.open()[3:]  # the first chunk's bytes begin with three samples beside it
     (tmp_path / "_shardstream" / "samples" / "000000.tar.parquet").unlink()
-    wanted = view.slice(0, 2, 4)
+    wanted = view.source.slice(0, 2, 4)
     assert (wanted.first_sample + wanted.lead, wanted.num_samples) == (5, 9)

@@ -44,7 +44,7 @@ def test_the_home_folder_is_where_a_shell_has_it(tmp_path: Path, monkeypatch: py
     for spec in ("~/data/", "~/data/{000000..000000}.tar", Path("~/data")):
         dataset = StreamingDataset(spec, cache_dir="~/cache", bad_samples_file="~/bad.jsonl")
         assert dataset[0]["__key__"] == "00001"
-        assert dataset.bad_samples_file == str(tmp_path / "home" / "bad.jsonl")
+        assert dataset.source.bad_samples_file == str(tmp_path / "home" / "bad.jsonl")
     assert [file.name for file in open_source("~/data/", Storage()).files] == ["000000.tar"]  # type: ignore[attr-defined]
     assert not (tmp_path / "~").exists()
     write_set("./~", (1,))  # whoever means it says so

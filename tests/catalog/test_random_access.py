@@ -54,7 +54,7 @@ def test_out_of_range(dataset: StreamingDataset, index: int) -> None:
         dataset[index]
 
 
-@pytest.mark.parametrize("index", [1.0, "1", None, (0, 3)])
+@pytest.mark.parametrize("index", [1.0, "1", None, (0, 3.0), [None]])
 def test_what_is_no_index(dataset: StreamingDataset, index: Any) -> None:
     with pytest.raises(TypeError):
         dataset[index]
@@ -99,8 +99,10 @@ def test_one_sample_costs_its_span(mini_s3: MiniS3Server) -> None:
     sample = dataset[30]
     assert equal(sample, 30)
     (get,) = data_gets(mini_s3.log(), samples.url)
-    (chunk,) = np.flatnonzero((dataset.table.shard == 0) & (dataset.table.first_sample == 24))
-    assert int(str(get["bytes"])) == dataset.chunk(int(chunk)).num_bytes == 8 * 5 * 1024  # one span: it is below 64 KiB
+    (chunk,) = np.flatnonzero((dataset.source.table.shard == 0) & (dataset.source.table.first_sample == 24))
+    assert (
+        int(str(get["bytes"])) == dataset.source.chunk(int(chunk)).num_bytes == 8 * 5 * 1024
+    )  # one span: it is below 64 KiB
 
 
 def test_copies_in_other_processes_give_the_same(samples: SampleSet) -> None:

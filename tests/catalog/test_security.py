@@ -679,7 +679,7 @@ def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.M
     dataset = StreamingDataset(str(tmp_path), storage_options=options)
     with DataLoader(dataset, 4, num_workers=1) as loader:
         assert len(list(loader)) == 3
-        no_secret([repr(dataset), repr(dataset.storage), repr(loader), loader.metrics(), loader.state_dict()])
+        no_secret([repr(dataset), repr(dataset.source.storage), repr(loader), loader.metrics(), loader.state_dict()])
     assert sent
     assert not any(secret.encode() in blob for secret in SECRETS for blob in sent)
 

@@ -14,7 +14,8 @@ from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.selection import Everything, Filtered, Kept, SampleGroups, Selection
 from streaming.plan.state import filter_fingerprint
 
-FORMS = ("everything", "a range", "a filter", "a part of a filter", "a group", "a part of a group")
+FORMS = ("everything", "a range", "a filter", "a part of a filter", "a group", "a part of a group",
+         "every nth", "every nth of a range", "every nth of a part of a filter", "every nth of a group")  # fmt: skip
 
 
 def table_of(counts: list[list[int]]) -> ChunkTable:
@@ -63,9 +64,12 @@ def cases(draw: st.DrawFn) -> Case:
         made, expected = SampleGroups(table, codes, 2).selected(1, "g"), np.flatnonzero(codes == 1).tolist()
     else:
         made, expected = Everything.of(table), list(range(total))
-    if form.startswith("a range") or "part" in form:
+    if "a range" in form or "part" in form:
         low, high = sorted(draw(st.tuples(st.integers(0, len(expected)), st.integers(0, len(expected)))))
         made, expected = made.between(low, high), expected[low:high]
+    if "nth" in form:
+        step = draw(st.integers(1, 5))
+        made, expected = made.every(step), expected[::step]
     return Case(counts=counts, form=form, selection=made, expected=expected)
 
 
@@ -127,6 +131,20 @@ def test_other_rows_and_ranges_compose(case: Case, size: int, other: int, data: 
     assert (again.table, list(again.rows), again.identity) == (over.table, list(over.rows), over.identity)
     assert over.between(low, high).identity == part.identity
     assert listed(case, over.between(low, high)) == case.expected[low:high]
+
+
+@given(cases(), st.integers(1, 4), st.integers(1, 4))
+def test_steps_compose(case: Case, step: int, other: int) -> None:
+    selection = case.selection
+    some = selection.every(step)
+    assert listed(case, some) == case.expected[::step]
+    assert some.every(other).identity == selection.every(step * other).identity
+    assert listed(case, some.every(other)) == case.expected[:: step * other]
+    count = len(case.expected[::step])
+    if count > 1:  # the samples behind the last one that counts make no difference
+        last = (count - 1) * step + 1
+        assert selection.between(0, last).every(step).identity == some.identity
+        assert (step == 1) == (some is selection)
 
 
 @given(cases(), st.integers(1, 9))

@@ -134,18 +134,18 @@ def test_the_index_has_the_checksum_of_every_span(shard: Path) -> None:
 @given(st.data())
 def test_a_slice_is_the_fewest_spans_of_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dataset, table = _shared(tmp_path_factory)
-    chunk = data.draw(st.integers(0, dataset.table.num_chunks - 1))
-    count = int(dataset.table.num_samples[chunk])
+    chunk = data.draw(st.integers(0, dataset.source.table.num_chunks - 1))
+    count = int(dataset.source.table.num_samples[chunk])
     first = data.draw(st.integers(0, count - 1))
     stop = data.draw(st.integers(first + 1, count))
-    wanted, begin = dataset.slice(chunk, first, stop), int(dataset.table.first_sample[chunk])
+    wanted, begin = dataset.source.slice(chunk, first, stop), int(dataset.source.table.first_sample[chunk])
     low = max(start for start in table.span_starts.tolist() if start <= begin + first)
     high = min(start for start in table.span_starts.tolist() if start >= begin + stop)
     assert (wanted.byte_start, wanted.byte_end) == tuple(table.record_starts[[low, high]].tolist())
     assert (wanted.lead, wanted.num_samples) == (begin + first - low, high - low)
     assert wanted.sums[-1][0] == wanted.num_bytes
     with memoryview(bytearray(wanted.num_bytes)) as out:
-        keys = taken_apart(dataset.fetch_unit(wanted, out), out).keys[wanted.lead : wanted.lead + stop - first]
+        keys = taken_apart(dataset.source.fetch_unit(wanted, out), out).keys[wanted.lead : wanted.lead + stop - first]
     assert list(keys) == [f"{number:05d}" for number in range(begin + first, begin + stop)]
 
 
@@ -185,7 +185,7 @@ def test_small_records_are_read_in_whole_chunks_by_every_rank(tmp_path: Path) ->
             keys += [(number, rank, batch["__key__"]) for number, batch in enumerate(loader)]
             requests += loader.metrics()["fetched_chunks"]
     assert [key for _, _, some in sorted(keys) for key in some] == [f"{number:05d}" for number in range(2000)]
-    assert requests == 8 * dataset.table.num_chunks < 125
+    assert requests == 8 * dataset.source.table.num_chunks < 125
 
 
 @pytest.mark.parametrize("tables", ["spans", "none"])
@@ -219,18 +219,18 @@ def test_no_batch_takes_more_than_the_bound_that_is_checked(
     dataset, table = _shared(tmp_path_factory)
     first = data.draw(st.integers(0, 500))
     view = dataset[first : data.draw(st.integers(first + 30, 600))]
-    room = budget.whole_pages(view.table.byte_end - view.table.byte_start)
+    room = budget.whole_pages(view.source.table.byte_end - view.source.table.byte_start)
     plan = Plan(
-        view.table.num_samples, OrderSettings(seed=0, lanes=1, window=0, shuffle=False),
+        view.source.table.num_samples, OrderSettings(seed=0, lanes=1, window=0, shuffle=False),
         global_batch_size=data.draw(st.integers(4, 80)), dp_world_size=data.draw(st.integers(2, 4)),
         epoch_size=data.draw(st.none() | st.integers(80, 300)), last_batch="partial",
     )  # fmt: skip
-    spans = partial(span_borders, view.table, room, lambda _: table)
+    spans = partial(span_borders, view.source.table, room, lambda _: table)
     loose, exact = (budget.slices_bytes(plan, room, spans, budget.Budget(limit)) for limit in (1 << 40, 0))
     assert exact <= loose
     largest = 0
     for rank in range(plan.dp_world_size):
-        units, batches = BatchSlices(plan, rank, view), Counter[int]()
+        units, batches = BatchSlices(plan, rank, view.source), Counter[int]()
         units._step = 3  # batches at once, of which the last may be fewer
         splits = units.block(0, plan.num_batches).rows.row_splits
         for need in units.needs():
@@ -253,7 +253,7 @@ def test_random_access_is_checked(shard: Path) -> None:
 
 def test_bytes_that_come_wrong_once_are_read_again(shard: Path) -> None:
     dataset = open_at(shard)
-    read_into, seen = dataset.storage.read_into, []
+    read_into, seen = dataset.source.storage.read_into, []
 
     def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
         read_into(url, start, out, **how)
@@ -261,7 +261,7 @@ def test_bytes_that_come_wrong_once_are_read_again(shard: Path) -> None:
         if len(seen) == 1:
             out[600] ^= 255
 
-    dataset.storage.read_into = unreliable  # type: ignore[method-assign]
+    dataset.source.storage.read_into = unreliable  # type: ignore[method-assign]
     assert dataset[100]["bin"] == payload(100)
     assert len(seen) == 2
 
@@ -278,7 +278,7 @@ def test_a_shard_of_another_size_is_told_apart(shard: Path) -> None:
 def test_a_slice_that_was_cached_unchecked_is_checked_and_fetched_anew(shard: Path, tmp_path: Path) -> None:
     whole = shard.read_bytes()
     dataset = open_at(shard, cache_dir=tmp_path / "cache")
-    wanted = dataset.slice(0, 20, 21)
+    wanted = dataset.source.slice(0, 20, 21)
     damage(shard, 20)
     bad = shard.read_bytes()[wanted.byte_start : wanted.byte_end]
     shard.write_bytes(whole)
@@ -286,9 +286,9 @@ def test_a_slice_that_was_cached_unchecked_is_checked_and_fetched_anew(shard: Pa
     def fill(out: memoryview) -> None:
         out[:] = bad
 
-    assert dataset.cache is not None
+    assert dataset.source.cache is not None
     with memoryview(bytearray(wanted.num_bytes)) as out:
-        dataset.cache.read_into(wanted.url, wanted.version, wanted.byte_start, out, fill, crc32c=None)
+        dataset.source.cache.read_into(wanted.url, wanted.version, wanted.byte_start, out, fill, crc32c=None)
     assert dataset[20]["bin"] == payload(20)
 
 

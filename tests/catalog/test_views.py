@@ -53,7 +53,7 @@ def keys_of(dataset: StreamingDataset, *, ranks: int = 1, epochs: int = 1, **opt
 def test_a_view_is_what_a_list_would_give(samples: SampleSet, no_tables: SampleSet, tables: bool) -> None:
     made = samples if tables else no_tables
     dataset, keys = made.open(), list(made.keys)
-    assert dataset.has_sample_tables() is tables
+    assert dataset.source.has_sample_tables() is tables
     bounds = [None, 0, 1, 4, 10, 11, 13, 14, 17, TOTAL, TOTAL + 5, -1, -9]
     for first, stop in itertools.product(bounds, bounds):
         view, expected = dataset[first:stop], keys[first:stop]
@@ -124,7 +124,7 @@ def test_a_sample_that_cannot_be_read_is_replaced_by_one_of_the_view(samples: Sa
 @pytest.mark.parametrize("tables", [True, False])
 def test_an_empty_view_has_no_spans(samples: SampleSet, no_tables: SampleSet, tables: bool) -> None:
     view = (samples if tables else no_tables).open()[5:5]
-    firsts, begins = view.span_borders(np.zeros(0, np.int64))
+    firsts, begins = view.source.span_borders(np.zeros(0, np.int64))
     assert (firsts.tolist(), begins.tolist()) == ([], [])
     assert firsts.dtype == begins.dtype == np.int64
 

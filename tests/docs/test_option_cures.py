@@ -500,7 +500,7 @@ def documents_are_packed(folder: Path) -> None:
     said(lambda: Packed(documents, length=10), "Name the column with column=…", "there are: n, odd")
     assert len(Packed(documents, length=10, column="n")) == 4
     said(lambda: Packed(documents, length=10, column="odd"), 'give dtype="uint16" or "uint32"')
-    assert Packed(documents, length=10, column="odd", dtype="uint16").items.shape.token_bytes == 2
+    assert Packed(documents, length=10, column="odd", dtype="uint16").source.items.shape.token_bytes == 2
     said(lambda: Packed(documents, length=10, column="n", multiple=3), "length=10", "use 9 or 12")
     assert len(Packed(documents, length=12, column="n", multiple=3)) == 4
     said(lambda: Packed(documents, max_length=10), "write length=…")

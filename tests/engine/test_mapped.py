@@ -167,7 +167,7 @@ def test_what_is_there_is_copied_and_delivered(folder: Path) -> None:
     with DataLoader(open_at(folder), BATCH, memory_limit="1GiB") as loader:
         batches = iter(loader)
         found = list(next(batches)["__key__"])
-        while loader.metrics()["fetched_chunks"] < loader.dataset.table.num_chunks:  # type: ignore[attr-defined]
+        while loader.metrics()["fetched_chunks"] < loader.dataset.source.table.num_chunks:
             time.sleep(0.01)
         for shard in sorted(folder.glob("*.tar")):
             empty(shard)
@@ -213,7 +213,7 @@ def test_a_shard_that_is_replaced_or_removed_stays_what_it_was(folder: Path) -> 
     with DataLoader(open_at(folder), BATCH, memory_limit="1GiB") as loader:
         batches = iter(loader)
         found = list(next(batches)["__key__"])
-        while loader.metrics()["fetched_chunks"] < loader.dataset.table.num_chunks:  # type: ignore[attr-defined]
+        while loader.metrics()["fetched_chunks"] < loader.dataset.source.table.num_chunks:
             time.sleep(0.01)
         for shard in folder.glob("*.tar"):
             shard.unlink()
@@ -231,7 +231,7 @@ def test_a_shard_that_was_cut_short_before_is_an_error_of_reading(folder: Path) 
 
 def test_damage_is_found_in_maps_too(folder: Path) -> None:
     dataset = open_at(folder, max_bad_samples=10)
-    place = dataset.chunk(1)
+    place = dataset.source.chunk(1)
     with (folder / "0000.tar").open("r+b") as file:
         file.seek(place.byte_start + 2048)
         file.write(b"\xff" * 8)

@@ -53,10 +53,15 @@ def test_a_long_epoch_starts_and_goes_on_at_once(
         order = OrderSettings.from_dict(loader.state_dict()["order"])
     assert len(set(passes)) < 128
     plan = Plan(
-        dataset.table.num_samples, order, global_batch_size=64, dp_world_size=2, epoch_size=epoch_size, start=consumed
+        dataset.source.table.num_samples,
+        order,
+        global_batch_size=64,
+        dp_world_size=2,
+        epoch_size=epoch_size,
+        start=consumed,
     )
     rows = plan.rank_batches(0, 40, rank)
-    numbers = np.concatenate([[0], np.cumsum(dataset.table.num_samples)])[rows.chunk_ids] + rows.offsets
+    numbers = np.concatenate([[0], np.cumsum(dataset.source.table.num_samples)])[rows.chunk_ids] + rows.offsets
     assert found == numbers.reshape(40, 32).tolist()
 
 

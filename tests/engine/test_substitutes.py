@@ -28,7 +28,7 @@ def dataset(tmp_path: Path) -> StreamingDataset:
 
 def in_place_of(dataset: StreamingDataset, chunk: int, offset: int, *units: Unit) -> list[tuple[int, ...]]:
     """Key and number of each, where ``units`` are all that memory holds of each chunk; all chunks come before."""
-    counts = dataset.table.num_samples
+    counts = dataset.source.table.num_samples
     earlier = SimpleNamespace(chunks_before=lambda one: [other for other in (2, 1, 0) if other != one])
     settings = SimpleNamespace(seed=0)
     plan: Any = SimpleNamespace(chunk_samples=counts, order=lambda _: earlier, settings=settings)
@@ -37,7 +37,7 @@ def in_place_of(dataset: StreamingDataset, chunk: int, offset: int, *units: Unit
         arena=SimpleNamespace(memory=None, view=None),
     )  # fmt: skip
     found = Substitutes(
-        plan, np.cumsum([0, *counts]), dataset, held, None, lambda rows: replace(rows, sources=np.array([7]))
+        plan, np.cumsum([0, *counts]), dataset.source, held, None, lambda rows: replace(rows, sources=np.array([7]))
     )
     with found:
         rows = list(found.of(chunk, offset, 0))
@@ -52,10 +52,10 @@ def test_the_rest_of_the_chunk_then_earlier_ones_of_the_view_alone(
     dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert in_place_of(dataset, 2, 1) == EXPECTED
-    fetch = dataset.fetch_unit
+    fetch = dataset.source.fetch_unit
 
     def fail(wanted: FetchRange, out: memoryview) -> Any:
-        if wanted == dataset.chunk(1):
+        if wanted == dataset.source.chunk(1):
             raise ChecksumError("none of it can be read")
         return fetch(wanted, out)
 
@@ -64,7 +64,7 @@ def test_the_rest_of_the_chunk_then_earlier_ones_of_the_view_alone(
 
 
 def test_a_part_in_memory_that_is_damaged_is_not_used(dataset: StreamingDataset) -> None:
-    whole = dataset.chunk(2)
+    whole = dataset.source.chunk(2)
     part = replace(whole, byte_end=whole.byte_end - 512, num_samples=3)
     damaged = Unit(wanted=part, start=0, num_bytes=part.num_bytes, skew_bytes=0)
     damaged.damage = ChecksumError("a damaged part")

@@ -238,7 +238,7 @@ def test_a_builder_that_starts_late_finds_what_was_fetched_before(
 
     monkeypatch.setattr(Delivery, "_build_all", late)
     dataset = write_set(tmp_path / "train", (8, 8, 8)).open(shuffle=False)
-    fetch, fetched = dataset.fetch_unit, threading.Semaphore(0)
+    fetch, fetched = dataset.source.fetch_unit, threading.Semaphore(0)
 
     def fetch_later(wanted: FetchRange, out: memoryview) -> Any:
         if "000000" not in wanted.url:
@@ -252,7 +252,7 @@ def test_a_builder_that_starts_late_finds_what_was_fetched_before(
             second.set()
         return default_collate(samples)
 
-    dataset.fetch_unit = fetch_later  # type: ignore[method-assign]
+    dataset.source.fetch_unit = fetch_later  # type: ignore[method-assign]
     with DataLoader(dataset, batch_size=8, num_threads=2, collate_fn=collate) as loader:
         batches = iter(loader)
         next(batches)

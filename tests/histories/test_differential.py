@@ -102,7 +102,7 @@ def flip_a_byte(case: Case) -> None:
 
     One that is read: spans in which no sample has any of the fields asked for are left out, by their documentation.
     """
-    keys, table = list(case.known), StreamingDataset(f"{case.directory}/").table
+    keys, table = list(case.known), StreamingDataset(f"{case.directory}/").source.table
     assert int((table.byte_end - table.byte_start).max()) <= SPAN_BYTES, "each chunk is one span"
     places = [(key, name) for key in keys for name, data in wanted_fields(case, key).items() if data]
     if not places:

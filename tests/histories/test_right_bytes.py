@@ -397,7 +397,7 @@ def same(value: Any, name: str, number: int) -> bool:
 
 def parts_of(dataset: Any) -> dict[str, tuple[str, ...]]:
     """The fields that each source reads."""
-    return {part.name: tuple(EXPECTED) if part.fields is None else part.fields for part in dataset.recipe_parts}
+    return {part.name: tuple(EXPECTED) if part.fields is None else part.fields for part in dataset.source.recipe_parts}
 
 
 def rows_of_packs(batch: Mapping[str, Any]) -> list[Row]:
@@ -419,7 +419,7 @@ def rows_of_packs(batch: Mapping[str, Any]) -> list[Row]:
 
 def at_random(dataset: Any, case: Case, parts: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
     """Every sample of a set, requested by its number."""
-    for number in range(int(dataset.chunk_samples.sum())):
+    for number in range(dataset.source.num_readable):
         sample = dataset[number]
         alone = {name: [value] for name, value in sample.items()}
         if case.kind.startswith("packed"):

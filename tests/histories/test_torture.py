@@ -111,11 +111,11 @@ def damage(dataset: StreamingDataset, storage: Storage) -> set[str]:
     """Change a byte of some chunks for good; the keys of all samples whose bytes can no longer be trusted."""
     lost: set[str] = set()
     for chunk in DAMAGED_CHUNKS:
-        wanted = dataset.chunk(chunk)
+        wanted = dataset.source.chunk(chunk)
         data = bytearray(storage.read(wanted.url))
         data[wanted.byte_start + 512] ^= 4
         storage.put(wanted.url, data)
-        first = int(dataset.table.num_samples[:chunk].sum())
+        first = int(dataset.source.table.num_samples[:chunk].sum())
         lost.update(f"{number:06d}" for number in range(first, first + wanted.num_samples))
     return lost
 

@@ -109,8 +109,8 @@ def test_locks_that_another_thread_held_at_the_fork(on_s3: SampleSet) -> None:
     loader.set_epoch(0)
     loop: Any = loader._loop
     held = [
-        dataset.storage._store._lock, dataset.storage._active._lock, dataset.storage.metrics._lock,
-        dataset._recent._lock, loop.metrics._lock, loop._account.bad._lock,
+        dataset.source.storage._store._lock, dataset.source.storage._active._lock, dataset.source.storage.metrics._lock,
+        dataset.source._recent._lock, loop.metrics._lock, loop._account.bad._lock,
     ]  # fmt: skip
     for lock in held:
         lock.acquire()

@@ -85,7 +85,7 @@ def test_a_callable_makes_the_data_set(samples: SampleSet, dataset: StreamingDat
 
 
 def test_metrics_count_what_happened(dataset: StreamingDataset) -> None:
-    data_bytes = int((dataset.table.byte_end - dataset.table.byte_start).sum())
+    data_bytes = int((dataset.source.table.byte_end - dataset.source.table.byte_start).sum())
     with loader_of(dataset, last_batch="partial") as loader:
         assert loader.metrics()["bad"] == []
         for _ in loader:
@@ -93,7 +93,7 @@ def test_metrics_count_what_happened(dataset: StreamingDataset) -> None:
         metrics = loader.metrics()
         assert metrics["batches"] == len(loader)
         assert metrics["fetched_bytes"] == data_bytes
-        assert metrics["fetched_chunks"] == dataset.table.num_chunks
+        assert metrics["fetched_chunks"] == dataset.source.table.num_chunks
         assert metrics["first_batch_wait_s"] > 0
         for _ in loader:  # all of it fits into memory_limit: the second epoch reads nothing
             pass
@@ -212,7 +212,7 @@ def test_an_exception_in_the_loop_body(dataset: StreamingDataset, error: type[Ba
 
 def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.Event:
     """Hold back every fetch until ``gate`` is set; the event returned is set when the first one is being held."""
-    fetch, held = dataset.fetch_unit, threading.Event()
+    fetch, held = dataset.source.fetch_unit, threading.Event()
 
     def holding(wanted: FetchRange, out: memoryview) -> ChunkLayout:
         held.set()
@@ -220,7 +220,7 @@ def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.
         layout: ChunkLayout = fetch(wanted, out)
         return layout
 
-    dataset.fetch_unit = holding  # type: ignore[method-assign]
+    dataset.source.fetch_unit = holding  # type: ignore[method-assign]
     return held
 
 
@@ -378,8 +378,8 @@ def test_an_error_of_collate_fn_says_which_samples(samples: SampleSet, num_worke
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_fetch_that_fails_reaches_the_loop(dataset: StreamingDataset, num_workers: int) -> None:
-    fetch = dataset.fetch_unit
-    broken = dataset.chunk(17)
+    fetch = dataset.source.fetch_unit
+    broken = dataset.source.chunk(17)
 
     def failing(wanted: FetchRange, out: memoryview) -> ChunkLayout:
         if wanted == broken:
@@ -387,11 +387,11 @@ def test_a_fetch_that_fails_reaches_the_loop(dataset: StreamingDataset, num_work
         layout: ChunkLayout = fetch(wanted, out)
         return layout
 
-    dataset.fetch_unit = failing  # type: ignore[method-assign]
+    dataset.source.fetch_unit = failing  # type: ignore[method-assign]
     with loader_of(dataset, num_workers=num_workers, last_batch="partial") as loader:
         with pytest.raises(PermissionError, match="out of luck"):
             list(loader)
-        dataset.fetch_unit = fetch  # type: ignore[method-assign]
+        dataset.source.fetch_unit = fetch  # type: ignore[method-assign]
     with loader_of(dataset) as loader:
         assert len(list(loader)) == NUM_BATCHES
 

@@ -207,8 +207,8 @@ def test_numbers_of_numpy_are_numbers(dataset: StreamingDataset, tmp_path: Path)
         assert type(loader.global_batch_size) is int
         assert type(loader.state_dict()["epoch_size"]) is int
     options: dict[str, Any] = {"seed": np.int64(1), "max_bad_samples": np.int64(3)}
-    assert StreamingDataset(dataset.shards.urls, **options).max_bad_samples == 3
-    assert StreamingDataset(dataset.shards.urls, max_bad_samples=np.float32(0.5)).max_bad_samples == 0.5
+    assert StreamingDataset(dataset.source.shards.urls, **options).source.max_bad_samples == 3
+    assert StreamingDataset(dataset.source.shards.urls, max_bad_samples=np.float32(0.5)).source.max_bad_samples == 0.5
     sampler = DeviceMeshSampler(np.int64(10), np.int64(2), seed=np.uint64(3), epoch_size=np.int64(6))
     assert [type(value) for value in sampler.state_dict().values() if isinstance(value, np.generic)] == []
     assert len(list(RetrySampler(sampler, Squares(), max_bad_samples=np.int64(3), backoff_s=np.float64(0)))) == 3

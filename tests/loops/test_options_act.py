@@ -77,10 +77,15 @@ def test_an_inner_mixture_has_a_limit_of_its_own(places: dict[str, SampleSet]) -
     with pytest.raises(TooManyBadSamplesError, match=r"3 bad samples of the source 'in' in this epoch.* allows 2"):
         read(Mixture({"in": Mixture({"a": a, "b": b}, max_bad_samples=2), "c": c}))
     limits = Mixture({"in": Mixture({"a": a, "b": b}, max_bad_samples=2), "c": c})
-    assert limits.bad_limits(limits.begun(), 0, 72) == {"in": 2, "in/a": 2**63 - 1, "in/b": 2**63 - 1, "c": 2}
+    assert limits.source.bad_limits(limits.source.begun(), 0, 72) == {
+        "in": 2,
+        "in/a": 2**63 - 1,
+        "in/b": 2**63 - 1,
+        "c": 2,
+    }
     a, b = places["a"].open(max_bad_samples=3), places["b"].open(max_bad_samples=2)
     inner = Mixture({"in": Mixture({"a": a, "b": b}), "c": c})  # without a limit of its own: what its sources have
-    assert inner.bad_limits(inner.begun(), 0, 72) == {"in": 5, "in/a": 3, "in/b": 2, "c": 2}
+    assert inner.source.bad_limits(inner.source.begun(), 0, 72) == {"in": 5, "in/a": 3, "in/b": 2, "c": 2}
 
 
 def test_naming_classes_does_not_change_what_may_be_bad(tmp_path: Path) -> None:

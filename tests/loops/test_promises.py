@@ -174,7 +174,7 @@ def test_timing_changes_nothing(samples: SampleSet, num_workers: int) -> None:
     expected = {size: play(samples.open(seed=5), size, **options) for size in (1, 4)}
     for seed in range(3):
         dataset = samples.open(seed=5)
-        dataset.storage = JitteryStorage(dataset.storage, seed)  # type: ignore[assignment]
+        dataset.source.storage = JitteryStorage(dataset.source.storage, seed)  # type: ignore[assignment]
         for world_size, ranks in expected.items():
             assert play(dataset, world_size, num_workers=num_workers, **options) == ranks
 
@@ -191,7 +191,11 @@ def test_the_memory_limit_changes_nothing_and_holds(world_size: int, tmp_path: P
         with DataLoader(shuffled, device_mesh=mesh_of(world_size, rank), **options) as loader:
             order = loader._loop.order
         plan = Plan(
-            shuffled.table.num_samples, order, global_batch_size=24, dp_world_size=world_size, last_batch="partial"
+            shuffled.source.table.num_samples,
+            order,
+            global_batch_size=24,
+            dp_world_size=world_size,
+            last_batch="partial",
         )
         live_bytes = plan.live_bytes(chunk_pages(shuffled), rank)
         limit = math.ceil(live_bytes / 0.75)
@@ -347,9 +351,9 @@ def bytes_read(mini_s3: MiniS3Server, samples: SampleSet, world_size: int, **opt
 def test_unshuffled_ranks_read_twice_only_what_shares_a_checksum(mini_s3: MiniS3Server, s3_samples: SampleSet) -> None:
     """Chunks here are below 64 KiB, so each is one span: read by every rank that needs a sample of it, and no other."""
     dataset = s3_samples.open(shuffle=False)
-    sizes = dataset.table.byte_end - dataset.table.byte_start
+    sizes = dataset.source.table.byte_end - dataset.source.table.byte_start
     assert int(sizes.max()) < SPAN_BYTES
-    chunk_ends = np.cumsum(dataset.table.num_samples)
+    chunk_ends = np.cumsum(dataset.source.table.num_samples)
     options: dict[str, Any] = {"global_batch_size": 48, "last_batch": "partial"}
     for world_size in (1, 2, 3, 8):
         expected = sum(
@@ -366,7 +370,7 @@ def test_unshuffled_ranks_read_twice_only_what_shares_a_checksum(mini_s3: MiniS3
 def test_shuffled_ranks_of_whole_lanes_share_only_boundary_chunks(mini_s3: MiniS3Server, s3_samples: SampleSet) -> None:
     """The chunk across the border of two lanes is read by both; nothing else is read twice."""
     dataset = s3_samples.open()
-    sizes = dataset.table.byte_end - dataset.table.byte_start
+    sizes = dataset.source.table.byte_end - dataset.source.table.byte_start
     lanes, data = 8, int(sizes.sum())
     shuffle = ShuffleConfig(lanes=lanes, window=4)
     for world_size in (1, 2, 4, 8):

@@ -316,7 +316,7 @@ def test_a_change_to_the_same_world_fetches_nothing_anew(samples: SampleSet) -> 
                     loader.remesh(0, 2, at=number + 1)
                     running = iter(loader)
             fetched.append(loader.metrics()["fetched_chunks"])
-            assert 0 < loader.metrics()["arena_peak_bytes"] < dataset.chunk_bytes.sum() // 2
+            assert 0 < loader.metrics()["arena_peak_bytes"] < dataset.source.chunk_bytes.sum() // 2
     assert fetched[0] == fetched[1]
 
 
@@ -576,10 +576,10 @@ def test_nobody_of_the_older_process_group_is_asked(samples: SampleSet, monkeypa
 
 def test_what_is_needed_last_makes_room_first(samples: SampleSet) -> None:
     dataset = samples.open()
-    wanted = [dataset.chunk(number) for number in range(5)]
+    wanted = [dataset.source.chunk(number) for number in range(5)]
     budget = sum(-(-one.num_bytes // 4096) * 4096 for one in wanted)
     store = ChunkStore(
-        fetch=dataset.fetch_unit, arena=Arena(budget, shared=False), num_threads=1, metrics=Metrics(),
+        fetch=dataset.source.fetch_unit, arena=Arena(budget, shared=False), num_threads=1, metrics=Metrics(),
         changed=threading.Condition(), maps=NoMaps(),
     )  # fmt: skip
     store.retain = True

@@ -350,7 +350,7 @@ class Gate:
     """Lets through the fetches of some chunks and holds back all others until it is opened."""
 
     def __init__(self, dataset: StreamingDataset, allowed: set[tuple[str, int, int]]) -> None:
-        self._fetch = dataset.fetch_unit
+        self._fetch = dataset.source.fetch_unit
         self._allowed = allowed
         self._open = threading.Event()
         self._lock = threading.Lock()
@@ -375,7 +375,7 @@ def within_the_window(
 
     A sample moves by less than W, so a chunk on lane positions [a, b) reaches positions [a - W + 1, b + W - 1).
     """
-    epoch = EpochOrder(dataset.table.num_samples, order, 0)
+    epoch = EpochOrder(dataset.source.table.num_samples, order, 0)
     found = set()
     for lane in lanes:
         lane_start, lane_stop = epoch.lane_bounds(lane)
@@ -384,7 +384,7 @@ def within_the_window(
             stop = min(int(epoch.chunk_starts[place + 1]), lane_stop) - lane_start
             reach = max(order.window - 1, 0)
             if start < stop and start - reach < last and first < stop + reach:
-                wanted = dataset.chunk(chunk)
+                wanted = dataset.source.chunk(chunk)
                 found.add((wanted.url, wanted.byte_start, wanted.byte_end))
     return found
 
@@ -411,7 +411,7 @@ def test_the_first_batch_after_a_resume_reads_no_more_than_the_window(
             mine = range(rank * lanes // world_size, (rank + 1) * lanes // world_size)
             allowed = within_the_window(dataset, order, mine, start // lanes, (start + size) // lanes)
             gate = Gate(dataset, allowed)
-            dataset.fetch_unit = gate  # type: ignore[method-assign]
+            dataset.source.fetch_unit = gate  # type: ignore[method-assign]
             loader.load_state_dict(state)
             batches = iter(loader)
             try:
@@ -424,7 +424,7 @@ def test_the_first_batch_after_a_resume_reads_no_more_than_the_window(
             assert read <= allowed
             assert len(gate.passed) == len(read)
             read_bytes = sum(one.num_bytes for one in gate.passed)
-            data_bytes = int((dataset.table.byte_end - dataset.table.byte_start).sum())
+            data_bytes = int((dataset.source.table.byte_end - dataset.source.table.byte_start).sum())
             assert read_bytes <= data_bytes * len(mine) / lanes * (2 * window + 4 + 2 * 4) / (640 / lanes)
             rest = [keys, *(check_batch(batch) for batch in batches)]
         assert len(rest) == (640 - start) // size
@@ -440,20 +440,20 @@ def test_fetches_after_a_resume_come_in_the_order_of_their_use(
     for rank in range(world_size):
         dataset = long_samples.open(shuffle=ShuffleConfig(seed=3, window=4, lanes=4))
         asked: list[tuple[str, int]] = []
-        fetch = dataset.fetch_unit
+        fetch = dataset.source.fetch_unit
 
         def recorded(wanted: FetchRange, out: memoryview, fetch: Any = fetch, asked: Any = asked) -> ChunkLayout:
             asked.append((wanted.url, wanted.byte_start))
             layout: ChunkLayout = fetch(wanted, out)
             return layout
 
-        dataset.fetch_unit = recorded  # type: ignore[method-assign]
+        dataset.source.fetch_unit = recorded  # type: ignore[method-assign]
         with DataLoader(dataset, global_batch_size=16, device_mesh=mesh_of(world_size, rank)) as loader:
             state = {**loader.state_dict(), "samples_seen": start}
             loader.load_state_dict(state)
             rest = [check_batch(batch) for batch in loader]
         plan = Plan(
-            dataset.table.num_samples,
+            dataset.source.table.num_samples,
             OrderSettings.from_dict(state["order"]),
             global_batch_size=16,
             dp_world_size=world_size,
@@ -462,7 +462,8 @@ def test_fetches_after_a_resume_come_in_the_order_of_their_use(
         live = plan.chunk_intervals(rank)
         _, first_uses = np.unique(live.chunk_ids, return_index=True)
         order = live.chunk_ids[np.sort(first_uses)]  # memory suffices: a chunk is read once
-        assert asked == [(dataset.chunk(chunk).url, dataset.chunk(chunk).byte_start) for chunk in order.tolist()]
+        wanted = map(dataset.source.chunk, order.tolist())
+        assert asked == [(one.url, one.byte_start) for one in wanted]
         assert len(rest) == plan.num_batches == 10
 
 

@@ -133,13 +133,13 @@ def stall(loader: Any, reports: Reports, go_on: Callable[[], None], num_batches:
 def test_a_fetch_that_hangs_is_named(samples: SampleSet, reports: Reports) -> None:
     gate = threading.Event()
     dataset = samples.open(shuffle=False)
-    fetch = dataset.fetch_unit
+    fetch = dataset.source.fetch_unit
 
     def hold(wanted: Any, out: memoryview) -> Any:
         assert gate.wait(60)
         return fetch(wanted, out)
 
-    dataset.fetch_unit = hold  # type: ignore[method-assign]
+    dataset.source.fetch_unit = hold  # type: ignore[method-assign]
     with DataLoader(dataset, batch_size=64, stall_report_s=0.2) as loader:
         text = stall(loader, reports, gate.set)
     assert re.search(r"batch 0 of 1: waits for a fetch", text)

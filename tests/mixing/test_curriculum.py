@@ -32,6 +32,7 @@ from streaming.datasets.curriculum import _Metric
 from streaming.errors import ConfigError, OptionError, StateError
 from streaming.index.columns import count_values, plain_values
 from streaming.plan.state import LoaderState
+from streaming.sources.samples import SampleSource
 
 STEPS = Schedule.steps({0: 0.25, 600: 0.5, 1500: 1.0})
 
@@ -48,17 +49,17 @@ def data(url: str) -> StreamingDataset:
 
 
 @lru_cache(maxsize=64)
-def members(dataset: StreamingDataset) -> frozenset[int]:
-    """Numbers of the samples in a data set, which never change."""
-    table = dataset.shards.table
+def members(source: SampleSource) -> frozenset[int]:
+    """Numbers of the samples that are read, which never change."""
+    table = source.shards.table
     assert table is not None
     return frozenset(
-        np.flatnonzero(np.concatenate([dataset.selection.mask(shard) for shard in range(len(table.shards))])).tolist()
+        np.flatnonzero(np.concatenate([source.selection.mask(shard) for shard in range(len(table.shards))])).tolist()
     )
 
 
 def pool_of(curriculum: Curriculum, row: int) -> set[int]:
-    found = [members(curriculum.leaves[name]) for name in curriculum.pool(row)]
+    found = [members(curriculum.source.leaves[name]) for name in curriculum.pool(row)]
     assert sum(map(len, found)) == len(set().union(*found))  # no sample in two buckets
     assert [len(one) for one in found] == list(curriculum.pool(row).values())
     return set().union(*found)
@@ -118,7 +119,7 @@ def test_the_pool_of_several_metrics_is_what_all_of_them_open(data: StreamingDat
         buckets={"tokens": [66, 514], "rarity": 10},
     )
     for row in (0, 100, 500, 899, 900, 999, 1000, 10**9):
-        rarity = curriculum.grid.metrics[1].schedule.at(row)
+        rarity = curriculum.source.grid.metrics[1].schedule.at(row)
         easy = {number for number, tokens in enumerate(TOKENS) if tokens <= (66 if row < 900 else 2000)}
         assert pool_of(curriculum, row) == easy & at_most(RARITY, float(rarity), 10)  # type: ignore[arg-type]
     assert len(pool_of(curriculum, 1000)) == NUM
@@ -142,7 +143,7 @@ def test_three_tenths_are_three_of_ten_buckets(data: StreamingDataset) -> None:
 )
 def test_of_a_filtered_set_and_of_a_view(url: str, choice: dict[str, Any]) -> None:
     dataset = StreamingDataset(url, **choice)[5:80]
-    kept = members(dataset)
+    kept = members(dataset.source)
     assert len(kept) == 75
     curriculum = Curriculum(dataset, "tokens", Schedule.steps({0: 0.5, 100: 1}), buckets=4)
     assert pool_of(curriculum, 100) == kept
@@ -192,7 +193,7 @@ def test_the_pool_is_drawn_from_evenly_and_others_not_yet(data: StreamingDataset
     seen = DataLoader(curriculum, batch_size=12)
     seen.load_state_dict(state)
     for name, one in seen.seen().items():
-        numbers = {f"{number:05d}" for number in members(curriculum.leaves[name])}
+        numbers = {f"{number:05d}" for number in members(curriculum.source.leaves[name])}
         assert one["samples"] == sum(row in numbers for row in rows)
 
 
@@ -316,8 +317,8 @@ def test_within_a_mixture_it_is_one_source(data: StreamingDataset, url: str) -> 
     assert abs(found["web"] - 900) <= 2 * 5 * 6
     assert sum(one["samples"] for name, one in seen.items() if name.startswith("web/tokens<=")) == found["web"]
     assert mix[NUM + 3]["__source__"] == "web"
-    assert data.max_bad_samples == 0.001
-    assert mix.bad_limits(mix.begun(), 0, 121_000) == {"web": 91, "all": 31}  # of all buckets together
+    assert data.source.max_bad_samples == 0.001
+    assert mix.source.bad_limits(mix.source.begun(), 0, 121_000) == {"web": 91, "all": 31}  # of all buckets together
     named = Curriculum(data, "tokens", STEPS, buckets=4, name_sources=True)
     with DataLoader(Mixture({"web": named}, weights={"web": 1}), batch_size=12) as loader:
         assert {one.partition("<=")[0] for one in next(iter(loader))["__source__"]} == {"web/tokens"}
@@ -357,7 +358,7 @@ def test_shares_by_tokens_count_those_of_the_open_buckets(tmp_path: Path) -> Non
     eight_shards = StreamingDataset(write(str(tmp_path), max_samples=30))  # the mean is of so many
     easy = Curriculum(eight_shards, "tokens", Schedule.steps({0: 66}), by="value", buckets=[66])
     mix = Mixture({"easy": easy, "all": eight_shards}, weights={"easy": 1, "all": 1}, unit="tokens")
-    means = mix.units_per_sample
+    means = mix.source.units_per_sample
     assert means["all"] == pytest.approx(np.mean(TOKENS))
     assert means["easy/tokens<=66"] == pytest.approx(np.mean([tokens for tokens in TOKENS if tokens <= 66]))
 
@@ -434,9 +435,9 @@ def test_what_it_reads_is_said_and_sorted_shards_cure_it(
             pass
         seen = sum(one["passes"] for one in loader.seen().values()) / len(curriculum.names)
     read = sum(entry["bytes"] for entry in data_gets(mini_s3.log(), mixed.urls[0].rpartition("/")[0]))
-    used = seen * mixed.table.total_bytes
+    used = seen * mixed.source.table.total_bytes
     # Chunks are read anew in every pass of a bucket, or kept where memory allows it.
-    assert read / used <= 1.3 * curriculum.read_amplification
+    assert read / used <= 1.3 * curriculum.source.read_amplification
     caplog.clear()
     target = f"{tmp_path}/sorted/"
     ran = CliRunner().invoke(
@@ -444,7 +445,7 @@ def test_what_it_reads_is_said_and_sorted_shards_cure_it(
     )
     assert ran.exit_code == 0, ran.output
     pure = Curriculum(StreamingDataset(target), "rarity", Schedule.steps({0: 1}), buckets=4)
-    assert pure.read_amplification < 1.5
+    assert pure.source.read_amplification < 1.5
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 

@@ -23,11 +23,11 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Balanced, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.catalog.cut import units_of
-from streaming.datasets.fetch_units import divided
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunk_table import ShardInfo, one_shard_table
 from streaming.index.sample_table import Spans
 from streaming.index.spans import SPAN_BYTES
+from streaming.sources.fetch_units import divided
 
 KIB = 1024
 EXACT, ONE_SOURCE = {"quotas": "exact"}, {"batches": "one_source"}
@@ -128,8 +128,8 @@ def test_units_hold_whole_spans_once_and_their_sums_follow_from_those_of_spans(
 @pytest.mark.parametrize("options", [EXACT, ONE_SOURCE])
 def test_any_world_stopped_and_resumed_gives_the_same_batches(folder: Path, options: dict[str, Any]) -> None:
     mix = mixture(folder, weights=WEIGHTS, fetch_bytes=UNITS, **options)
-    assert len(mix.leaves["web"].chunk_samples) > 12
-    assert len(mix.leaves["math"].chunk_samples) == 2
+    assert len(mix.source.leaves["web"].chunk_samples) > 12
+    assert len(mix.source.leaves["math"].chunk_samples) == 2
     whole, _ = world(mix, 1, 24)
     before, state = world(mix, 3, 11)
     after, _ = world(mix, 2, 13, state)
@@ -151,15 +151,15 @@ def test_an_epoch_that_ends_has_each_sample_once(folder: Path, ranks: int) -> No
 def test_changed_weights_go_on_with_the_units_of_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     begun = mixture(folder, weights=WEIGHTS, fetch_bytes="1MiB")
     other = mixture(folder, weights={"web": 1, "code": 1, "math": 5}, fetch_bytes="1MiB")
-    assert begun.fetch_bytes != other.fetch_bytes
+    assert begun.source.fetch_bytes != other.source.fetch_bytes
     _, state = world(begun, 1, 10)
-    same = mixture(folder, weights={"web": 1, "code": 1, "math": 5}, fetch_bytes=begun.fetch_bytes)
+    same = mixture(folder, weights={"web": 1, "code": 1, "math": 5}, fetch_bytes=begun.source.fetch_bytes)
     expected, _ = world(same, 1, 30, state)
     with caplog.at_level(logging.INFO):
         assert world(other, 2, 30, state)[0] == expected
     assert "fetch_bytes: the run continues with the fetch units that it began with: code" in caplog.text
     _, last = world(other, 1, 30, state)
-    assert [entry["fetch_bytes"] for entry in last["ledger"]] == [begun.fetch_bytes] * 2
+    assert [entry["fetch_bytes"] for entry in last["ledger"]] == [begun.source.fetch_bytes] * 2
 
 
 def test_a_source_added_later_has_units_of_its_own(folder: Path) -> None:
@@ -167,8 +167,8 @@ def test_a_source_added_later_has_units_of_its_own(folder: Path) -> None:
     _, state = world(begun, 2, 8)
     more = mixture(folder, weights=WEIGHTS, fetch_bytes="300KiB")
     after, last = world(more, 3, 30, state)
-    sizes = {**begun.fetch_bytes, "math": more.fetch_bytes["math"]}
-    assert [entry["fetch_bytes"] for entry in last["ledger"]] == [begun.fetch_bytes, sizes]
+    sizes = {**begun.source.fetch_bytes, "math": more.source.fetch_bytes["math"]}
+    assert [entry["fetch_bytes"] for entry in last["ledger"]] == [begun.source.fetch_bytes, sizes]
     assert after == world(mixture(folder, weights=WEIGHTS, fetch_bytes=sizes), 1, 30, state)[0]
     replayed, _ = world(more, 1, 38, {**last, "samples_seen": 0})
     assert replayed == world(begun, 1, 8)[0] + after
@@ -221,8 +221,11 @@ def test_filters_ranges_and_nesting_are_cut_too(folder: Path) -> None:
     )  # fmt: skip
     expected = {f"web-{number:03d}" for number in range(160) if number % 3 == 0}
     expected |= {f"code-{number:03d}" for number in range(7, 41)}
-    assert {name: len(one.chunk_samples) > 4 for name, one in mix.leaves.items()} == {"more/code": True, "web": True}
-    assert [mix.fingerprints["web"], mix.fingerprints["more/code"]] == [web.fingerprint, code.fingerprint]
+    assert {name: len(one.chunk_samples) > 4 for name, one in mix.source.leaves.items()} == {
+        "more/code": True,
+        "web": True,
+    }
+    assert [mix.source.fingerprints["web"], mix.source.fingerprints["more/code"]] == [web.fingerprint, code.fingerprint]
     with DataLoader(mix, global_batch_size=11, last_batch="pad") as loader:
         batches = [(batch["__key__"], batch["__valid__"].tolist()) for batch in loader]
     assert Counter(key for keys, valid in batches for key, real in zip(keys, valid, strict=True) if real) == Counter(
@@ -259,12 +262,12 @@ def test_damage_to_a_span_costs_its_samples_alone(tmp_path: Path, fields: Any) -
     damaged[place] ^= 1
     Path(url).write_bytes(damaged)
     code = StreamingDataset(f"{tmp_path}/code/", decode="raw", on_error="skip", max_bad_samples=1.0, fields=fields)
-    table = code.samples_at(code.urls[0])
+    table = code.source.samples_at(code.urls[0])
     assert table is not None
     low, high, _ = table.widened(20, 21)
     mix = Mixture({"code": code}, quotas="exact", fetch_bytes="300KiB", shuffle=FEW_LANES)
-    unit = int(np.searchsorted(mix.leaves["code"].chunk_samples.cumsum(), 20, side="right"))
-    assert mix.leaves["code"].chunk_samples[unit] > high - low
+    unit = int(np.searchsorted(mix.source.leaves["code"].chunk_samples.cumsum(), 20, side="right"))
+    assert mix.source.leaves["code"].chunk_samples[unit] > high - low
     with DataLoader(mix, global_batch_size=10) as loader:
         got = Counter(
             key for batch in loader for key, ok in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True) if ok
@@ -305,7 +308,7 @@ def test_the_message_about_memory_names_a_value_that_fits(tmp_path: Path) -> Non
     named = re.search(r'fetch_bytes="(\d+[KM]iB)" cuts them', str(caught.value))
     assert named is not None
     mix = make(fetch_bytes=named[1])
-    assert mix.fetch_bytes["b"] > 1.6 * mix.fetch_bytes["a"] > 64 * KIB
+    assert mix.source.fetch_bytes["b"] > 1.6 * mix.source.fetch_bytes["a"] > 64 * KIB
     with DataLoader(mix, **limit) as loader:
         assert len([batch for batch, _ in zip(loader, range(200), strict=False)]) == 200
         assert loader.metrics()["arena_peak_bytes"] <= 4.5 * (1 << 20)
@@ -320,11 +323,11 @@ def test_sizes_follow_the_square_roots_of_shares_of_the_bytes() -> None:
 def test_the_largest_share_of_a_schedule_counts(folder: Path) -> None:
     steps = Schedule.steps({0: {"web": 3, "code": 1, "math": 0}, 500: {"web": 1, "code": 1, "math": 2}})
     mix = mixture(folder, weights=steps, fetch_bytes="600KiB")
-    mean = {name: one.chunk_bytes.sum() / sum(SIZES[name]) for name, one in mix.leaves.items()}
+    mean = {name: one.chunk_bytes.sum() / sum(SIZES[name]) for name, one in mix.source.leaves.items()}
     first = 3 * mean["web"] + mean["code"]
     then = mean["web"] + mean["code"] + 2 * mean["math"]
     largest = {"web": 3 * mean["web"] / first, "code": mean["code"] / min(first, then), "math": 2 * mean["math"] / then}
-    assert mix.fetch_bytes == divided(600 * KIB, {name: float(share) for name, share in largest.items()})
+    assert mix.source.fetch_bytes == divided(600 * KIB, {name: float(share) for name, share in largest.items()})
 
 
 def test_a_cache_keeps_units(folder: Path, tmp_path: Path) -> None:
@@ -341,7 +344,7 @@ def test_a_cache_keeps_units(folder: Path, tmp_path: Path) -> None:
             after = loader.metrics()
         assert keys == Counter(f"{name}-{n:03d}" for name in sources for n in range(sum(SIZES[name])))
         found.append(int(after["cache_misses"] - before.get("cache_misses", 0)))
-    assert found == [len(mix.chunk_samples), 0, sum(len(one.chunk_samples) for one in sources.values())]
+    assert found == [len(mix.source.chunk_samples), 0, sum(len(one.source.chunk_samples) for one in sources.values())]
 
 
 def test_a_mixture_shows_its_units(folder: Path) -> None:
@@ -355,7 +358,7 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do(folder: Path, tmp_path: P
     nested: dict[str, Any] = {"sources": {"all": groups, "web": dataset}, "weights": {"all": 1, "web": 1}}
     with pytest.raises(ConfigError, match=r'group of samples; give sizes of the others alone, fetch_bytes={"web": …}'):
         Mixture(**nested, quotas="exact", fetch_bytes="1MiB")
-    assert Mixture(**nested, quotas="exact", fetch_bytes={"web": "1MiB"}).fetch_bytes == {"web": 1 << 20}
+    assert Mixture(**nested, quotas="exact", fetch_bytes={"web": "1MiB"}).source.fetch_bytes == {"web": 1 << 20}
     wrong: tuple[tuple[Any, str], ...] = (
         ({"all/0": "1MiB"}, "leave it out: its chunks then stay whole"),
         ({"web": 3.5}, "fetch_bytes of 'web': expected an int or a string"),
@@ -368,7 +371,7 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do(folder: Path, tmp_path: P
     two = {"one": dataset, "two": dataset}
     with pytest.raises(ConfigError, match="at least 128KiB for 2 sources, 64KiB each"):
         Mixture(two, quotas="exact", fetch_bytes="127KiB")
-    assert Mixture(two, quotas="exact", fetch_bytes="128KiB").fetch_bytes == dict.fromkeys(two, 64 * KIB)
+    assert Mixture(two, quotas="exact", fetch_bytes="128KiB").source.fetch_bytes == dict.fromkeys(two, 64 * KIB)
     write(tmp_path, "math", (30,))
     for path in Path(tmp_path, "math").rglob("*samples*/*"):
         path.unlink()

@@ -674,7 +674,7 @@ def test_one_source_alone_is_a_mixture(sets: dict[str, SampleSet]) -> None:
 def test_nested_shares_multiply(sets: dict[str, SampleSet]) -> None:
     text = Mixture({"en": sets["web"].open(), "de": sets["math"].open()}, weights={"en": 3, "de": 1})
     mix = Mixture({"text": text, "code": sets["code"].open()}, weights={"text": 0.8, "code": 0.2})
-    assert mix.begun().last.weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
+    assert mix.source.begun().last.weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
     by_size = Mixture({"text": mixture(sets, "web math"), "code": sets["code"].open()})
     assert len(by_size) == 202
     with pytest.raises(ConfigError, match=r"'text' is a mixture without end.*ends="):
@@ -686,14 +686,16 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
 ) -> None:
     with caplog.at_level(logging.INFO, "streaming"):
         mix = mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="bytes")
-    means = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in mix.leaves.items()}
-    shares = mix.begun().last.weights
+    means = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in mix.source.leaves.items()}
+    shares = mix.source.begun().last.weights
     assert shares["web"] * means["web"] == pytest.approx(shares["code"] * means["code"])
     assert f"web {means['web']:.1f}" in caplog.text
     filtered = Mixture({"web": sets["web"].open(where="__key__ != '00001'")}, weights={"web": 1}, unit="bytes")
     assert filtered.sizes["web"] == mix.sizes["web"] - 1
-    assert filtered.units_per_sample["web"] == pytest.approx(means["web"])  # of samples as they lie in chunks
-    shares = mix.begun().changed(mix.weighed({"web": 1, "code": 3}), 100).last.weights  # so are those of set_weights
+    assert filtered.source.units_per_sample["web"] == pytest.approx(means["web"])  # of samples as they lie in chunks
+    shares = (
+        mix.source.begun().changed(mix.source.weighed({"web": 1, "code": 3}), 100).last.weights
+    )  # so are those of set_weights
     assert shares["web"] * means["web"] * 3 == pytest.approx(shares["code"] * means["code"])
     with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):
         mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="tokens")
@@ -761,18 +763,18 @@ def test_sets_with_the_same_options_are_read_through_one_storage(tmp_path: Path)
     for name, chosen in zip("abc", options, strict=True):
         write_set(tmp_path / name, (8,))
         sets[name] = StreamingDataset(f"{tmp_path}/{name}/", storage_options=chosen)
-    own = [one.storage for one in sets.values()]
+    own = [one.source.storage for one in sets.values()]
     mixture = Mixture(sets)
     before = [storage.metrics.get("requests") for storage in own]
     for name in "abc":
-        chunk = mixture.source_of(np.arange(len(mixture.chunk_samples))).tolist().index("abc".index(name))
-        wanted = mixture.chunk(chunk)
-        mixture.fetch_unit(wanted, memoryview(bytearray(wanted.num_bytes)))
+        chunk = mixture.source.source_of(np.arange(len(mixture.source.chunk_samples))).tolist().index("abc".index(name))
+        wanted = mixture.source.chunk(chunk)
+        mixture.source.fetch_unit(wanted, memoryview(bytearray(wanted.num_bytes)))
     grown = [storage.metrics.get("requests") - was for storage, was in zip(own, before, strict=True)]
     assert grown[0] == 2 * grown[2] > 0
     assert grown[1] == 0
-    assert [one.storage for one in sets.values()] == own
-    assert mixture.counters()["requests"] == sum(storage.metrics.get("requests") for storage in own)
+    assert [one.source.storage for one in sets.values()] == own
+    assert mixture.source.counters()["requests"] == sum(storage.metrics.get("requests") for storage in own)
 
 
 @pytest.mark.parametrize("weights", [None, dict.fromkeys(SIZES, 1)])

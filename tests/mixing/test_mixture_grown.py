@@ -96,7 +96,7 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
     assert replayed == run
     # What tells who was in a step asks the same ledger, and finds the samples that came later.
     told_by = PlannedRun(
-        planned=grown, state=LoaderState.from_dict(state), global_batch_size=size, num_ranks=2, last_batch="drop"
+        planned=grown.source, state=LoaderState.from_dict(state), global_batch_size=size, num_ranks=2, last_batch="drop"
     )
     for step in (0, 35, len(run) - 1):
         assert Counter(row.key for row in told_by.who(range(step, step + 1)).rows) == run[step]

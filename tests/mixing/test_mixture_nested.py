@@ -92,9 +92,9 @@ def nodes(draw: st.DrawFn, *, endless: bool, depth: int = 3) -> Node:
 
 
 def plan_of(mix: Mixture, size: int, ranks: int, *, ledger: Ledger | None = None, **options: Any) -> Plan:
-    order = mix.order_settings(size)
-    orders = mix.orders(order, mix.begun(size) if ledger is None else ledger)
-    return Plan(mix.chunk_samples, order, global_batch_size=size, dp_world_size=ranks, orders=orders, **options)
+    order = mix.source.order_settings(size)
+    orders = mix.source.orders(order, mix.source.begun(size) if ledger is None else ledger)
+    return Plan(mix.source.chunk_samples, order, global_batch_size=size, dp_world_size=ranks, orders=orders, **options)
 
 
 def rows_of(plan: Plan, rank: int) -> list[list[tuple[int, int, int]]]:
@@ -127,9 +127,9 @@ def check_worlds(mix: Mixture, size: int, ranks: int, others: int, stop: int, ep
     whole = batches_of(plan_of(mix, size, 1, **options))
     assert batches_of(plan_of(mix, size, ranks, **options)) == whole
     stop = min(stop, len(whole) - 1)
-    saved = Ledger.from_list(json.loads(json.dumps(mix.begun(size).to_list())))
-    went_on = resumed(mix, saved, mix.order_settings(size), stop * size)
-    assert went_on == mix.begun(size)
+    saved = Ledger.from_list(json.loads(json.dumps(mix.source.begun(size).to_list())))
+    went_on = resumed(mix.source, saved, mix.source.order_settings(size), stop * size)
+    assert went_on == mix.source.begun(size)
     assert batches_of(plan_of(mix, size, others, ledger=went_on, start=stop * size, **options)) == whole[stop:]
     # Ranks along other axes than data have the data rank of one share.
     shares = [DeviceMesh.from_sizes(dp_size=ranks, tp_size=2, rank=rank, environ={}) for rank in range(2 * ranks)]
@@ -148,7 +148,7 @@ def test_nested_mixtures_that_end_give_each_sample_as_often_as_they_say(
     assert len(mix) == sum(quotas.values())
     whole = check_worlds(mix, size, ranks, others, stop, None)
     got = Counter((chunk, offset) for batch in whole for _, chunk, offset in batch)
-    of = mix.source_of(np.array([chunk for chunk, _ in got]))
+    of = mix.source.source_of(np.array([chunk for chunk, _ in got]))
     for number, name in enumerate(mix.names):
         counts = [count for (sample, count), at in zip(got.items(), of.tolist(), strict=True) if at == number]
         times, rest = divmod(quotas[name], mix.sizes[name])
@@ -167,10 +167,10 @@ def test_nested_mixtures_without_end_hold_the_product_of_their_shares(
     shares, count = node.shares(), 40 * size
     assert set(shares) == set(mix.names)
     whole = check_worlds(mix, size, ranks, others, stop, count)
-    drawn = Counter(mix.source_of(np.array([chunk for batch in whole for _, chunk, _ in batch])).tolist())
-    width = mix.order_settings(size).lanes
+    drawn = Counter(mix.source.source_of(np.array([chunk for batch in whole for _, chunk, _ in batch])).tolist())
+    width = mix.source.order_settings(size).lanes
     for number, name in enumerate(mix.names):
         # In each lane: one chunk, and its share of one of each source; or a sample for each level of the tree.
         strayed = LARGEST * (1 + shares[name] * len(shares)) if quotas == "chunks" else len(shares)
-        window = mix.order_settings(size).window if quotas == "chunks" else 0
+        window = mix.source.order_settings(size).window if quotas == "chunks" else 0
         assert abs(drawn[number] - shares[name] * count) <= width * (strayed + window + 1)

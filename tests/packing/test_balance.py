@@ -149,11 +149,11 @@ def test_rows_of_a_batch_join_to_that_batch(folder: Path, options: dict[str, Any
     with DataLoader(packed, batch_size=6, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0)) as loader:
         for number, batch in enumerate(loader):
             batch["input_ids"][0, 0] = 2**32 - 1  # of a field of uint32: too much to travel as int32
-            rows = packed.items.split(batch)
+            rows = packed.source.items.split(batch)
             for place in range(3):  # as if they had come from another rank
-                rows[place] = decode(encode([packed.items.sent(rows[place])], _allocated))[0]
+                rows[place] = decode(encode([packed.source.items.sent(rows[place])], _allocated))[0]
             assert [row["input_ids"].dtype for row in rows[:2]] == [torch.int64, torch.int32]
-            again = packed.items.joined(rows)
+            again = packed.source.items.joined(rows)
             assert again.keys() == batch.keys()
             for name, value in batch.items():
                 alike = torch.equal(value, again[name]) if isinstance(value, torch.Tensor) else value == again[name]

@@ -63,7 +63,7 @@ def test_a_group_is_packed_once_and_not_under_the_lock(
     found = epoch_of(packed)
     assert all(map(same_batch, found, expected))
     assert len(found) == len(expected)
-    assert sorted(made) == [(group, False) for group in range(len(packed.chunk_samples))]
+    assert sorted(made) == [(group, False) for group in range(len(packed.source.chunk_samples))]
 
 
 def test_a_group_is_fitted_once_by_what_counts_it_and_by_a_copy_anew(
@@ -78,7 +78,7 @@ def test_a_group_is_fitted_once_by_what_counts_it_and_by_a_copy_anew(
         return fit(lengths, rules)
 
     monkeypatch.setattr(catalog, "fit", noted)
-    for one, groups in ((packed, 0), (pickle.loads(pickle.dumps(packed)), len(packed.chunk_samples))):
+    for one, groups in ((packed, 0), (pickle.loads(pickle.dumps(packed)), len(packed.source.chunk_samples))):
         found = epoch_of(one)
         assert len(found) == len(expected)
         assert all(map(same_batch, found, expected))
@@ -87,12 +87,12 @@ def test_a_group_is_fitted_once_by_what_counts_it_and_by_a_copy_anew(
 
 def test_groups_that_are_fetched_are_packed_before_they_are_asked_for(folder: Path) -> None:
     packed = packed_of(folder)
-    groups = np.arange(len(packed.chunk_samples))
+    groups = np.arange(len(packed.source.chunk_samples))
     assert len(groups) > 1
     with loader_of(packed) as loader:
         next(iter(loader))  # of the first group alone
         deadline_s = time.monotonic() + 30
-        while not packed.has_packs(groups, np.zeros_like(groups), packed.seed):
+        while not packed.source.has_packs(groups, np.zeros_like(groups), packed.seed):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 
@@ -125,12 +125,12 @@ def test_batches_lie_in_page_locked_memory_from_when_it_is_asked_for(folder: Pat
 
 def test_mixtures_ask_their_sources(folder: Path) -> None:
     mixed = Mixture({"a": packed_of(folder), "b": packed_of(folder)}, weights={"a": 2, "b": 1})
-    groups = np.arange(len(mixed.chunk_samples))
+    groups = np.arange(len(mixed.source.chunk_samples))
     passes = np.ones_like(groups)
-    assert not mixed.has_packs(groups, passes, 3)
-    mixed.packs(groups, np.zeros_like(groups), passes, 3)
-    assert mixed.has_packs(groups, passes, 3)
-    assert not mixed.has_packs(groups, passes, 4)
+    assert not mixed.source.has_packs(groups, passes, 3)
+    mixed.source.packs(groups, np.zeros_like(groups), passes, 3)
+    assert mixed.source.has_packs(groups, passes, 3)
+    assert not mixed.source.has_packs(groups, passes, 4)
 
 
 def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
     with loader_of(packed, memory_limit=limit) as loader:
         for _ in loader:
             pass
-    parts = (packed._recent, packed._fits, packed._records, packed._lengths._recent)
+    parts = (packed.source._recent, packed.source._fits, packed.source._records, packed.source._lengths._recent)
     assert sum(part._limit_bytes for part in parts) == memory.packs_bytes
     assert all(0 < part._kept_bytes <= part._limit_bytes for part in parts)
 

@@ -112,7 +112,7 @@ def test_places_are_multiples_for_context_parallelism(folder: Path) -> None:
 def test_documents_of_two_bytes_a_token(tmp_path: Path) -> None:
     write(tmp_path, num_docs=100, dtype="<u2")
     packed = Packed(StreamingDataset(tmp_path), LENGTH)
-    assert packed.items.shape.dtype == "<u2"
+    assert packed.source.items.shape.dtype == "<u2"
     tokens = np.sort(np.concatenate([real_tokens(batch) for batch in epoch_of(packed)]))
     assert np.array_equal(tokens, np.arange(1, packed.num_tokens + 1))
 

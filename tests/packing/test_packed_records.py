@@ -81,10 +81,10 @@ def test_else_headers_say_the_same(folder: Path, tmp_path: Path, monkeypatch: py
 
 def test_records_are_those_of_the_headers(folder: Path) -> None:
     dataset = StreamingDataset(folder)
-    for chunk in range(len(dataset.chunk_samples)):
-        wanted = dataset.chunk(chunk)
+    for chunk in range(len(dataset.source.chunk_samples)):
+        wanted = dataset.source.chunk(chunk)
         shard = dataset.urls.index(wanted.url)
-        records = sample_records(dataset.storage, dataset.shards, shard, ("mask", "tok", "none"))
+        records = sample_records(dataset.source.storage, dataset.source.shards, shard, ("mask", "tok", "none"))
         assert records is not None
         path = Path(wanted.url.removeprefix("file://"))
         walked = layout_of(wanted, memoryview(path.read_bytes()[wanted.byte_start : wanted.byte_end]))

@@ -337,8 +337,8 @@ def test_a_set_that_changed_between_two_starts(tmp_path: Path) -> None:
             next(iter(loader))
 
     (message,) = {str(one) for one in on_ranks(4, start)}
-    assert f"rank 3: fingerprint is {old.table.fingerprint!r}" in message
-    assert f"most of the 4 ranks have {new.table.fingerprint!r}" in message
+    assert f"rank 3: fingerprint is {old.source.table.fingerprint!r}" in message
+    assert f"most of the 4 ranks have {new.source.table.fingerprint!r}" in message
 
 
 @pytest.mark.usefixtures("board")

@@ -58,9 +58,9 @@ def test_many_ranks_ask_as_often_as_one(
     assert cost > 0
     assert len(found) == NUM_RANKS
     for dataset in found:
-        assert dataset.shards.urls == single.shards.urls
-        assert dataset.table == single.table
-        assert dataset.table.fingerprint == single.table.fingerprint
+        assert dataset.source.shards.urls == single.source.shards.urls
+        assert dataset.source.table == single.source.table
+        assert dataset.source.table.fingerprint == single.source.table.fingerprint
     assert found[-1][201]["cls"] == 201
 
 
@@ -69,10 +69,12 @@ def test_a_set_without_an_index_is_listed_once_and_scanned_once(mini_s3: MiniS3S
     samples = write_set(f"{bucket}/train", storage_options=mini_s3.storage_options, indexed=False)
     found: list[StreamingDataset] = []
     num_requests = requests(mini_s3, lambda: found.extend(on_ranks(samples.open)))
-    assert len({dataset.table.fingerprint for dataset in found}) == 1
+    assert len({dataset.source.table.fingerprint for dataset in found}) == 1
     assert sum(len(dataset) for dataset in found) == 202 * NUM_RANKS
     gets = [entry for entry in mini_s3.log() if entry["method"] == "GET" and str(entry["path"]).endswith(".tar")]
-    assert sum(int(entry["bytes"]) for entry in gets) <= 1.01 * sum(one.size_bytes for one in found[0].table.shards)
+    assert sum(int(entry["bytes"]) for entry in gets) <= 1.01 * sum(
+        one.size_bytes for one in found[0].source.table.shards
+    )
     assert num_requests < 2 * NUM_RANKS
 
 

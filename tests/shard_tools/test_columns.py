@@ -475,7 +475,7 @@ def test_a_mixture_by_tokens_takes_a_late_column(tmp_path: Path) -> None:
         added(data, "tokens", "--from", str(file), "--on", "key")
     sources = {"short": StreamingDataset(short), "long": StreamingDataset(long)}
     mix = Mixture(sources, weights={"short": 1, "long": 1}, unit="tokens")
-    assert mix.begun().last.weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})
+    assert mix.source.begun().last.weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})
 
 
 # --- computed ---
@@ -563,7 +563,9 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
     report = added(data, "tokens", "--compute", "tokens", "--dtype", "uint32")
     assert (report["type"], report["num_missing"]) == ("int64", 1)
     assert kept(data, "tokens >= 6") == [6, 7, 8, 9]
-    assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").units_per_sample == {"a": 40 / 9}
+    assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").source.units_per_sample == {
+        "a": 40 / 9
+    }
     note = write_document({"field": "tok", "dtype": "uint16"})
     (tmp_path / "tok/_shardstream/tokens.json").write_bytes(note)
     added(data, "tokens", "--compute", "tokens", "--overwrite")

@@ -172,7 +172,7 @@ class World:
 
 
 def is_padded(dataset: Any) -> bool:
-    return bool(dataset.items.options.get("padded"))
+    return bool(dataset.source.items.options.get("padded"))
 
 
 def rows_of(batch: Any) -> list[tuple[Any, Any]]:
@@ -274,8 +274,8 @@ def check_plan(
     report: dict[str, Any], rows: list[Row], num_batches: int | None, metrics: list[dict[str, Any]], dataset: Any
 ) -> None:
     """Totals and memory of the first epoch; ``num_batches`` None: it was not played to its end."""
-    assert report["num_samples"] == int(dataset.chunk_samples.sum())
-    assert ("packs" in report) == dataset.is_packed
+    assert report["num_samples"] == int(dataset.source.chunk_samples.sum())
+    assert ("packs" in report) == dataset.source.is_packed
     for found, load in zip(metrics, report["data_ranks"], strict=True):
         assert found["arena_limit_bytes"] <= load["limit_bytes"] * 1.1
         if report["ramp"] is None:  # else it is that of the last batches
@@ -292,7 +292,7 @@ def check_plan(
         sum(row[1] == rank for row in of_epoch) for rank in range(len(metrics))
     ]
     if isinstance(dataset, Mixture) and report["has_end"]:
-        shown, counts = dataset.shown_names, Counter[str]()
+        shown, counts = dataset.source.shown_names, Counter[str]()
         for one in report["shares"]["sources"]:
             counts[shown[one["name"]] or ""] += one["drawn"]
         assert +counts == Counter(row[2] or "" for row in of_epoch)

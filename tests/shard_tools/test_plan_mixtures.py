@@ -104,10 +104,10 @@ def test_training_and_tool_read_the_same_file(sets: dict[str, SampleSet], descri
         },
         weights=schedule, shuffle=ShuffleConfig(**SHUFFLE), seed=5,
     )  # fmt: skip
-    assert (mix.fingerprint, mix.begun()) == (by_hand.fingerprint, by_hand.begun())
-    assert mix.order_settings(G) == by_hand.order_settings(G)
-    assert mix.leaves["all/web"][0]["seen"] == 1
-    assert "seen" not in mix.leaves["math"][0]
+    assert (mix.fingerprint, mix.source.begun()) == (by_hand.fingerprint, by_hand.source.begun())
+    assert mix.source.order_settings(G) == by_hand.source.order_settings(G)
+    assert mix.source.leaves["all/web"][0]["seen"] == 1
+    assert "seen" not in mix.source.leaves["math"][0]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_who_and_when_of_exact_shares(described: Any, tmp_path: Path, options: d
     more = (path, "--dp", RANKS, "--global-batch-size", G)
     who = told(*more, "--state", saved, "--step", "0..20", "--who")
     assert rows_of(who) == got
-    sources = Mixture.from_file(path).leaves
+    sources = Mixture.from_file(path).source.leaves
     assert all(sources[row["source"]][row["number"]]["__key__"] == row["key"] for row in who["rows"][:24])
     key = next(row[3] for row in got if row[2] == "code")
     when = told(*more, "--state", saved, "--key", key, "--when", "--step", "0..20")

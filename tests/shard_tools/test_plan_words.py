@@ -126,7 +126,7 @@ def test_training_opens_every_kind_of_a_file(docs: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({"sources": {"a": packed, "b": {"sources": {"c": packed}}}}))
     by_hand = Packed(StreamingDataset(docs), LENGTH, overlong="drop")
     made = Mixture.from_file(path)
-    assert made.fingerprints == dict.fromkeys(("a", "b/c"), by_hand.fingerprint)
+    assert made.source.fingerprints == dict.fromkeys(("a", "b/c"), by_hand.fingerprint)
     classes = {"by": "cls", "weights": {"0": 1, "1": 2, "2": 0}}
     content = {"sources": {"a": {"url": docs, "balanced": classes}}, "weights": {"a": 1}}
     path.write_text(json.dumps(content))

@@ -55,12 +55,12 @@ def test_tokens_are_arrays(text: Path, named: str, decode: Any) -> None:
 def test_masks_too_and_the_width_is_what_it_says(mine: Path) -> None:
     change_document(mine / NOTE, dtype="uint32", mask="tok2")
     dataset = StreamingDataset(str(mine))
-    four = dataset.decoders.decoder_for("TOK")
+    four = dataset.source.decoders.decoder_for("TOK")
     assert np.asarray(four(np.arange(70_000, 70_003, dtype="<u4").tobytes())).tolist() == [70_000, 70_001, 70_002]
-    mask = np.asarray(dataset.decoders.decoder_for("tok2")(bytes([0, 1])))
+    mask = np.asarray(dataset.source.decoders.decoder_for("tok2")(bytes([0, 1])))
     assert (mask.dtype, mask.tolist()) == (np.uint8, [0, 1])
     change_document(mine / NOTE, field="npy")  # what the data say goes before what an extension means
-    assert StreamingDataset(str(mine)).decoders.decoder_for("npy") == four
+    assert StreamingDataset(str(mine)).source.decoders.decoder_for("npy") == four
 
 
 def test_what_the_user_says_goes_first(text: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_prefix_without_tokens_costs_no_request(text: Path, mini_s3: MiniS3Ser
                 storage.put(f"{home}/{path.relative_to(text)}", path.read_bytes())
         for name in ("/", "/000000.tar"):
             dataset = StreamingDataset(home + name, storage_options=mini_s3.storage_options)
-            counts[note, name] = dataset.counters()["requests"]
+            counts[note, name] = dataset.source.counters()["requests"]
             assert isinstance(dataset[0]["tok"], np.ndarray if note else bytes)
     assert counts[True, "/"] == counts[False, "/"] + 1
     assert counts[True, "/000000.tar"] == counts[False, "/000000.tar"]

@@ -41,8 +41,8 @@ def open_for(server: MiniS3Server, samples: SampleSet, unreachable_s: float) -> 
 
 
 def until_requests_fail(dataset: StreamingDataset) -> None:
-    before, end_s = dataset.storage.metrics.get("retries"), time.monotonic() + WAIT_S
-    while dataset.storage.metrics.get("retries") < before + 3:
+    before, end_s = dataset.source.storage.metrics.get("retries"), time.monotonic() + WAIT_S
+    while dataset.source.storage.metrics.get("retries") < before + 3:
         assert time.monotonic() < end_s, "nobody noticed that the server is gone"
         time.sleep(0.005)
 

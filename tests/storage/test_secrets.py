@@ -281,7 +281,7 @@ def loop_over(loader: Any, told: Told) -> None:
 def read_dataset(place: Place, told: Told, local: Path) -> None:
     for url, on_error in ((place.good, "raise"), (place.damaged, "substitute"), (place.damaged, "skip")):
         dataset = opened(place, local, url, on_error=on_error, max_bad_samples=8)
-        told.add(dataset, copy.copy(dataset), dataset.storage, dataset.fingerprint, dataset[NUM - 1])
+        told.add(dataset, copy.copy(dataset), dataset.source.storage, dataset.fingerprint, dataset[NUM - 1])
         loop_over(streaming.DataLoader(dataset, 2), told)
 
 

@@ -143,7 +143,7 @@ class TestHedging:
             "scripted://b/000000.tar", index=str(tmp_path), storage_options=options, decode=None, shuffle=False
         )
         for _ in range(8):
-            dataset.storage.read(URL, 0, 10)
+            dataset.source.storage.read(URL, 0, 10)
         play.script = self.stall(1)
         with DataLoader(dataset, batch_size=10) as loader:
             assert [bytes(one) for batch in loader for one in batch["bin"]] == [DATA[i : i + 1000] for i in range(200)]

@@ -42,7 +42,7 @@ def test_the_cures_that_are_named_work(unlisted: tuple[str, dict[str, object]], 
     indexed = CliRunner().invoke(cli, ["index", f"{url}/{SHARDS}", "--index", str(tmp_path), *reach])
     assert indexed.exit_code == 0, indexed.output
     dataset = StreamingDataset(f"{url}/{SHARDS}", index=tmp_path, storage_options=options)
-    assert (len(dataset), dataset.shards.scanned) == (7, None)
+    assert (len(dataset), dataset.source.shards.scanned) == (7, None)
     with pytest.raises(AccessDeniedError, match=r"To read without listing, name the shards"):
         StreamingDataset(f"{url}/", storage_options=options)
 

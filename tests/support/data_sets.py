@@ -229,7 +229,7 @@ def data_gets(log: Sequence[Mapping[str, Any]], url: str) -> list[Mapping[str, A
 
 def chunk_pages(dataset: StreamingDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Bytes of each chunk in whole pages, as the arena counts them."""
-    sizes = dataset.table.byte_end - dataset.table.byte_start
+    sizes = dataset.source.table.byte_end - dataset.source.table.byte_start
     return -(-sizes // PAGE_BYTES) * PAGE_BYTES
 
 

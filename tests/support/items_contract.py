@@ -182,7 +182,7 @@ class ItemsContract:
 
     # --- promises ---
 
-    @pytest.mark.parametrize("world", [2, 3])
+    @pytest.mark.parametrize("world", [3])
     def test_every_row_is_delivered_once_in_the_same_global_batches_on_any_world(
         self, folder: Path, world: int
     ) -> None:
@@ -197,8 +197,9 @@ class ItemsContract:
             assert Counter(rows) == due
         assert self.whole(dataset, world) == whole
 
-    @pytest.mark.parametrize("options", [{"num_threads": 2}, {"num_workers": 2}, {"prefetch_factor": 5}], ids=str)
-    @pytest.mark.parametrize("on_error", ["substitute", "skip"])
+    @pytest.mark.parametrize(
+        ("on_error", "options"), [("substitute", {"num_threads": 2}), ("skip", {"num_workers": 2})], ids=str
+    )
     def test_batches_do_not_depend_on_who_builds_them_even_with_damage(
         self, folder: Path, on_error: str, options: dict[str, Any]
     ) -> None:
@@ -206,22 +207,22 @@ class ItemsContract:
         dataset = self.make(folder, on_error=on_error, max_bad_samples=1.0)
         assert same(self.batches(dataset, **options), self.batches(dataset))
 
-    @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
-    def test_resumed_behind_any_batch_the_rest_is_the_same(self, folder: Path, last_batch: str) -> None:
+    def test_resumed_behind_any_batch_the_rest_is_the_same(self, folder: Path) -> None:
         dataset = self.make(folder)
-        whole = self.batches(dataset, last_batch=last_batch)
-        for count in range(len(whole)):
-            state = self.state(dataset, count, last_batch=last_batch)
-            assert same(self.batches(dataset, state=state, last_batch=last_batch), whole[count:]), count
+        whole = self.batches(dataset, last_batch="pad")
+        with self.loader(dataset, last_batch="pad") as loader:
+            states = [loader.state_dict() for _ in loader]
+        for count, state in enumerate(states[:-1], 1):
+            assert same(self.batches(dataset, state=state, last_batch="pad"), whole[count:]), count
 
-    @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+    @pytest.mark.parametrize(("before", "after"), [(2, 3)])
     def test_resumed_on_another_world_the_rest_is_the_same(self, folder: Path, before: int, after: int) -> None:
         dataset = self.make(folder)
         whole = self.whole(dataset)
         state = self.state(dataset, 2, world=before, rank=before - 1)
         assert self.whole(dataset, after, state=state) == whole[2:]
 
-    @pytest.mark.parametrize("world", [1, 2])
+    @pytest.mark.parametrize("world", [2])
     def test_the_last_batch_is_dropped_padded_or_partial(self, folder: Path, world: int) -> None:
         dataset = self.make(folder)
         size = next(size for size in (5, 7) if int(dataset.chunk_samples.sum()) % size)
@@ -241,7 +242,7 @@ class ItemsContract:
             assert none.keys() == one.keys()
             assert all(type(none[name]) is type(value) for name, value in one.items())
 
-    @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"last_batch": "pad", "world": 2}], ids=str)
+    @pytest.mark.parametrize("options", [{}, {"last_batch": "pad", "world": 2}], ids=str)
     def test_damage_costs_what_on_error_says(self, folder: Path, options: dict[str, Any]) -> None:
         whole = self.whole(self.make(folder), **options)
         damage(folder)
@@ -271,7 +272,7 @@ class ItemsContract:
             assert same(self.batches(dataset), whole)
             assert bool(dataset.counters().get("cache_misses", 0)) == num_reads
 
-    @pytest.mark.parametrize("world", [1, 2])
+    @pytest.mark.parametrize("world", [2])
     def test_batches_that_grow_are_the_same_on_any_world_and_after_a_resume(self, folder: Path, world: int) -> None:
         dataset, ramp = self.make(folder), {"global_batch_size": Schedule.steps({0: 2, 4: 4, 12: 6})}
         whole = self.whole(dataset, **ramp)

@@ -13,10 +13,11 @@ from forked import SHARED as SHARED_ORIGIN
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.catalog import open as catalog_open
-from streaming.datasets import dataset, grouped, packed, table_file
+from streaming.datasets import table_file
 from streaming.engine.memory import mapped
 from streaming.engine.workers.fork_server import SHARED
 from streaming.job.once import Peers
+from streaming.sources import grouped, packs, samples
 from streaming.storage import Storage
 
 
@@ -162,7 +163,7 @@ def join_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peers | None], None]:
     """Sets what datasets find as the processes of their job."""
 
     def join(peers: Peers | None) -> None:
-        for module in (dataset, grouped, packed, table_file):
+        for module in (samples, grouped, packs, table_file):
             monkeypatch.setattr(module, "job_peers", lambda _: peers)
 
     return join

@@ -78,7 +78,7 @@ def steps(part: Part) -> Iterator[Step]:
     """Perform a part; the loader is open until the generator is closed."""
     events, dice = Counter[str](), random.Random(part.seed)
     dataset = open_with_patience(part, events)
-    dataset.storage.read(dataset.chunk(0).url, *PROBE)
+    dataset.source.storage.read(dataset.source.chunk(0).url, *PROBE)
     with DataLoader(
         dataset, global_batch_size=GLOBAL_BATCH, last_batch="partial", num_workers=part.num_workers,
         device_mesh=mesh_of(part.world_size, part.dp_rank), memory_limit=f"{400 + 2400 // part.world_size}KiB",

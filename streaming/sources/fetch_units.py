@@ -13,8 +13,8 @@ from streaming.mixing.blend import Blend
 from streaming.plan.memory import PAGE_BYTES
 
 if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arithmetic
-    from streaming.datasets.dataset import StreamingDataset
-    from streaming.datasets.packed import Packed
+    from streaming.sources.packs import PackedDocuments
+    from streaming.sources.samples import SampleSource
 
 FetchBytes: TypeAlias = int | str | Mapping[str, int | str]
 LEAST_UNIT_BYTES = SPAN_BYTES
@@ -22,7 +22,7 @@ LEAST_UNIT_BYTES = SPAN_BYTES
 _UNITS_HELD = 6
 
 
-def unit_sizes(given: FetchBytes, leaves: Mapping[str, StreamingDataset | Packed], blend: Blend) -> dict[str, int]:
+def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocuments], blend: Blend) -> dict[str, int]:
     """Return the size of the units of each source that is cut, in bytes.
 
     Args:
@@ -83,14 +83,14 @@ def _checked(size: int | str, name: str) -> int:
     return found
 
 
-def _check_can_be_cut(leaves: Mapping[str, StreamingDataset | Packed], cure: str) -> None:
+def _check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure: str) -> None:
     for name, one in leaves.items():
         if not one.can_be_cut:
             what = "a Packed reads whole groups of chunks" if one.is_packed else "it is a group of samples"
             raise ConfigError(f"fetch_bytes: the source {name!r} cannot be cut: {what}; {cure}")
 
 
-def _byte_shares(leaves: Mapping[str, StreamingDataset | Packed], blend: Blend) -> dict[str, float]:
+def _byte_shares(leaves: Mapping[str, SampleSource | PackedDocuments], blend: Blend) -> dict[str, float]:
     """Return the largest share that each source ever has of the bytes read."""
     found = dict.fromkeys(sorted(leaves), 0.0)
     mean_bytes = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in leaves.items()}

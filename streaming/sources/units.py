@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from streaming.arguments import some_names
-from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
 from streaming.index.chunk_table import numbers
 from streaming.index.columns import there_of
+from streaming.sources.packs import PackedDocuments
+from streaming.sources.samples import SampleSource
 from streaming.storage import redact
 
 Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
@@ -23,7 +23,7 @@ _TABLES_READ = 8
 _log = logging.getLogger("streaming")
 
 
-def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Unit) -> dict[str, float]:
+def units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], unit: Unit) -> dict[str, float]:
     """Return what a sample of each source counts on average; values that are estimated are logged.
 
     Raises:
@@ -37,17 +37,17 @@ def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Uni
     return found
 
 
-def _mean_bytes(dataset: StreamingDataset | Packed) -> float:
+def _mean_bytes(dataset: SampleSource | PackedDocuments) -> float:
     """Return the mean size from the chunk table; chunks include what a filter leaves out."""
-    stored = dataset.documents if isinstance(dataset, Packed) else dataset
+    stored = dataset.documents if isinstance(dataset, PackedDocuments) else dataset
     kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
     return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
 
 
-def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
+def _mean_tokens(name: str, dataset: SampleSource | PackedDocuments) -> float:
     """Return the mean of the column ``tokens`` over some evenly spaced shards, the same ones on every rank."""
-    if isinstance(dataset, Packed):
-        return dataset.num_tokens / len(dataset)
+    if isinstance(dataset, PackedDocuments):
+        return dataset.counts.packed / dataset.num_readable
     num_shards = len(dataset.urls)
     chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]
     late = find_columns(dataset.storage, homes_of(dataset.urls, dataset.shards.index), ["tokens"]).get("tokens")

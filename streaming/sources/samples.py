@@ -1,0 +1,213 @@
+"""Read the samples of shards as a user's options say: ``SampleSource``."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, Self
+
+import numpy as np
+
+from infra import MeshError, MeshFinder, agent_store
+from streaming.arguments import Urls, format_bytes
+from streaming.batches.build import Items, OnError, Part, Samples
+from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
+from streaming.cache import open_cache
+from streaming.catalog.open import check_decoded, check_fields, open_shards
+from streaming.catalog.random_access import RandomAccess, Versions
+from streaming.catalog.source import ChunkSource
+from streaming.decode import DecodeSpec, resolve_decoders, with_described
+from streaming.errors import DecodeError
+from streaming.filters.select import Condition, narrowed
+from streaming.filters.views import asked_filter
+from streaming.index.selection import Selection
+from streaming.job.foreign import tell_of_opening_alone
+from streaming.job.store import job_peers
+from streaming.plan.settings import ShuffleConfig
+from streaming.storage import Storage, mirrors_of, redact
+from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
+
+
+class SampleSource(ChunkSource):
+    """Open shards, and read their samples: what loops, the engine and tools see of a ``StreamingDataset``.
+
+    A ``streaming.engine.source.Source``, or without an index at least a ``ShardSet``. Thread-safe and picklable. Its
+    options are those of ``StreamingDataset``, which checks them and has their defaults.
+
+    Raises:
+        NotFoundError, AccessDeniedError, TransferError, UnfinishedError, IndexMismatchError, IndexFormatError,
+            ConfigError: As for ``StreamingDataset``.
+    """
+
+    def __init__(  # noqa: PLR0913  the options of StreamingDataset
+        self,
+        urls: Urls,
+        *,
+        index: str | None,
+        fields: tuple[str, ...] | None,
+        decode: DecodeSpec,
+        transform: Transform | None,
+        where: Condition | None,
+        view: str | None,
+        subset: tuple[float, float] | None,
+        exclude: str | PathLike[str] | Iterable[str] | None,
+        shuffle: bool | ShuffleConfig,
+        seed: int,
+        storage_options: Mapping[str, object] | None,
+        mirrors: Sequence[str | Mapping[str, object]],
+        cache_dir: str | PathLike[str] | None,
+        cache_limit: int | str | None,
+        duplicate_keys: DuplicateKeys,
+        allow_unfinished: bool,
+        max_gzip_ratio: float,
+        on_error: OnError,
+        max_bad_samples: float,
+        bad_samples_file: str | None,
+    ) -> None:
+        self.fields = fields
+        self.decode = decode
+        self.decoders = resolve_decoders(decode)
+        self.transform: Transform | Chain | None = transform
+        self._order_by(shuffle, seed)
+        self.duplicate_keys: DuplicateKeys = duplicate_keys
+        self.max_gzip_ratio = max_gzip_ratio
+        self.on_error: OnError = on_error
+        self.max_bad_samples = max_bad_samples
+        self.bad_samples_file = bad_samples_file
+        if mirrors:
+            storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
+        self.storage = Storage(storage_options)
+        peers = job_peers(agent_store())
+        tell_of_opening_alone(peers, num_data_ranks)
+        self.shards = open_shards(
+            self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished
+        )
+        self.decoders = with_described(self.decoders, self.shards.types)
+        if self.fields is not None:
+            check_fields(self.storage, self.shards, self.fields, peers)
+        if isinstance(decode, Mapping):
+            check_decoded(self.storage, self.shards, list(decode), peers)
+        self.cache = open_cache(cache_dir, cache_limit)
+        asked = asked_filter(
+            self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
+        )
+        self._asked = "" if asked is None else asked.words
+        self._selection = narrowed(self.storage, self.shards, asked, peers)
+        self._spelt = _spelt(urls)
+        self._versions = Versions(self.shards, storage_options)
+        self._recent = RandomAccess()
+
+    @property
+    def num_readable(self) -> int:
+        """How many samples :meth:`read` knows by number: all.
+
+        Raises:
+            IndexMissingError: There is no index.
+        """
+        return self.table.total_samples
+
+    def read(self, numbers: Int64Array, sources: Sequence[str] = ()) -> list[Sample]:
+        """Return samples by number, which must exist, in this order, decoded and transformed.
+
+        Args:
+            numbers: int64 [n], numbers in storage order; any order, repeated or not.
+            sources: The name of this set in a mixture, for each of them.
+
+        Raises:
+            DecodeError: A sample cannot be decoded, or ``transform`` dropped it.
+        """
+        named = sources or [""] * len(numbers)
+        samples = self._recent.read(self, numbers)
+        return [self._changed(*one) for one in zip(samples, numbers.tolist(), named, strict=True)]
+
+    def scan(self, source: str = "") -> Iterator[Sample]:
+        """Yield all samples in storage order, as :meth:`read` returns them, reading chunk by chunk."""
+        for number, sample in enumerate(self._recent.scan(self)):
+            yield self._changed(sample, number, source)
+
+    def _changed(self, sample: Sample, number: int, source: str) -> Sample:
+        """Return a sample as ``transform`` leaves it, with the random numbers of this place in epoch 0."""
+        if source:
+            sample["__source__"] = source
+        chain = as_chain(self.transform)
+        changed = sample if chain is None else chain(sample, BatchDraws(epoch_key(self.seed, 0), np.array([number])))
+        if changed is None:
+            raise DecodeError(
+                f"{sample['__url__']}: sample {sample['__key__']!r}: transform returned None, which drops the sample"
+            )
+        return changed
+
+    def of_group(self, selected: Selection, words: str) -> Self:
+        """Return one group of this set's samples; it shares connections, cache and sample tables."""
+        made = self.selecting(selected)
+        made._asked = words
+        return made
+
+    def mapped(self, function: Transform) -> Self:
+        """Return the same set that also calls ``function``; see ``StreamingDataset.map``.
+
+        Raises:
+            ConfigError: It is no function of a sample.
+        """
+        made = copy.copy(self)
+        before = as_chain(self.transform)
+        made.transform = Chain((*(before.functions if before is not None else ()), function))
+        return made
+
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: a row is a sample."""
+        return num_rows
+
+    @property
+    def items(self) -> Items:
+        """See ``ShardSet``: a row is a sample."""
+        return Samples()
+
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """See ``ShardSet``."""
+        return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_recent": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._recent = RandomAccess()
+
+    def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
+        """Log a warning about fields named in ``option`` that no sample of the first shard has."""
+        check_decoded(self.storage, self.shards, names, option=option)
+
+    def words(self) -> str:
+        """Describe what is read, without what may be secret in it."""
+        parts = [self._spelt, f"{len(self.shards.urls)} shards"]
+        if self.indexed:
+            table = self.table
+            parts += [f"{table.total_samples} samples", format_bytes(table.total_bytes), self._asked]
+            parts.append(self.selection.words)
+        else:
+            parts.append("no index")
+        parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
+        if self.fields is not None:
+            parts.append(f"fields {', '.join(self.fields)}")
+        if self.transform is not None:
+            parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
+        return ", ".join(filter(None, parts))
+
+
+def _spelt(urls: Urls) -> str:
+    """Return the URLs as the user wrote them, shortened and without secrets."""
+    listed = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    first = "::".join(redact(part) for part in os.fspath(listed[0]).split("::")) if listed else ""
+    return first if len(listed) == 1 else f"{first} and {len(listed) - 1} more"
+
+
+def num_data_ranks() -> int:
+    """Return the number of data-parallel ranks, as far as it is known; 1 otherwise."""
+    try:
+        return MeshFinder().mesh.data_world_size
+    except MeshError:  # the loader reports this in detail
+        return 1
