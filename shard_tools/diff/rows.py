@@ -73,35 +73,18 @@ def known_sums(table: SampleTable) -> dict[str, tuple[Int64Array, Int64Array]]:
     """Return the size and the sum of each field in each of ``n`` samples, int64 ``[n]`` each, by field."""
     spans = np.repeat(np.arange(table.num_spans), np.diff(table.span_starts))  # int64 [n]: the span of each sample
     span_bytes = table.record_starts[table.span_starts]  # int64 [S + 1]
+    # Of a span with large members its rest has the checksum. It holds their headers, and so where they lie.
     is_cut = table.large.rest >= 0 if table.large.rest.size else np.zeros(table.num_spans, np.bool_)
-    large_starts, large_before = _large_bytes(table)
-    # Of a span with large members its rest has the checksum: the bytes without these, so places count without them.
-    skipped = large_before[np.searchsorted(large_starts, span_bytes)]
-    lengths = np.diff(span_bytes) - np.where(is_cut, np.diff(skipped), 0)
     covers = np.where(is_cut, table.large.rest, table.span_crc32c) if is_cut.any() else table.span_crc32c
-    cover_hash = mixed(covers.astype(np.uint64) * np.uint64(2) + is_cut, lengths)
+    cover_hash = mixed(covers.astype(np.uint64) * np.uint64(2) + is_cut, np.diff(span_bytes))
     found = {}
     for name, (starts, sizes) in table.fields.items():
-        offsets = starts - span_bytes[spans]
-        offsets -= np.where(is_cut[spans], large_before[np.searchsorted(large_starts, starts)] - skipped[spans], 0)
-        places = (mixed(cover_hash[spans], offsets) >> np.uint64(2)).astype(np.int64) | _PLACE
+        places = (mixed(cover_hash[spans], starts - span_bytes[spans]) >> np.uint64(2)).astype(np.int64) | _PLACE
         exact = table.large.fields.get(name, np.full(starts.size, -1, np.int64))
         exact = np.where(sizes == 0, 0, exact)
         sums = np.where(starts < 0, -1, np.where(exact >= 0, exact, places))
         found[name] = np.where(starts < 0, -1, sizes), sums
     return found
-
-
-def _large_bytes(table: SampleTable) -> tuple[Int64Array, Int64Array]:
-    """Return where the ``L`` large members begin, ascending, and the bytes of those before each and of all."""
-    starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for name, sums in table.large.fields.items():
-        rows = np.flatnonzero(sums >= 0)
-        starts.append(table.fields[name][0][rows])
-        sizes.append(table.fields[name][1][rows])
-    begins, lengths = np.concatenate(starts), np.concatenate(sizes)
-    order = np.argsort(begins)
-    return begins[order], np.concatenate(([0], np.cumsum(lengths[order])))
 
 
 def mixed(state: npt.NDArray[np.uint64], values: Int64Array) -> npt.NDArray[np.uint64]:
