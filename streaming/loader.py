@@ -19,6 +19,7 @@ from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
+from streaming.loops.descriptions import Announcer
 from streaming.loops.options import (
     ELSEWHERE,
     balanced,
@@ -29,7 +30,6 @@ from streaming.loops.options import (
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.loops.words import Announcer
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
 from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.ordinary.options import OrdinaryDataset

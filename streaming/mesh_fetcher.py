@@ -28,14 +28,14 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
-from streaming.loops.fetcher import EpochLoop
+from streaming.loops.descriptions import Announcer, what_is_read
+from streaming.loops.epoch_loop import EpochLoop
 from streaming.loops.options import (
     no_dataset,
     refuse_what_deals,
     streaming_config,
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
-from streaming.loops.words import Announcer, what_is_read
 from streaming.ordinary.map_style import resolve_dataset
 from streaming.plan.order import ENDLESS
 from streaming.plan.schedule import Schedule
