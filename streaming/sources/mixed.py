@@ -30,7 +30,7 @@ from streaming.catalog.joined import JoinedSource
 from streaming.catalog.source import ChunkSource
 from streaming.errors import ConfigError, StateError
 from streaming.index.chunk_table import ChunkTable
-from streaming.job.once import Peers
+from streaming.job.shared_results import Peers
 from streaming.job.store import job_peers
 from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
 from streaming.mixing.exact import EvenLanes, ExactLanes, even_sources

@@ -19,8 +19,8 @@ from streaming.decode import DecodeSpec, resolve_decoders, with_described
 from streaming.filters.select import Condition, narrowed
 from streaming.filters.views import asked_filter
 from streaming.index.selection import Selection
-from streaming.job.foreign import tell_of_opening_alone
 from streaming.job.store import job_peers
+from streaming.job.unsharded_loader import tell_of_opening_alone
 from streaming.plan.settings import ShuffleConfig
 from streaming.sources.keys import KeysOfShards, TableKeys
 from streaming.sources.own import SampleRows
