@@ -44,6 +44,7 @@ def shorter(packs: PackRows, length: int, num_parts: int, multiple: int = 1) -> 
         splits=sums(counts), samples=packs.samples[chosen], starts=np.array(starts, np.int64),
         stops=np.array(stops, np.int64), lengths=packs.lengths[chosen],
         sources=None if packs.sources is None else packs.sources.repeat(num_parts),
+        parts=num_parts,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from streaming.batches.rows import Rows
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
 from streaming.replicas.batch_codec import decode, encode
+from streaming.sources.samples import SampleSource
 from streaming.types import Int64Array, Sample
 
 LENGTHS = [3 + 5 * number % 17 for number in range(64)]
@@ -80,7 +81,7 @@ class WindowRows(PieceItems):
         each = None if mask is None else np.array([mask[low:high].all() for low, high in spans])
         return builder.collate([default_collate(samples[low:high]) for low, high in spans], each)
 
-    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
         row, recipe = default_collate([builder.first_of(prototypes)] * self.size), builder.recipe
         if recipe.collate_fn is not None:
             return builder.without_rows(row)
@@ -91,11 +92,11 @@ class WindowRows(PieceItems):
         raise NotImplementedError
 
 
-class Windows(StreamingDataset):
+class WindowSource(SampleSource):
     """The sliding windows of ``size`` samples over each chunk of a set."""
 
-    def __init__(self, folder: str, size: int, **options: Any) -> None:
-        super().__init__(folder, **options)
+    def __init__(self, source: SampleSource, size: int) -> None:
+        vars(self).update(vars(source))
         self.size = size
 
     @property
@@ -124,6 +125,14 @@ class Windows(StreamingDataset):
 
     def expected_samples(self, num_rows: float) -> float:
         return num_rows * self.size
+
+
+class Windows(StreamingDataset):
+    """A data set of windows."""
+
+    def __init__(self, folder: str, size: int, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._source = WindowSource(self._source, size)
 
 
 # --- the battery ---
@@ -190,7 +199,7 @@ class ItemsContract:
         whole = self.whole(dataset)
         rows = [row for batch in whole for row in batch]
         assert all(len(batch) == _GLOBAL_BATCH for batch in whole[:-1])
-        assert len(rows) == int(dataset.chunk_samples.sum())
+        assert len(rows) == int(dataset.source.chunk_samples.sum())
         if (due := self.due()) is None:
             assert Counter(key for row in rows for key in row) == Counter(KEYS)
         else:
@@ -225,10 +234,10 @@ class ItemsContract:
     @pytest.mark.parametrize("world", [2])
     def test_the_last_batch_is_dropped_padded_or_partial(self, folder: Path, world: int) -> None:
         dataset = self.make(folder)
-        size = next(size for size in (5, 7) if int(dataset.chunk_samples.sum()) % size)
+        size = next(size for size in (5, 7) if int(dataset.source.chunk_samples.sum()) % size)
         options = {"global_batch_size": size * world}
         found = {how: self.whole(dataset, world, last_batch=how, **options) for how in ("drop", "partial", "pad")}
-        due, left = divmod(int(dataset.chunk_samples.sum()), size * world)
+        due, left = divmod(int(dataset.source.chunk_samples.sum()), size * world)
         assert [len(batch) for batch in found["drop"]] == due * [size * world]
         assert [len(batch) for batch in found["partial"]] == due * [size * world] + [left] * (left > 0)
         assert [len(batch) for batch in found["pad"]] == (due + (left > 0)) * [size * world]
@@ -270,7 +279,7 @@ class ItemsContract:
         for num_reads in (True, False):
             dataset = self.make(folder, cache_dir=str(tmp_path / "cache"))
             assert same(self.batches(dataset), whole)
-            assert bool(dataset.counters().get("cache_misses", 0)) == num_reads
+            assert bool(dataset.source.counters().get("cache_misses", 0)) == num_reads
 
     @pytest.mark.parametrize("world", [2])
     def test_batches_that_grow_are_the_same_on_any_world_and_after_a_resume(self, folder: Path, world: int) -> None:
