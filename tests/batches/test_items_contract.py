@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from items_contract import KEYS, ItemsContract, PackedContract, Windows, write_documents
+from items_contract import KEYS, ItemsContract, PackedContract, windows, write_documents
 from played_ranks import Play, played
 
 from streaming import Schedule, StreamingDataset
@@ -46,9 +46,8 @@ class TestPacksInGrowingRows(PackedContract):
         """The packs of the plan: rows of T / k tokens are k for each."""
         keys, each = batch["__key__"], 24 // batch["input_ids"].shape[1]
         assert len(batch["input_ids"]) == len(keys)
-        return [
-            tuple(dict.fromkeys(key for row in keys[at : at + each] for key in row)) for at in range(0, len(keys), each)
-        ]
+        packs = [keys[at : at + each] for at in range(0, len(keys), each)]
+        return [tuple(dict.fromkeys(key for row in rows for key in row)) for rows in packs]
 
 
 class TestPaddedDocuments(PackedContract):
@@ -63,8 +62,8 @@ class TestWholeSamples(PackedContract):
 
 
 class TestWindows(ItemsContract):
-    def make(self, folder: Path, **options: Any) -> Windows:
-        return Windows(str(folder), 3, **options)
+    def make(self, folder: Path, **options: Any) -> StreamingDataset:
+        return windows(folder, 3, **options)
 
     def due(self) -> Counter[tuple[str, ...]]:
         firsts = [number for number in range(len(KEYS)) if number % 8 < 6]

@@ -1,6 +1,6 @@
 """What a loader promises of batches, whatever their rows are: a battery for any ``Items``, and rows of our own.
 
-``Windows`` is a kind of row that streaming/ does not know: its rows are sliding windows over a data set.
+``windows`` have rows that streaming/ does not know: sliding windows over a data set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from streaming.batches.collate import default_collate, empty_like
 from streaming.batches.items.pieces import PieceItems, pieces_of
 from streaming.batches.portion import Portion
 from streaming.batches.rows import Rows
+from streaming.datasets.face import reading
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
 from streaming.replicas.batch_codec import decode, encode
@@ -93,11 +94,15 @@ class WindowRows(PieceItems):
 
 
 class WindowSource(SampleSource):
-    """The sliding windows of ``size`` samples over each chunk of a set."""
+    """The sliding windows of ``size`` samples over each chunk of a source."""
 
-    def __init__(self, source: SampleSource, size: int) -> None:
-        vars(self).update(vars(source))
-        self.size = size
+    size: int
+
+    @classmethod
+    def over(cls, source: SampleSource, size: int) -> Self:
+        made = cls.__new__(cls)
+        made.__dict__ |= {**source.__dict__, "size": size}
+        return made
 
     @property
     def items(self) -> WindowRows:
@@ -110,9 +115,6 @@ class WindowSource(SampleSource):
     @property
     def fingerprint(self) -> str:
         return f"{super().fingerprint}-{self.size}"
-
-    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        return len(self.chunk_samples) if fingerprint == self.fingerprint else None
 
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         inside = (offsets[:, None] + np.arange(self.size)).reshape(-1)
@@ -127,12 +129,10 @@ class WindowSource(SampleSource):
         return num_rows * self.size
 
 
-class Windows(StreamingDataset):
-    """A data set of windows."""
-
-    def __init__(self, folder: str, size: int, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self._source = WindowSource(self._source, size)
+def windows(folder: Path, size: int, **options: Any) -> StreamingDataset:
+    """Return a set whose rows are such windows."""
+    dataset = StreamingDataset(str(folder), **options)
+    return reading(dataset, WindowSource.over(dataset.source, size))
 
 
 # --- the battery ---
