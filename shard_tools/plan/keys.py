@@ -5,29 +5,69 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from shard_tools.running.engine import map_ordered
-from streaming.catalog.source import ChunkSource
 from streaming.errors import IndexMissingError
-from streaming.filters.select import key_column, reading_threads
 from streaming.platforms import num_cores
 from streaming.types import Int64Array
+
+if TYPE_CHECKING:
+    from streaming.sources.keys import KeysOfShards
 
 _T = TypeVar("_T")
 
 
-def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:
-    """Return the key of each sample; None if the shard has no sample table."""
-    found = dataset.places(chunk_ids, offsets, np.zeros_like(offsets), 0)
-    return keys_of(dataset, found.shards, found.numbers)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Where the samples of some rows are stored: those that each row is made of.
+
+    Attributes:
+        splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
+        shards: int64 [n], shard of each sample, among those of its set.
+        numbers: int64 [n], its number in the shard.
+    """
+
+    splits: Int64Array
+    shards: Int64Array
+    numbers: Int64Array
+
+    @classmethod
+    def of(
+        cls, source: Any, number_of: Callable[[int, str], int], chunk_ids: Int64Array, offsets: Int64Array,
+        passes: Int64Array, seed: int,
+    ) -> Places:  # fmt: skip
+        """Find the samples of rows at offsets of chunks, int64 [B] each.
+
+        Args:
+            source: A ``streaming.engine.source.Source``.
+            number_of: Returns the number of the shard of a chunk, given its URL.
+            chunk_ids: Chunk of each row.
+            offsets: Its number in the chunk.
+            passes: The pass that it is read in.
+            seed: Seed of the order.
+        """
+        rows = source.packs(chunk_ids, offsets, passes, seed)
+        chunks, which = np.unique(chunk_ids[rows.packs], return_inverse=True)
+        ranges = [(number_of(chunk, one.url), one.first_sample + one.lead)
+                  for chunk, one in ((chunk, source.chunk(chunk)) for chunk in chunks.tolist())]  # fmt: skip
+        shards, firsts = np.array(ranges, np.int64).reshape(-1, 2).T
+        return cls(splits=rows.splits, shards=shards[which], numbers=firsts[which] + rows.samples)
 
 
-def keys_of(dataset: ChunkSource, shards: Int64Array, rows: Int64Array) -> list[str | None]:
+def keys_at(dataset: Any, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:
+    """Return the key of each sample of a set; None if the shard has no sample table."""
+    numbers = {url: number for number, url in enumerate(dataset.urls)}
+    found = Places.of(dataset, lambda _, url: numbers[url], chunk_ids, offsets, np.zeros_like(offsets), 0)
+    return keys_of(dataset.shard_keys, found.shards, found.numbers)
+
+
+def keys_of(known: KeysOfShards, shards: Int64Array, rows: Int64Array) -> list[str | None]:
     """Return the key of each sample, given by its shard and its number there; None: no sample table."""
     keys: list[str | None] = [None] * len(rows)
 
@@ -40,18 +80,18 @@ def keys_of(dataset: ChunkSource, shards: Int64Array, rows: Int64Array) -> list[
         at = np.flatnonzero(which == number)
         only = (int(first[number]), int(last[number]) + 1)
         try:
-            column = key_column(dataset.storage, dataset.shards, int(distinct[number]), only, turns)
+            column = known.column(int(distinct[number]), only, turns)
         except IndexMissingError:
             return []
         return list(zip(at.tolist(), column.take(pa.array(rows[at] - only[0])).to_pylist(), strict=True))
 
-    for found in _mapped(dataset, read, range(len(distinct))):
+    for found in _mapped(known, read, range(len(distinct))):
         for place, key in found:
             keys[place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
     return keys
 
 
-def places_by_order(dataset: ChunkSource, key: str) -> list[tuple[int, int]]:
+def places_by_order(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
     """Find shard and number of samples with a key if keys ascend from shard to shard; else, most likely, none.
 
     Writers that number their samples leave ascending keys. About a dozen key columns then suffice to find the shard.
@@ -60,38 +100,37 @@ def places_by_order(dataset: ChunkSource, key: str) -> list[tuple[int, int]]:
         IndexMissingError: A shard has no sample table.
     """
     wanted = key.encode("utf-8", "surrogateescape")
-    shard = _by_order(dataset, wanted)
-    return [] if shard is None else [(shard, row) for row in _rows_in(dataset, shard, wanted)]
+    shard = _by_order(known, wanted)
+    return [] if shard is None else [(shard, row) for row in _rows_in(known, shard, wanted)]
 
 
-def all_places(dataset: ChunkSource, key: str) -> list[tuple[int, int]]:
+def all_places(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
     """Find shard and number of all samples that have a key, reading all key columns.
 
     Raises:
         IndexMissingError: A shard has no sample table.
     """
     wanted = key.encode("utf-8", "surrogateescape")
-    found = _mapped(
-        dataset, lambda shard, turns: _rows_in(dataset, shard, wanted, turns), range(len(dataset.shards.urls))
-    )
-    return [(shard, row) for shard, rows in enumerate(found) for row in rows]
+    filled = known.filled
+    found = _mapped(known, lambda at, turns: _rows_in(known, filled[at], wanted, turns), range(len(filled)))
+    return [(shard, row) for shard, rows in zip(filled, found, strict=True) for row in rows]
 
 
 def _mapped(
-    dataset: ChunkSource, function: Callable[[int, AbstractContextManager[Any]], list[_T]], numbers: range
+    known: KeysOfShards, function: Callable[[int, AbstractContextManager[Any]], list[_T]], numbers: range
 ) -> Iterator[list[_T]]:
     """Call a function with each number and the semaphore held while keys are unpacked; yield results in order."""
     turns = threading.Semaphore(num_cores())
-    return map_ordered(lambda number: function(number, turns), numbers, reading_threads(dataset.shards))
+    return map_ordered(lambda number: function(number, turns), numbers, known.num_threads)
 
 
-def _by_order(dataset: ChunkSource, wanted: bytes) -> int | None:
+def _by_order(known: KeysOfShards, wanted: bytes) -> int | None:
     """Find the last shard whose first key is not greater than ``wanted``, if keys ascend from shard to shard."""
-    filled = [shard for shard, info in enumerate(dataset.shards.table.shards) if info.num_samples]  # type: ignore[union-attr]
+    filled = known.filled
     low, high = 0, len(filled)
     while low < high:
         middle = (low + high) // 2
-        first = _bytes(key_column(dataset.storage, dataset.shards, filled[middle], (0, 1)))[0].as_py()
+        first = _bytes(known.column(filled[middle], (0, 1)))[0].as_py()
         low, high = (middle + 1, high) if first <= wanted else (low, middle)
     return filled[low - 1] if low else None
 
@@ -101,8 +140,8 @@ def _bytes(keys: Any) -> Any:
 
 
 def _rows_in(
-    dataset: ChunkSource, shard: int, wanted: bytes, turns: AbstractContextManager[Any] | None = None
+    known: KeysOfShards, shard: int, wanted: bytes, turns: AbstractContextManager[Any] | None = None
 ) -> list[int]:
-    keys = _bytes(key_column(dataset.storage, dataset.shards, shard, turns=turns))
+    keys = _bytes(known.column(shard, turns=turns))
     rows: list[int] = pc.indices_nonzero(pc.equal(keys, pa.scalar(wanted, keys.type))).to_pylist()
     return rows

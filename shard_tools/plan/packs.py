@@ -50,7 +50,8 @@ class PackTotals(Report):
                 for row, count in each.items()
             ),
             length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit,
-            packs=sum(one.num_readable for one in sets), counts=reduce(add, (one.counts for one in sets)),
+            packs=sum(one.num_readable for one in sets),
+            counts=reduce(add, (one.counts for one in sets)),
         )  # fmt: skip
 
     @property

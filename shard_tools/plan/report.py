@@ -280,7 +280,7 @@ def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) ->
     planned = options.ordered(planned)
     order = planned.order_settings(options.sizes.size_for_lanes)
     if not hasattr(planned, "leaves"):
-        plans = epoch_plans(planned.chunk_samples, order, options)
+        plans = epoch_plans(planned.chunk_samples, order, options, planned.orders(order))
         loads = Loads(plans, Reads.of_sets(planned), _rooms(planned, options))
         return _report(planned, loads, options)
     mixture: MixedSource = planned

@@ -52,11 +52,6 @@ class TableSet(OfTable):
 
         return Samples()
 
-    @property
-    def stored_samples(self) -> Int64Array:
-        """See ``Selection``: all are delivered."""
-        return self.chunk_samples
-
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: all bytes."""
         return self.chunk_bytes[chunk_ids]
@@ -137,7 +132,7 @@ class Reads:
     ) -> Reads:
         """Estimate for chunks of these sizes, from the samples that they use and store, int64 [C] each.
 
-        With ``drawn``, what is drawn is not samples but packs, so many from each chunk.
+        With ``drawn``, so many rows are drawn from each chunk, which may be made of several samples.
         """
         mean = int(chunk_bytes.sum()) / max(int(stored.sum()), 1)
         if drawn is not None:
@@ -160,9 +155,7 @@ class Reads:
     @classmethod
     def of_set(cls, one: Any) -> Reads:
         """Estimate for a set of samples or packs."""
-        return cls.of(
-            one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples if one.is_packed else None
-        )
+        return cls.of(one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples)
 
     @classmethod
     def of_sets(cls, planned: AnySource | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from shard_tools.plan.keys import all_places, keys_of, places_by_order
+from shard_tools.plan.keys import Places, all_places, keys_of, places_by_order
 from shard_tools.plan.report import PlanOptions
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
@@ -28,6 +28,7 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
+    from streaming.sources.keys import KeysOfShards
     from streaming.sources.mixed import AnySource, MixedSource
 
 _MAX_ROWS = 1 << 20  # maximum shown at once; a larger range of steps is surely a mistake
@@ -173,9 +174,7 @@ class PlannedRun:
         """Samples of an epoch."""
         if self.state.epoch_size is not None:
             return self.state.epoch_size
-        if self._orders is not None:
-            return self._orders.samples_per_pass
-        return int(self.planned.chunk_samples.sum())
+        return self._orders.samples_per_pass
 
     @property
     def is_endless(self) -> bool:
@@ -247,7 +246,7 @@ class PlannedRun:
             order, seed, orders = self.state.order, self.state.next_seed, self._orders
             if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
-                orders = None if orders is None else orders.under(order)
+                orders = orders.under(order)
             self._plans[epoch] = []
             for plan in Plan.of_epoch(
                 self._shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
@@ -257,9 +256,10 @@ class PlannedRun:
         return self._plans[epoch]
 
     @cached_property
-    def _orders(self) -> Orders | None:
-        """Return the orders of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
-        return None if self.state.ledger is None else self._mixture.orders(self.state.order, self.state.ledger)
+    def _orders(self) -> Orders:
+        """Return the orders, of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
+        order, ledger = self.state.order, self.state.ledger
+        return self.planned.orders(order) if ledger is None else self._mixture.orders(order, ledger)
 
     @cached_property
     def _sets(self) -> list[tuple[str, Any]]:
@@ -268,6 +268,24 @@ class PlannedRun:
     @cached_property
     def _first_chunks(self) -> Int64Array:
         return sums([len(one.chunk_samples) for _, one in self._sets])
+
+    @cached_property
+    def _has_samples(self) -> bool:
+        """Whether rows are samples, and not made of several."""
+        return self.planned.items.first_numbers(self.planned.chunk_samples) is not None
+
+    @cached_property
+    def _shard_numbers(self) -> list[dict[str, int]]:
+        """The number of each shard of each set, by its URL."""
+        return [{url: number for number, url in enumerate(one.urls)} for _, one in self._sets]
+
+    def _places_of(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
+        """Return where the samples of rows are stored; see ``Places.of``."""
+
+        def number_of(chunk: int, url: str) -> int:
+            return self._shard_numbers[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1][url]
+
+        return Places.of(self.planned, number_of, chunk_ids, offsets, passes, seed)
 
     def who(self, steps: range) -> StepReport:
         """List the samples of these steps.
@@ -316,12 +334,12 @@ class PlannedRun:
         Raises:
             NotFoundError: There is none.
         """
-        once: dict[int, list[int]] = {}
+        once: dict[int, tuple[KeysOfShards, list[int]]] = {}
         for number, (_, one) in enumerate(self._sets):
-            once.setdefault(id(one.stored_set.shards), []).append(number)
-        groups = [(self._sets[numbers[0]][1].stored_set, numbers) for numbers in once.values()]
+            known = one.shard_keys
+            once.setdefault(id(known.home), (known, []))[1].append(number)
         for search in (all_places,) if thorough else (places_by_order, all_places):
-            found = [(number, *at) for one, numbers in groups for at in search(one, key) for number in numbers]
+            found = [(number, *at) for known, among in once.values() for at in search(known, key) for number in among]
             if found:
                 return found, search is places_by_order and len(self.planned.urls) > 1
         what = redact(self.planned.urls[0])
@@ -330,13 +348,8 @@ class PlannedRun:
     def _why_left_out(self, key: str, places: Sequence[tuple[int, int, int]]) -> str:
         """Return why samples that are there are not delivered."""
         for number, shard, row in places:
-            one = self._sets[number][1]
-            if one.is_packed and one.stored_set.selection.mask(shard)[row]:
-                rules = one.rules
-                return (
-                    f"--key: {key!r} is in no pack: it is longer than length={rules.length} (overlong="
-                    f"{rules.overlong!r}), larger than a budget, or empty"
-                )
+            if why := self._sets[number][1].why_left_out(shard, row):
+                return f"--key: {key!r} {why}"
         return (
             f"--key: {key!r} is in the shards, but the set leaves it out: by where=, view=, subset= or exclude=, or "
             "because it has no value of the column that groups are made by"
@@ -412,12 +425,12 @@ class PlannedRun:
         passes = range(
             (begin + low * size) // plan.samples_per_pass, (begin + high * size) // plan.samples_per_pass + 1
         )
-        if not self.planned.is_packed:
+        if self._has_samples:
             passes = passes[:1]  # samples stand where they are
         chunks, offsets = np.full(count, chunk), np.arange(count)
         found: set[int] = set()
         for number in passes:
-            places = self.planned.places(chunks, offsets, np.full(count, number), plan.settings.seed)
+            places = self._places_of(chunks, offsets, np.full(count, number), plan.settings.seed)
             rows = np.repeat(offsets, np.diff(places.splits))
             found.update(rows[(places.shards == shard) & (places.numbers == row)].tolist())
         return sorted(found)
@@ -425,7 +438,7 @@ class PlannedRun:
     def _holds(self, rows: _Rows, shard: int, row: int) -> Any:
         """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
         seed = int(rows.seeds[0]) if len(rows.seeds) else 0
-        places = self.planned.places(rows.chunk_ids, rows.offsets, rows.passes, seed)
+        places = self._places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
@@ -477,9 +490,9 @@ class PlannedRun:
                 at = np.flatnonzero((sources == source) & (rows.seeds == seed))
                 some = rows.where(at)
                 within = some.chunk_ids - self._first_chunks[source]
-                places = self.planned.places(some.chunk_ids, some.offsets, some.passes, seed)
-                keys, splits = keys_of(one.stored_set, places.shards, places.numbers), places.splits.tolist()
-                owner = None if one.is_packed else numbered.get(name, one)
+                places = self._places_of(some.chunk_ids, some.offsets, some.passes, seed)
+                keys, splits = keys_of(one.shard_keys, places.shards, places.numbers), places.splits.tolist()
+                owner = numbered.get(name)
                 starts = np.cumsum(one.chunk_samples) - one.chunk_samples
                 numbers = starts[within] + some.offsets
                 if owner is not None:
@@ -495,10 +508,10 @@ class PlannedRun:
     ) -> StepRow:
         step = int(rows.steps[at])
         epoch, first = self.epoch_at(step)
-        is_packed = self.planned.is_packed
+        is_sample = self._has_samples
         return StepRow(
             step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=source, number=number,
-            shard=shard, key=None if is_packed else keys[0], keys=keys if is_packed else None,
+            shard=shard, key=keys[0] if is_sample else None, keys=None if is_sample else keys,
             num_rows=self._rows_each(step),
         )  # fmt: skip
 

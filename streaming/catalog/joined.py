@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streaming.arrays import rows_by, sums
 from streaming.catalog.packed import PackedSource
-from streaming.catalog.source import ChunkSource, OneOrder, Places
+from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
@@ -32,8 +32,6 @@ class JoinedSource(OneOrder):
     Args:
         sets: The datasets by name.
     """
-
-    indexed = True
 
     def __init__(self, sets: Mapping[str, ChunkSource | PackedSource]) -> None:
         for name in ("chunk_samples", "chunk_bytes", "byte_starts", "_shown_urls", "_have_gaps"):
@@ -98,23 +96,6 @@ class JoinedSource(OneOrder):
             rows = filtered[among]
             found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
         return found
-
-    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
-        """Return where the samples of these rows are stored; shards are numbered in each source by itself."""
-        sources, parts = self.source_of(chunk_ids), []
-        counts = np.zeros(len(chunk_ids), np.int64)
-        for source, rows in rows_by(sources):
-            within = chunk_ids[rows] - self._starts[source]
-            found = self._joined[source].places(within, offsets[rows], passes[rows], seed)
-            counts[rows] = np.diff(found.splits)
-            parts.append((rows, found))
-        splits = sums(counts)
-        shards, numbers = np.empty((2, int(splits[-1])), np.int64)
-        for rows, found in parts:
-            # int64 [n]: entry i of a row goes to entry i of that row among all.
-            there = np.repeat(splits[rows] - found.splits[:-1], counts[rows]) + np.arange(len(found.shards))
-            shards[there], numbers[there] = found.shards, found.numbers
-        return Places(splits=splits, shards=shards, numbers=numbers)
 
     @cached_property
     def _have_gaps(self) -> npt.NDArray[np.bool_]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.catalog.open import sample_records
-from streaming.catalog.source import ChunkSource, OneOrder, Places
+from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.errors import IndexMismatchError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, apart_later, layout_by_records
@@ -74,7 +74,6 @@ class PackedSource(OneOrder):
         fits: Known fits of groups that were counted here.
     """
 
-    is_packed = indexed = True
     can_grow = has_gaps = can_be_cut = False
     fields: tuple[str, ...] | None
 
@@ -90,6 +89,11 @@ class PackedSource(OneOrder):
         self._fits = fits
         self._recent = LruCache[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
         self._records = LruCache[int, Records | None](_KEPT_BYTES // _RECORDS_SHARE, _size_of_records)
+
+    @property
+    def is_packed(self) -> bool:
+        """See ``OneOrder``: they are."""
+        return True
 
     # --- packs ---
 
@@ -180,19 +184,14 @@ class PackedSource(OneOrder):
         """int64 [G], documents in the bytes of each group, including those that a filter leaves out."""
         return self.documents.selection.stored_between(self._groups.firsts, self._groups.stops)
 
-    @property
-    def stored_set(self) -> ChunkSource:
-        """The set whose shards hold the documents."""
-        return self.documents
-
-    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
-        """Return where the documents of these packs are stored."""
-        packs = self.packs(chunk_ids, offsets, passes, seed)
-        groups = chunk_ids[packs.packs]
-        firsts = {group: self.chunk(group).first_sample for group in np.unique(chunk_ids).tolist()}
-        starts = np.array([firsts[group] for group in groups.tolist()], np.int64)
-        shards = self.documents.table.shard[self._groups.firsts[groups]].astype(np.int64)
-        return Places(splits=packs.splits, shards=shards, numbers=starts + packs.samples)
+    def why_left_out(self, shard: int, number: int) -> str:
+        """See ``OneOrder``: documents may be in no pack."""
+        if not self.documents.selection.mask(shard)[number]:
+            return ""
+        return (
+            f"is in no pack: it is longer than length={self.rules.length} (overlong={self.rules.overlong!r}), larger "
+            "than a budget, or empty"
+        )
 
     def chunk_with(self, shard: int, number: int) -> int | None:
         """Return the group that a document of a shard belongs to, if it is in any pack; None: it is in none."""
@@ -218,10 +217,6 @@ class PackedSource(OneOrder):
     def can_be_mapped(self) -> bool:
         """Whether groups can be mapped where they lie."""
         return self.documents.can_be_mapped
-
-    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as Source has it
-        """See ``Source``: what stands at an offset is no sample; the offsets."""
-        return offsets
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Return the URL of the shard of each group, as samples and messages show it."""

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -51,21 +51,6 @@ other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB
 (docs/design/0023-filters.md)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
-    """Where the samples of some rows are stored: one of each row, or those of its pack.
-
-    Attributes:
-        splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
-        shards: int64 [n], shard of each sample, among those of its set.
-        numbers: int64 [n], its number in the shard.
-    """
-
-    splits: Int64Array
-    shards: Int64Array
-    numbers: Int64Array
-
-
 class OneOrder(ABC):
     """Order the chunks of a set, pass after pass, with the user's settings.
 
@@ -84,9 +69,28 @@ class OneOrder(ABC):
     bad_samples_file: str | None
 
     @property
+    def is_packed(self) -> bool:
+        """Whether packs of samples are dealt out."""
+        return False
+
+    @property
     @abstractmethod
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk that are delivered."""
+        return self.chunk_samples
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk, including those that a filter leaves out."""
+        return self.used_samples
+
+    def why_left_out(self, shard: int, number: int) -> str:  # noqa: ARG002  few sets know
+        """Return why no row has a sample of a shard, as far as this is not a matter of filters and ranges; "" else."""
+        return ""
 
     @property
     def dealing(self) -> dict[str, object]:
@@ -115,6 +119,26 @@ class OneOrder(ABC):
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: zeros."""
         return np.zeros(len(chunk_ids), np.int64)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether it is known how many samples there are; otherwise the set can only be streamed."""
+        return True
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as Source has it
+        """See ``Source``: the offsets, as nothing is left out."""
+        return offsets
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
+        """See ``Source``: one sample each, unless a set deals out rows of several."""
+        return PackRows.of_samples(self.samples_of(chunk_ids, offsets), np.arange(len(offsets) + 1))
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002  as Source has it
+        """See ``Source``: nothing is computed."""
+        return True
+
+    def keep_at_most(self, num_bytes: int) -> None:  # noqa: B027  most sets keep nothing
+        """See ``Source``: nothing is kept."""
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
@@ -155,8 +179,6 @@ class OneOrder(ABC):
 class OfTable(OneOrder):
     """A set whose chunks are the rows of a chunk table."""
 
-    is_packed = False
-
     @property
     @abstractmethod
     def table(self) -> ChunkTable:
@@ -169,8 +191,8 @@ class OfTable(OneOrder):
 
     @property
     def used_samples(self) -> Int64Array:
-        """int64 [C], samples in the bytes of each chunk that are delivered."""
-        return self.chunk_samples
+        """See ``OneOrder``."""
+        return self.table.num_samples
 
     @property
     def chunk_bytes(self) -> Int64Array:
@@ -238,7 +260,7 @@ class ChunkSource(OfTable):
 
     @property
     def indexed(self) -> bool:
-        """Whether there is a chunk table; without one the set can only be streamed."""
+        """See ``OneOrder``: with a chunk table."""
         return self.shards.table is not None
 
     @property
@@ -259,17 +281,6 @@ class ChunkSource(OfTable):
     def stored_samples(self) -> Int64Array:
         """See ``Selection``."""
         return self.selection.stored_samples
-
-    @property
-    def stored_set(self) -> ChunkSource:
-        """The set whose shards hold the samples: this one."""
-        return self
-
-    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:  # noqa: ARG002
-        """Return where the samples at these offsets of chunks are stored, the same in all passes."""
-        numbers = self.table.first_sample[chunk_ids] + self.samples_of(chunk_ids, offsets)
-        splits = np.arange(len(chunk_ids) + 1)
-        return Places(splits=splits, shards=self.table.shard[chunk_ids].astype(np.int64), numbers=numbers)
 
     def chunk_with(self, shard: int, number: int) -> int | None:
         """Return the chunk that delivers a sample of a shard if no filter leaves it out; None: none does."""
@@ -304,17 +315,6 @@ class ChunkSource(OfTable):
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """See ``Source``, and ``Selection.inside``."""
         return self.selection.inside(chunk_ids, offsets)
-
-    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
-        """See ``Source``: one sample each."""
-        return PackRows.of_samples(self.samples_of(chunk_ids, offsets), np.arange(len(offsets) + 1))
-
-    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002  as Source has it
-        """See ``Source``: nothing is computed."""
-        return True
-
-    def keep_at_most(self, num_bytes: int) -> None:
-        """See ``Source``: nothing is kept."""
 
     def counters(self) -> dict[str, float]:
         """Return the counters of storage and cache since the set was opened, over all its loaders."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, Self, SupportsIndex, TypeAlias, TypeVar
 
@@ -57,18 +56,31 @@ class Shown(Protocol):
     def scan(self) -> Iterator[Sample]:
         """Yield all samples in storage order, reading chunk by chunk."""
 
+    def mapped(self, function: Transform) -> Self:
+        """Return the same source that also calls ``function`` on each sample."""
+
 
 ShownT = TypeVar("ShownT", bound=Shown)
 
 
-class DataSet(ABC, Generic[ShownT]):
+class DataSet(Generic[ShownT]):
     """Hold a source, and show what users need of it.
 
-    Loops, the engine and tools take ``source`` and nothing else, so that none of their questions is a method here.
+    Loops, the engine and tools take ``source`` and nothing else, so that none of their questions is a method here. It
+    is what a ``DataLoader`` gets of a source of your own: ``DataLoader(DataSet(source), batch_size=256)``.
+
+    Args:
+        source: The source, of any kind.
     """
 
     _noun = "sample"
     _source: ShownT
+
+    def __init__(self, source: ShownT) -> None:
+        self._source = source
+
+    def __repr__(self) -> str:
+        return f"DataSet of a {type(self._source).__name__}, {self._source.num_readable} samples"
 
     @property
     def source(self) -> ShownT:
@@ -95,13 +107,24 @@ class DataSet(ABC, Generic[ShownT]):
         """Seed of the order that a new loader begins with: ``print(dataset.seed)``; ``loader.seed(7)`` changes it."""
         return self._source.seed
 
-    @abstractmethod
-    def map(self, function: Transform) -> Self:
-        """Return the same data set that also calls ``function`` on each sample: ``dataset.map(resize)``."""
+    def __len__(self) -> int:
+        """Return the number of samples: ``len(dataset)``."""
+        return self._source.num_readable
 
-    @abstractmethod
-    def _sliced(self, wanted: builtins.slice) -> Any:
+    def map(self, function: Transform) -> Self:
+        """Return the same data set that also calls ``function`` on each sample: ``dataset.map(resize)``.
+
+        Raises:
+            ConfigError: ``function`` is no function of a sample, or would not be called.
+        """
+        return reading(self, self._source.mapped(function))
+
+    def _sliced(self, wanted: builtins.slice) -> Any:  # noqa: ARG002  some have ranges
         """Return a range of the samples, or raise an error that says what to slice instead."""
+        raise ConfigError(
+            f"dataset[a:b]: a {type(self._source).__name__} has no ranges; write dataset[range(a, b)], which is a list "
+            "of samples"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         """Return sample ``index``, decoded and transformed; a list of samples for several numbers; or a view.

@@ -105,7 +105,7 @@ class GroupedSource(MixedSource):
         return super().named_weights(self._by_name(weights))
 
     @property
-    def numbered(self) -> dict[str, ChunkSource | None]:
+    def numbered(self) -> dict[str, ChunkSource]:
         """See ``MixedSource``: the dataset of all groups."""
         return dict.fromkeys(self.names, self.dataset)
 

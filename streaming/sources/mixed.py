@@ -27,7 +27,7 @@ from streaming.arrays import rows_by, sums
 from streaming.batches.build import Items, OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
-from streaming.catalog.source import ChunkSource, Places
+from streaming.catalog.source import ChunkSource
 from streaming.errors import ConfigError, StateError
 from streaming.index.chunk_table import ChunkTable
 from streaming.job.shared_results import Peers
@@ -286,10 +286,6 @@ class MixedSource(JoinedSource):
         """See ``Source``."""
         return super().has_packs(chunk_ids, self._companies(passes), seed)
 
-    def places(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
-        """See ``JoinedSource``."""
-        return super().places(chunk_ids, offsets, self._companies(passes), seed)
-
     def _companies(self, passes: Int64Array) -> Int64Array:
         """Return the pass numbers that determine which documents share a pack.
 
@@ -335,15 +331,13 @@ class MixedSource(JoinedSource):
         return found
 
     @property
-    def numbered(self) -> dict[str, ChunkSource | None]:
-        """The set in which the samples of each leaf have their numbers; None: packs, numbered in their own set."""
-        found: dict[str, ChunkSource | None] = {}
-        for name, one in self.sources.items():
-            if isinstance(one, MixedSource):
-                found.update({f"{name}/{leaf}": numbered for leaf, numbered in one.numbered.items()})
-            else:
-                found[name] = None if isinstance(one, PackedDocuments) else one
-        return found
+    def numbered(self) -> dict[str, ChunkSource]:
+        """The set in which the samples of a leaf have their numbers, where that is not the leaf."""
+        return {
+            f"{name}/{leaf}": numbered
+            for name, one in self.sources.items() if isinstance(one, MixedSource)
+            for leaf, numbered in one.numbered.items()
+        }  # fmt: skip
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""

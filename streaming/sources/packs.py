@@ -32,6 +32,7 @@ from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.packing.rules import Overlong, PackRules, cut
 from streaming.plan.schedule import Schedule
+from streaming.sources.keys import KeysOfShards
 from streaming.sources.samples import SampleSource
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
@@ -151,6 +152,11 @@ class PackedDocuments(PackedSource):
     def unit(self) -> str:
         """What lengths count, for people: tokens, or the column of whole samples."""
         return self.items.unit or self.column
+
+    @property
+    def shard_keys(self) -> KeysOfShards:
+        """The keys of all documents, by shard."""
+        return self.documents.shard_keys
 
     @property
     def fill(self) -> float:

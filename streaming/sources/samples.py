@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self
 
-import numpy as np
-
 from infra import MeshError, MeshFinder, agent_store
 from streaming.arguments import Urls, format_bytes
-from streaming.batches.build import Items, OnError, Part, Samples
-from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
+from streaming.batches.build import OnError
+from streaming.batches.draws import Chain
 from streaming.cache import open_cache
 from streaming.catalog.open import check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource
 from streaming.decode import DecodeSpec, resolve_decoders, with_described
-from streaming.errors import DecodeError
 from streaming.filters.select import Condition, narrowed
 from streaming.filters.views import asked_filter
 from streaming.index.selection import Selection
 from streaming.job.store import job_peers
 from streaming.job.unsharded_loader import tell_of_opening_alone
 from streaming.plan.settings import ShuffleConfig
+from streaming.sources.keys import KeysOfShards, TableKeys
+from streaming.sources.own import SampleRows
 from streaming.storage import Storage, mirrors_of, redact
 from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
 
-class SampleSource(ChunkSource):
+class SampleSource(ChunkSource, SampleRows):
     """Open shards, and read their samples: what loops, the engine and tools see of a ``StreamingDataset``.
 
     A ``streaming.engine.source.Source``, or without an index at least a ``ShardSet``. Thread-safe and picklable. Its
@@ -127,48 +125,16 @@ class SampleSource(ChunkSource):
         for number, sample in enumerate(self._recent.scan(self)):
             yield self._changed(sample, number, source)
 
-    def _changed(self, sample: Sample, number: int, source: str) -> Sample:
-        """Return a sample as ``transform`` leaves it, with the random numbers of this place in epoch 0."""
-        if source:
-            sample["__source__"] = source
-        chain = as_chain(self.transform)
-        changed = sample if chain is None else chain(sample, BatchDraws(epoch_key(self.seed, 0), np.array([number])))
-        if changed is None:
-            raise DecodeError(
-                f"{sample['__url__']}: sample {sample['__key__']!r}: transform returned None, which drops the sample"
-            )
-        return changed
+    @property
+    def shard_keys(self) -> KeysOfShards:
+        """The keys of all samples, by shard."""
+        return TableKeys(storage=self.storage, shards=self.shards)
 
     def of_group(self, selected: Selection, words: str) -> Self:
         """Return one group of this set's samples; it shares connections, cache and sample tables."""
         made = self.selecting(selected)
         made._asked = words
         return made
-
-    def mapped(self, function: Transform) -> Self:
-        """Return the same set that also calls ``function``; see ``StreamingDataset.map``.
-
-        Raises:
-            ConfigError: It is no function of a sample.
-        """
-        made = copy.copy(self)
-        before = as_chain(self.transform)
-        made.transform = Chain((*(before.functions if before is not None else ()), function))
-        return made
-
-    def expected_samples(self, num_rows: float) -> float:
-        """See ``ShardSet``: a row is a sample."""
-        return num_rows
-
-    @property
-    def items(self) -> Items:
-        """See ``ShardSet``: a row is a sample."""
-        return Samples()
-
-    @property
-    def recipe_parts(self) -> tuple[Part, ...]:
-        """See ``ShardSet``."""
-        return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": None}

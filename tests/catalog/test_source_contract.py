@@ -1,0 +1,160 @@
+"""Sources of every kind, and of a kind that streaming/ does not know, through one battery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from items_contract import windows
+from played_ranks import Play, played
+from servers import MiniS3Server, fresh_name
+from source_contract import KEYS, LOST, NUM, SHARD, DictSource, SourceContract, fields_of, write_samples
+
+from streaming import Balanced, Curriculum, Mixture, Packed, Schedule, StreamingDataset
+from streaming.datasets.face import DataSet
+from streaming.storage import Storage
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_samples(tmp_path_factory.mktemp("sources") / "set")
+
+
+@pytest.fixture
+def samples(written: Path, tmp_path: Path) -> Path:
+    return Path(copytree(written, tmp_path / "set"))
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    return played(monkeypatch)
+
+
+class TestLocal(SourceContract):
+    def make(self, folder: Path, **options: Any) -> Any:
+        return StreamingDataset(str(folder), **options)
+
+
+class TestS3(SourceContract):
+    @pytest.fixture(autouse=True)
+    def _bucket(self, mini_s3: MiniS3Server, samples: Path) -> None:
+        self.url, self.access = mini_s3.create_bucket(fresh_name()), mini_s3.storage_options
+        self.storage = Storage(self.access)
+        for path in filter(Path.is_file, samples.rglob("*")):
+            self.storage.put(f"{self.url}/set/{path.relative_to(samples)}", path.read_bytes())
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        return StreamingDataset(f"{self.url}/set/", storage_options=self.access, **options)
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        super().hurt(dataset, folder, is_missing=is_missing)
+        url = f"{self.url}/set/{LOST // SHARD:06d}.tar"
+        self.storage.delete(url)
+        if not is_missing:
+            self.storage.put(url, (folder / f"{LOST // SHARD:06d}.tar").read_bytes())
+
+
+class TestRange(SourceContract):
+    def make(self, folder: Path, **options: Any) -> Any:
+        return StreamingDataset(str(folder), **options)[3:35]
+
+    def due(self) -> list[str]:
+        return KEYS[3:35]
+
+
+class TestEveryOther(SourceContract):
+    def make(self, folder: Path, **options: Any) -> Any:
+        return StreamingDataset(str(folder), **options)[1::2]
+
+    def due(self) -> list[str]:
+        return KEYS[1::2]
+
+
+class TestWhere(SourceContract):
+    def make(self, folder: Path, **options: Any) -> Any:
+        return StreamingDataset(str(folder), where="kind < 2", exclude=[KEYS[6], KEYS[30]], **options)
+
+    def due(self) -> list[str]:
+        return [key for number, key in enumerate(KEYS) if number % 3 < 2 and number not in (6, 30)]
+
+
+class TestPacked(SourceContract):
+    has_fields = False
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        return Packed(StreamingDataset(str(folder), **options), 24)
+
+    def rows(self, batch: Any) -> list[Any]:
+        names = [name for name in ("__key__", "input_ids", "labels", "__valid__") if name in batch]
+        return [{name: batch[name][row] for name in names} for row in range(len(batch["__key__"]))]
+
+    def keys(self, row: Any) -> list[str]:
+        return list(row["__key__"])
+
+
+class TestMixtureBySize(SourceContract):
+    def make(self, folder: Path, **options: Any) -> Any:
+        whole = StreamingDataset(str(folder), **options)
+        return Mixture({"a": whole[:24], "b": whole[24:]}, shuffle=options.get("shuffle", True))
+
+
+class TestMixtureByWeights(SourceContract):
+    epoch_size = 40
+    is_passed = False
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        whole = StreamingDataset(str(folder), **options)
+        return Mixture(
+            {"a": whole[:24], "b": whole[24:]}, weights={"a": 2, "b": 1}, shuffle=options.get("shuffle", True)
+        )
+
+
+class TestBalanced(SourceContract):
+    epoch_size = 40
+    is_passed = False
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        return Balanced(StreamingDataset(str(folder), **options), by="kind")
+
+
+class TestCurriculum(SourceContract):
+    epoch_size = 40
+    is_passed = False
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        schedule = Schedule.linear(0.4, 1.0, over=40)
+        return Curriculum(StreamingDataset(str(folder), **options), "tokens", schedule, buckets=3)
+
+
+class TestDict(SourceContract):
+    """A kind of source that streaming/ does not know."""
+
+    has_cache = False
+    lost_shard = f"dict://{LOST // 10}"
+
+    def make(self, folder: Path, **options: Any) -> DataSet[Any]:
+        samples = {KEYS[number]: fields_of(number) for number in range(NUM)}
+        return DataSet(DictSource(samples, per_chunk=5, **options))
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        dataset.source.hurt(KEYS[LOST], is_missing=is_missing)
+
+    def hurt_too(self, dataset: Any) -> None:
+        dataset.source.hurt(KEYS[LOST], is_missing=False)
+
+
+class TestWindows(SourceContract):
+    """Rows of a kind that streaming/ does not know: the tools know them, too."""
+
+    is_passed = False
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        return windows(folder, 3, **options)
+
+    def keys(self, row: Any) -> list[str]:
+        return list(row["__key__"])
+
+    def test_samples_by_number_are_those_of_batches(self, folder: Path) -> None:
+        pytest.skip("by number there are samples, not windows")
