@@ -335,7 +335,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         warnings=(),
         limits=loads.rooms.memory.parts,
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
-        packs=PackTotals.of(planned) if planned.is_packed else None,
+        packs=PackTotals.of(planned, options.sizes) if planned.is_packed else None,
     )
     may_slice = not report.shuffle and whole.dp_world_size > 1
     return _with_warnings(report, loads, may_slice=may_slice, tables=loads.sliced)

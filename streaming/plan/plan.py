@@ -209,6 +209,10 @@ class Plan:
             self._orders[pass_number] = order
         return order
 
+    def row_of(self, batch: int) -> int:
+        """Return the row of the run at which a batch begins."""
+        return self.first_row + batch * self.global_batch_size
+
     def batch_size(self, batch: int, dp_rank: int) -> int:
         """Return the number of rows, including padding, of one rank in one batch."""
         self._check_range(batch, batch + 1, dp_rank)
