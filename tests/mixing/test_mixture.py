@@ -25,9 +25,9 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
-from streaming.loops import course
 from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
+from streaming.sources import drawing
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -490,7 +490,7 @@ def test_weights_of_a_running_job_let_a_source_be_dropped_too(sets: dict[str, Sa
 def test_of_sources_that_are_too_many_for_a_state_it_says_that_they_stay(
     sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(course, "_MOST_LAID", 1)
+    monkeypatch.setattr(drawing, "_MOST_LAID", 1)
     with DataLoader(mixture(sets, weights=dict.fromkeys(SIZES, 1), shuffle=FEW_LANES), batch_size=12) as loader:
         take(loader, 5)
         with caplog.at_level(logging.INFO, "streaming"):
