@@ -255,7 +255,7 @@ class Mixed(Course):
 
     def _said(self, weights: Any, at: Any, row: int) -> Facts:
         plain = self.source.named_weights(weights)
-        self.source.weighed(plain)
+        self.source.weighing.weighed(plain)
         at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
         return {"weights": plain, "at": at, "row": row}
 
@@ -284,7 +284,7 @@ class Mixed(Course):
                 "out"
             )
         start = free if at is None else at
-        ledger = self.source.drawing.changed(self.ledger, self.source.weighed(weights), start, orders)
+        ledger = self.source.drawing.changed(self.ledger, self.source.weighing.weighed(weights), start, orders)
         return self._with(self.source, ledger, orders)
 
     @override
@@ -318,7 +318,7 @@ class Mixed(Course):
 
     @override
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
-        passes, units = self.source.drawing.forecast(self.ledger).passes, self.source.units_per_sample
+        passes, units = self.source.drawing.forecast(self.ledger).passes, self.source.weighing.units_per_sample
         orders: Any = self.orders(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
@@ -326,7 +326,7 @@ class Mixed(Course):
             if name not in passes:
                 continue  # dropped since, so nothing more is known about it
             found[name]["passes"] = passes[name].read(count)
-            if self.source.unit == "tokens":
+            if self.source.weighing.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
         return found
 

@@ -72,6 +72,10 @@ class Blend(ABC):
     def shares(self, weighing: Weighing) -> Weighing:
         """Return what is drawn by the row of a run, in relation: by the weights of its ledger, or by quotas."""
 
+    def at(self, row: int) -> dict[str, float]:
+        """Return the weights per sample at a row of a run without an end."""
+        return dict(self.rows(row)[0][1])
+
     def largest_shares(self, row: int = 0) -> dict[str, float]:
         """Return the largest share of each source from a row on; {}: there are no shares of rows, but passes."""
         found: dict[str, float] = {}

@@ -363,8 +363,7 @@ class Ledger:
             made, why = replace(self.last, sources=made.sources, shards=made.shards, laid={}), GROWN
         else:
             why = RESUMED
-        weights = dict(made.blend.rows(start)[0][1])
-        entry = replace(made, start=start, weights=weights, joins=joins, why=why)
+        entry = replace(made, start=start, weights=made.blend.at(start), joins=joins, why=why)
         return self.appended(entry), changes
 
     def _check_dealt(self, made: Entry) -> None:

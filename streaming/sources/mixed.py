@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from os import PathLike
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -31,18 +30,18 @@ from streaming.errors import ConfigError
 from streaming.index.chunk_table import ChunkTable
 from streaming.job.once import Peers
 from streaming.job.store import job_peers
-from streaming.mixing.blend import Ends, Units, blend_of, by_weight, check_names, shown_value
+from streaming.mixing.blend import Ends, check_names, shown_value
 from streaming.mixing.dealing import Dealing, dealing_of
 from streaming.plan.blend import Blend, PassBlend
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule, WeightSchedule, value_at
+from streaming.plan.schedule import Schedule
 from streaming.plan.settings import ShuffleConfig
 from streaming.sources.drawing import Drawing, Leaf
 from streaming.sources.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
 from streaming.sources.packs import PackedDocuments
 from streaming.sources.samples import SampleSource
-from streaming.sources.units import Unit, units_per_sample
+from streaming.sources.units import Unit, Weighing
 from streaming.types import Int64Array, Sample, Transform, override
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
@@ -63,7 +62,7 @@ class MixedSource(JoinedSource):
         fetch_bytes: Size of the fetch units of the sources that are cut.
         deal: How shares are dealt.
         blend: What is drawn of each leaf.
-        unit: What a weight counts.
+        weighing: What weights mean.
     """
 
     is_reweighed = False
@@ -91,36 +90,22 @@ class MixedSource(JoinedSource):
         if fetch_bytes is not None:
             self.deal.check_can_cut()
         self.sources = dict(sources)
-        self.leaves: dict[str, Leaf] = _leaves(sources)
         self._units: dict[str, ChunkTable] = {}
         self.fetch_bytes: dict[str, int] = {}
-        _check_packs(self.leaves)
-        super().__init__(self.leaves)
-        self.unit: Unit = unit
+        _check_packs(_leaves(sources))
+        self._read_leaves()
         self._order_by(shuffle, seed)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         self.max_bad_samples = 1.0 if max_bad_samples is None else checked_limit(max_bad_samples)
-        self._take_over()
-        self.blend: Blend = blend_of(
-            self._blends, self.sizes, weights=weights, repeats=repeats, ends=ends, units=self._unit_means
-        )
+        within = {
+            name: one.blend if isinstance(one, MixedSource) else PassBlend({"": int(one.chunk_samples.sum())})
+            for name, one in self.sources.items()
+        }
+        self.weighing = Weighing(within, self.leaves, unit)
+        self.blend: Blend = self.weighing.blend(self.sizes, weights=weights, repeats=repeats, ends=ends)
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self.blend), job_peers(agent_store()))
-        self._tell_unused()
-
-    def _tell_unused(self) -> None:
-        """Warn of settings of sources that have no effect, because all of them follow the order of this mixture."""
-        unused: dict[str, list[str]] = {}
-        for name, one in self.sources.items():
-            for option, value in one.dealing.items():
-                if value not in (_DEALING[option], self.dealing[option]):
-                    unused.setdefault(f"{option}={value!r}", []).append(repr(name))
-        if unused:
-            said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
-            _log.warning(
-                "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option "
-                "to the outermost Mixture", said
-            )  # fmt: skip
+        _tell_unused(self.sources, self.dealing)
 
     @property
     def dealing(self) -> dict[str, object]:
@@ -180,17 +165,29 @@ class MixedSource(JoinedSource):
         """Return the same mixture of other sources that have the same names and sizes."""
         made = copy.copy(self)
         made.sources = dict(sources)
-        return made._of_sources()
+        made._read_leaves()
+        return made
 
-    def _of_sources(self) -> Self:
-        """Rebuild this mixture, which is a copy, over the current ``sources``, cut as before."""
+    def _read_leaves(self) -> None:
+        """Read the leaves of ``sources`` from now on, cut as before, and take over their options.
+
+        They are set together for callers that do not ask each source: ``decode`` and ``transform`` are compared between
+        ranks; ``on_error`` is the most tolerant one.
+        """
         self.leaves = _leaves(self.sources)
         for name, table in self._units.items():
             one = _documents(self.leaves[name])
             self.leaves[name] = one.selecting(one.selection.over(table))
-        JoinedSource.__init__(self, self.leaves)
-        self._take_over()
-        return self
+        super().__init__(self.leaves)
+        leaves = list(self.leaves.values())
+        self.fields: tuple[str, ...] | None = None
+        if all(one.fields is not None for one in leaves):
+            self.fields = tuple(dict.fromkeys(name for one in leaves for name in one.fields or ()))
+        self.decode: Any = {name: one.decode for name, one in self.leaves.items()}
+        self.transform: Any = {name: one.transform for name, one in self.leaves.items()}
+        self.decoders = leaves[0].decoders
+        kinds: tuple[OnError, ...] = ("skip", "substitute", "raise")
+        self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
 
     def _cut(self, sizes: Mapping[str, int], peers: Peers | None) -> None:
         """Cut the chunks of some sources into units of these sizes; those of others stay whole."""
@@ -205,7 +202,7 @@ class MixedSource(JoinedSource):
             if table is not cut.table
         }  # fmt: skip
         self.fetch_bytes = dict(sizes)
-        self._of_sources()
+        self._read_leaves()
 
     def cut_as(self, ledger: Ledger) -> Self:
         """Return this mixture with the fetch units of a run's ledger; sources that are new there keep their own."""
@@ -232,21 +229,6 @@ class MixedSource(JoinedSource):
         return ", ".join(parts)
 
     # --- what the engine needs (streaming.engine.source.Source) ---
-
-    def _take_over(self) -> None:
-        """Set the options of all sources together, for callers that do not ask each source.
-
-        ``decode`` and ``transform`` are compared between ranks; ``on_error`` is the most tolerant one.
-        """
-        leaves = list(self.leaves.values())
-        self.fields: tuple[str, ...] | None = None
-        if all(one.fields is not None for one in leaves):
-            self.fields = tuple(dict.fromkeys(name for one in leaves for name in one.fields or ()))
-        self.decode: Any = {name: one.decode for name, one in self.leaves.items()}
-        self.transform: Any = {name: one.transform for name, one in self.leaves.items()}
-        self.decoders = leaves[0].decoders
-        kinds: tuple[OnError, ...] = ("skip", "substitute", "raise")
-        self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
 
     @override
     def companies(self, passes: Int64Array) -> Int64Array:
@@ -301,23 +283,6 @@ class MixedSource(JoinedSource):
 
     # --- shares, and what the ledger of a run says of them ---
 
-    @property
-    def _blends(self) -> dict[str, Blend]:
-        """What is drawn within each source."""
-        return {
-            name: one.blend if isinstance(one, MixedSource) else PassBlend({"": int(one.chunk_samples.sum())})
-            for name, one in self.sources.items()
-        }
-
-    @cached_property
-    def units_per_sample(self) -> dict[str, float]:
-        """What a sample of each leaf counts on average; logged once."""
-        return units_per_sample(self.leaves, self.unit)
-
-    @property
-    def _unit_means(self) -> Units | None:
-        return None if self.unit == "samples" else lambda: self.units_per_sample
-
     def named_weights(self, weights: Any) -> dict[str, float]:
         """Return what a user gave to ``set_weights``, as plain numbers by the names of the sources.
 
@@ -330,17 +295,6 @@ class MixedSource(JoinedSource):
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
         return {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
-
-    def weights_at(self, row: int) -> dict[str, float]:
-        """Return what is drawn from each source at a row of a run without end, as weights of samples."""
-        return dict(value_at(self.blend.rows(), row))
-
-    def weighed(self, weights: Mapping[str, float]) -> WeightSchedule:
-        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
-
-        Nested mixtures keep their own schedules, which count the rows of the run.
-        """
-        return by_weight(self._blends, weights, self._unit_means)
 
     def weighed_as(self, ledger: Ledger) -> Self:
         """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
@@ -438,6 +392,21 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
         else:
             found[name] = one
     return dict(sorted(found.items()))
+
+
+def _tell_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:
+    """Warn of settings of sources that have no effect, because all of them follow the order of the mixture."""
+    unused: dict[str, list[str]] = {}
+    for name, one in sources.items():
+        for option, value in one.dealing.items():
+            if value not in (_DEALING[option], dealing[option]):
+                unused.setdefault(f"{option}={value!r}", []).append(repr(name))
+    if unused:
+        said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
+        _log.warning(
+            "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option to "
+            "the outermost Mixture", said
+        )  # fmt: skip
 
 
 def _documents(one: Leaf) -> SampleSource:

@@ -692,9 +692,11 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
     assert f"web {means['web']:.1f}" in caplog.text
     filtered = Mixture({"web": sets["web"].open(where="__key__ != '00001'")}, weights={"web": 1}, unit="bytes")
     assert filtered.sizes["web"] == mix.sizes["web"] - 1
-    assert filtered.source.units_per_sample["web"] == pytest.approx(means["web"])  # of samples as they lie in chunks
+    assert filtered.source.weighing.units_per_sample["web"] == pytest.approx(
+        means["web"]
+    )  # of samples as they lie in chunks
     shares = (
-        mix.source.begun().changed(mix.source.weighed({"web": 1, "code": 3}), 100).last.weights
+        mix.source.begun().changed(mix.source.weighing.weighed({"web": 1, "code": 3}), 100).last.weights
     )  # so are those of set_weights
     assert shares["web"] * means["web"] * 3 == pytest.approx(shares["code"] * means["code"])
     with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):
