@@ -19,7 +19,7 @@ from obstore.store import S3Store
 from streaming import DataLoader, StreamingDataset
 from streaming.engine.memory.chunk_store import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
 from streaming.fetch.read import FetchRange
-from streaming.loops.fetcher import FETCH_THREADS
+from streaming.loops.epoch_loop import FETCH_THREADS
 
 BATCH_SIZE = 64
 

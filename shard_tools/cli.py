@@ -12,11 +12,13 @@ from typing import Any
 import click
 
 from shard_tools import render
+from shard_tools.bench_verb import bench_command
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.column_verbs import column_group, show_added, view_group
 from shard_tools.columns.lift import lift_all
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
+from shard_tools.diff_verb import diff_command
 from shard_tools.options import (
     COUNT,
     KEEP_ORDER,
@@ -44,6 +46,7 @@ from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samp
 from shard_tools.sets.reindex import index
 from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
+from shard_tools.stats_verb import stats_command
 from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.verbs import ToolGroup, emit, finish
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
@@ -58,7 +61,14 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
 
 @click.group(
     cls=ToolGroup,
-    commands={"column": column_group, "view": view_group, "plan": plan_command},
+    commands={
+        "column": column_group,
+        "view": view_group,
+        "plan": plan_command,
+        "diff": diff_command,
+        "bench": bench_command,
+        "stats": stats_command,
+    },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(VERSION, prog_name="shard_tools")

@@ -16,7 +16,7 @@ from rich.table import Table
 from shard_tools.check.recheck import RecheckReport
 from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
-from shard_tools.running.report import Finding
+from shard_tools.running.report import Finding, plain
 from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
@@ -29,14 +29,8 @@ from streaming.storage import redact, redact_text
 _SHOWN_SKIPPED = 10
 _SHOWN_FINDINGS = 20  # of one kind
 _PREVIEW_CHARACTERS = 2000
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _NOT_PLAIN = re.compile(r"[\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def plain(text: str) -> str:
-    """Put ``text`` of the data on one line of a terminal, making visible the control characters that could steer it."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def as_json(value: object, *, indent: int | None = None) -> str:

@@ -19,6 +19,7 @@ from streaming.device.copiers import page_locked
 from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
+from streaming.loops.descriptions import Announcer
 from streaming.loops.options import (
     ELSEWHERE,
     balanced,
@@ -29,7 +30,6 @@ from streaming.loops.options import (
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.loops.words import Announcer
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
 from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.ordinary.options import OrdinaryDataset
@@ -37,6 +37,7 @@ from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule
 from streaming.remote import RemoteGroup, open_remote
 from streaming.replicas.options import Broadcast, Replicas
+from streaming.types import BatchT
 
 _BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
 _IN_ACTORS = (
@@ -48,7 +49,7 @@ _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeou
 
 
 @checks_names(ELSEWHERE)
-class DataLoader(DeviceMeshFetcher):
+class DataLoader(DeviceMeshFetcher[BatchT]):
     """Iterate over this rank's batches of a dataset, epoch after epoch.
 
     Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
@@ -146,7 +147,7 @@ class DataLoader(DeviceMeshFetcher):
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], BatchT] | None = None,
         jagged: Sequence[str] | Mapping[str, Form] | None = None,
         prefetch_factor: int | None = 2,
         pin_memory: bool = False,
@@ -253,7 +254,7 @@ class EpochSampler:
     shard them again, or to skip some, gets an error that explains this.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last

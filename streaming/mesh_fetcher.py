@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import (
@@ -28,14 +28,14 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import LoopConfig
-from streaming.loops.fetcher import EpochLoop
+from streaming.loops.descriptions import Announcer, what_is_read
+from streaming.loops.epoch_loop import EpochLoop
 from streaming.loops.options import (
     no_dataset,
     refuse_what_deals,
     streaming_config,
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
-from streaming.loops.words import Announcer, what_is_read
 from streaming.ordinary.map_style import resolve_dataset
 from streaming.plan.order import ENDLESS
 from streaming.plan.schedule import Schedule
@@ -43,7 +43,7 @@ from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.replicas.options import Replicas
 from streaming.replicas.start_check import StartCheck
-from streaming.types import Sample
+from streaming.types import Sample, SamplesT
 
 _log = logging.getLogger("streaming.loader")  # whichever class it is, by the name that users filter by
 NO_CHECK = "no check"
@@ -52,7 +52,7 @@ _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 
 
 @checks_names()
-class DeviceMeshFetcher(Closable):
+class DeviceMeshFetcher(Closable, Generic[SamplesT]):
     """Fetch one rank's share of a dataset, batch by batch, as lists of sample dicts.
 
     It maps chunks to the rank, buffers and shuffles them, retries failed reads and substitutes unreadable samples,
@@ -207,7 +207,7 @@ class DeviceMeshFetcher(Closable):
         self._loop.check_ends()
         return self._loop.left_behind(self._loop.position.place)
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> Batches[SamplesT]:
         """Return an iterator over the next epoch, or over the rest of the current one.
 
         Wrappers that read ahead call the iterator's ``hold_back``.

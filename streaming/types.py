@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # `import streaming` needs no NumPy
     import numpy as np
     from numpy import typing as npt
+    from typing_extensions import TypeVar
     from typing_extensions import override as override  # noqa: PLC0414  for other modules
-else:  # Python 3.11 has none, and it is for type checkers alone
+
+    BatchT = TypeVar("BatchT", default=dict[str, Any])
+    SamplesT = TypeVar("SamplesT", default=list[dict[str, Any]])
+else:  # Python 3.11 has neither them nor defaults of type variables, and both are for type checkers alone
+    from typing import TypeVar
+
+    BatchT, SamplesT = TypeVar("BatchT"), TypeVar("SamplesT")
 
     def override(method):
         """Mark a method that overrides one of a base class, whose docstring then holds for it."""

@@ -16,7 +16,7 @@ from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError,
 from streaming.fetch.checksums import sums_of
 from streaming.fetch.layout import UnitLayout
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.large import LargeSums
+from streaming.index.large_members import LargeSums
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk

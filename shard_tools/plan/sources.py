@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streaming.batches.build import Samples
 from streaming.catalog.random_access import span_borders
 from streaming.catalog.source import FILTER_GAP_BYTES, OfTable
 from streaming.errors import ConfigError, IndexMissingError
@@ -19,6 +18,7 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.types import Int64Array, override
 
 if TYPE_CHECKING:
+    from streaming.batches.build import Items
     from streaming.sources.mixed import AnySource
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -34,7 +34,6 @@ class TableSet(OfTable):
     """
 
     can_be_mapped = False
-    items = Samples()
 
     def __init__(self, table: ChunkTable, *, sliced: bool) -> None:
         self._table, self._sliced = table, sliced
@@ -45,6 +44,13 @@ class TableSet(OfTable):
     @property
     def table(self) -> ChunkTable:
         return self._table
+
+    @property
+    def items(self) -> Items:
+        """See ``ShardSet``: a row is a sample."""
+        from streaming.batches.build import Samples  # noqa: PLC0415  it imports torch
+
+        return Samples()
 
     @property
     def stored_samples(self) -> Int64Array:

@@ -17,7 +17,7 @@ from streaming.catalog.scan import scan_shard
 from streaming.catalog.unfinished import Mark, expand_whole
 from streaming.errors import ConfigError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import LateColumn, homes_of, read_values
-from streaming.filters.select import late_columns_of, late_names, select
+from streaming.filters.select import Subset, late_columns_of, late_names, narrowed
 from streaming.filters.views import asked_filter
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
@@ -61,15 +61,17 @@ class OpenSet:
         """Directories of the indexes."""
         return homes_of(self.urls, self.index_url)
 
-    def kept(self, storage: Storage, *, where: str | None, view: str | None) -> Selection | None:
-        """Return which samples a condition and a saved view keep, as a dataset with these options; None: all.
+    def kept(
+        self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None
+    ) -> Selection | None:
+        """Return which samples a condition, a saved view and a range keep, as a dataset with these options; None: all.
 
         Raises:
             ConfigError: A column or the view does not exist, or no sample is kept.
             IndexMismatchError: A late column does not belong to these shards.
         """
-        asked = asked_filter(storage, self.as_opened, where=where, view=view, subset=None, exclude=None, peers=None)
-        return None if asked is None or asked.keeps_all else select(storage, self.as_opened, asked)
+        asked = asked_filter(storage, self.as_opened, where=where, view=view, subset=subset, exclude=None, peers=None)
+        return None if asked is None or asked.keeps_all else narrowed(storage, self.as_opened, asked)
 
     def late_columns(self, storage: Storage, names: Iterable[str] | None = None) -> dict[str, LateColumn]:
         """Return those of ``names`` that are late columns; None: all of the first directory."""

@@ -17,13 +17,11 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from shard_tools.running.templates import Template, jinja
 from shard_tools.tokens.messages import ASSISTANT, Conversation, Message, RejectedError, with_joined_parts
 from streaming.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 Pieces: TypeAlias = list[tuple[str, bool]]
 """The text of a conversation in pieces, each with whether the assistant says it."""
@@ -139,21 +137,17 @@ def _marked(text: str) -> Pieces:
 
 @functools.lru_cache(maxsize=2)
 def _compiled(source: str) -> Template:
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError("--messages-field: needs Jinja: pip install 'shardstream[text]'") from error
+    jinja2 = jinja("--messages-field", "text")
 
     def refuse(message: str) -> None:
-        raise TemplateError(message)
+        raise jinja2.TemplateError(message)
 
     def written(value: object) -> object:
         if value is None:
-            raise TemplateError("it would write None, for a content or other value that is null")
+            raise jinja2.TemplateError("it would write None, for a content or other value that is null")
         return value
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], finalize=written
     )
     environment.globals["raise_exception"] = refuse
@@ -162,9 +156,10 @@ def _compiled(source: str) -> Template:
     marked = _OPEN.sub(rf"{{%\1 if true %}}{{{{ '{_START}' }}}}{{% if true \2%}}", source)
     marked = _CLOSE.sub(rf"{{%\1 endif %}}{{{{ '{_STOP}' }}}}{{% endif \2%}}", marked)
     try:
-        return environment.from_string(marked)
-    except TemplateError as error:
+        compiled: Template = environment.from_string(marked)
+    except jinja2.TemplateError as error:
         raise ConfigError(f"--chat-template: not a template of Jinja: {error}") from error
+    return compiled
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

@@ -21,7 +21,7 @@ from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import ChunkCutter
 from streaming.index.files import read_footer
-from streaming.index.large import LARGE_BYTES, large_sums
+from streaming.index.large_members import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.index.spans import SpanCutter, spans_of

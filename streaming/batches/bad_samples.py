@@ -12,7 +12,7 @@ from typing import Any
 from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import LENGTH, BadSample, Samples
-from streaming.batches.losses import DROPPED, LossLog, cure_of
+from streaming.batches.loss_log import DROPPED, LossLog, cure_of
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
 from streaming.job.tally import Tally

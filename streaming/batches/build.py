@@ -22,7 +22,7 @@ from streaming.batches.collate import default_collate, empty_like, without_rows
 from streaming.batches.columns import Columns
 from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.jagged import Allocate, Form, checked_jagged
-from streaming.batches.losses import DROPPED, cure_of, user_trace
+from streaming.batches.loss_log import DROPPED, cure_of, user_trace
 from streaming.batches.portion import Portion
 from streaming.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.batches.sequence import SequenceSlice

@@ -18,7 +18,7 @@ from streaming.errors import IndexMissingError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import Spans
 from streaming.index.spans import joined_crc32c
-from streaming.job.once import Peers, framed, part_of, shared_parts, unframed
+from streaming.job.shared_results import Peers, framed, part_of, shared_parts, unframed
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from streaming.index.chunk_table import ChunkTable, shard_rows, shards_of_rows
-from streaming.job.once import framed, unframed
+from streaming.job.shared_results import framed, unframed
 from streaming.storage import ObjectInfo, ReadBuffer, Storage
 
 _COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")

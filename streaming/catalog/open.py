@@ -44,7 +44,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts, read_note
 from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.sample_table import Records, SampleTable, Spans
-from streaming.job.once import PEER_WAIT_S, Peers, shared
+from streaming.job.shared_results import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.types import DuplicateKeys
 

@@ -19,10 +19,10 @@ from streaming.errors import IndexMismatchError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, apart_later, layout_by_records
 from streaming.index.sample_table import Records, SampleLocation
+from streaming.lru_cache import LruCache
 from streaming.packing.fit import Fit, fit, other_company, pack
 from streaming.packing.layout import KeptPacks, PackRows
 from streaming.packing.rules import PackRules
-from streaming.recent import Recent
 from streaming.storage import ActiveRequest
 from streaming.types import Int64Array
 
@@ -34,13 +34,13 @@ _KEPT_BYTES = 256 << 20
 they take 110 KB, so of some thousand groups."""
 _FITS_SHARE, _RECORDS_SHARE = 8, 4
 """Of what packs may take, fits have this part (4 bytes a piece, packs 32), and this one what finds documents."""
-Fits: TypeAlias = Recent[int, Fit]
+Fits: TypeAlias = LruCache[int, Fit]
 """Which pieces of a group go together, by its first chunk."""
 
 
 def kept_fits() -> Fits:
     """Keep fits of the groups that were counted or packed last."""
-    return Recent[int, Fit](_KEPT_BYTES // _FITS_SHARE, attrgetter("num_bytes"))
+    return LruCache[int, Fit](_KEPT_BYTES // _FITS_SHARE, attrgetter("num_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,8 +88,8 @@ class PackedSource(OneOrder):
         self._groups = groups
         self._lengths_of = lengths_of
         self._fits = fits
-        self._recent = Recent[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
-        self._records = Recent[int, Records | None](_KEPT_BYTES // _RECORDS_SHARE, _size_of_records)
+        self._recent = LruCache[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
+        self._records = LruCache[int, Records | None](_KEPT_BYTES // _RECORDS_SHARE, _size_of_records)
 
     # --- packs ---
 

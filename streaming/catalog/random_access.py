@@ -22,7 +22,7 @@ from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
-from streaming.recent import Recent
+from streaming.lru_cache import LruCache
 from streaming.storage import Storage
 from streaming.types import Int64Array, Sample
 
@@ -96,7 +96,7 @@ class RandomAccess:
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[UnitKey, tuple[bytes, UnitLayout]] = OrderedDict()
-        self._tables = Recent[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
+        self._tables = LruCache[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
         self._renew_locks()
         in_children(self, RandomAccess._renew_locks)
 

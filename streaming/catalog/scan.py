@@ -15,7 +15,7 @@ from crc32c import crc32c
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.keys import Keys
-from streaming.index.large import LARGE_BYTES, large_sums
+from streaming.index.large_members import LARGE_BYTES, large_sums
 from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, redact, scheme_of

@@ -27,7 +27,7 @@ from streaming.datasets.face import DataSet, Numbers, reading
 from streaming.decode import DecodeSpec
 from streaming.errors import ConfigError
 from streaming.filters.select import Condition
-from streaming.job.foreign import UnshardedWarning
+from streaming.job.unsharded_loader import UnshardedWarning
 from streaming.plan.settings import ShuffleConfig
 from streaming.sources.samples import SampleSource, num_data_ranks
 from streaming.tar.samples import MAX_GZIP_RATIO

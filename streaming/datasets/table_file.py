@@ -18,7 +18,7 @@ from streaming.arrays import sums
 from streaming.catalog.lines import RecordStarts, json_line, scan_lines
 from streaming.catalog.open import digest_of
 from streaming.errors import ConfigError, DataError
-from streaming.job.once import shared
+from streaming.job.shared_results import shared
 from streaming.job.store import job_peers
 from streaming.storage import Storage, redact, scheme_of
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import torch
 
@@ -36,6 +36,7 @@ from streaming.epochs.position import Turn
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
+from streaming.types import BatchT
 
 _END = object()
 
@@ -197,7 +198,7 @@ class _Flight:
 
 
 @checks_names()
-class DevicePrefetcher(Closable):
+class DevicePrefetcher(Closable, Generic[BatchT]):
     """Yield the loader's batches with every tensor on ``device``, in order, with ``depth`` batches copied ahead.
 
     ::
@@ -238,7 +239,7 @@ class DevicePrefetcher(Closable):
     """
 
     def __init__(
-        self, loader: Iterable[Any], device: str | int | torch.device | None = None, *,
+        self, loader: Iterable[BatchT], device: str | int | torch.device | None = None, *,
         depth: int = 2, copier: Copier | None = None,
     ) -> None:  # fmt: skip
         if not is_whole(depth) or depth < 1:
@@ -253,7 +254,7 @@ class DevicePrefetcher(Closable):
         self._turn: Turn | None = None
         self._noted: Noted | None = None  # None: the loader's position is that of the consumer
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchT]:
         """Return an iterator over the loader's batches; the previous iterator is superseded and releases everything."""
         if self._turn is not None:
             self._turn.pass_on()
@@ -422,10 +423,10 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-class _DeviceBatches:
+class _DeviceBatches(Generic[BatchT]):
     """Iterator over one flight, with the rules of ``streaming.epochs.iterator.Batches``."""
 
-    def __init__(self, prefetcher: DevicePrefetcher, flight: _Flight, turn: Turn) -> None:
+    def __init__(self, prefetcher: DevicePrefetcher[BatchT], flight: _Flight, turn: Turn) -> None:
         self._prefetcher, self._flight, self._turn = prefetcher, flight, turn
         self._failure: str | None = None
         self._is_over = False
@@ -434,7 +435,7 @@ class _DeviceBatches:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchT:
         """Return the next batch, on the device."""
         self._flight.maker.check()
         if self._is_over:
@@ -468,8 +469,8 @@ class _DeviceBatches:
         if hasattr(self, "_is_over"):
             self._end()
 
-    def _hand_out(self) -> Any:
-        batch = self._flight.hand_out()
+    def _hand_out(self) -> BatchT:
+        batch: BatchT = self._flight.hand_out()
         self._is_over = self._flight.is_over
         return batch
 

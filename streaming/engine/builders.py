@@ -21,7 +21,7 @@ from streaming.batches.rows import Rows
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.stacks import where_is
-from streaming.engine.workers.cell import BatchWork
+from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, PageLocker
 from streaming.metrics import Metrics

@@ -26,7 +26,7 @@ from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport
 from streaming.batches.draw_watch import DrawSeenError
 from streaming.engine.builders import Builder
-from streaming.engine.standing import thread_lines
+from streaming.engine.status import thread_lines
 from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.metrics import Metrics
@@ -168,7 +168,7 @@ class Delivery(ABC):
         """Release everything that the reader holds; no thread uses it any more."""
 
     @abstractmethod
-    def _standing(self) -> list[str]:
+    def _status(self) -> list[str]:
         """Describe what the next batch waits for and what the reader is doing, in lines."""
 
     def _advance(self) -> None:  # noqa: B027  not every reader has something to start
@@ -483,7 +483,7 @@ class Delivery(ABC):
         if not self._changed.acquire(timeout=_LOCK_S):
             return "\n".join(["a thread is holding the engine's lock", *thread_lines("shardstream-")])
         try:
-            lines = self._standing()
+            lines = self._status()
         finally:
             self._changed.release()
         return "\n".join([*lines, *self._builder.describe()])

@@ -31,7 +31,7 @@ from streaming.engine.groups import BatchGroups, Group
 from streaming.engine.lookup import Lookup
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.source import Source
-from streaming.engine.standing import Standing, standing_lines
+from streaming.engine.status import PipelineStatus, status_lines
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DecodeError, MemoryLimitError
 from streaming.metrics import Metrics
@@ -127,9 +127,9 @@ class Pipeline(Delivery):
         self._blocks.clear()
         self._group = None
 
-    def _standing(self) -> list[str]:
-        return standing_lines(
-            Standing(
+    def _status(self) -> list[str]:
+        return status_lines(
+            PipelineStatus(
                 batch=self._handed_out, num_batches=self._plan.num_batches, frontier=self._frontier(),
                 num_started=self._started, num_built=self._num_built, num_waiting=len(self._results),
                 pending=tuple(unit for _, unit, _ in self._coming if not unit.ready),

@@ -9,7 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Generic, Protocol, Self
 
 from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.position import Place, Position
@@ -19,6 +19,7 @@ from streaming.forks import Maker
 from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+from streaming.types import BatchT
 
 NO_SOURCES_SEEN = (
     "seen: works with a loader over a Mixture only; this loader reads a single data set, whose samples state_dict() "
@@ -227,12 +228,12 @@ class Loop(ABC):
         """Number of batches in a whole epoch."""
         return self.batches_left(0)
 
-    def run(self, watchdog: Watchdog | None = None) -> Batches:
+    def run(self, watchdog: Watchdog | None = None) -> Batches[Any]:
         """Return an iterator over the next epoch, or the rest of the current one.
 
         It supersedes the previous iterator.
         """
-        batches = Batches(self, watchdog or Watchdog(None, "no batch", self.describe))
+        batches: Batches[Any] = Batches(self, watchdog or Watchdog(None, "no batch", self.describe))
         self._watchdog = watchdog
         return batches
 
@@ -289,7 +290,7 @@ class Loop(ABC):
         """Discard whatever an interrupt may have left in an inconsistent state."""
 
 
-class Batches:
+class Batches(Generic[BatchT]):
     """Iterate over the rest of one epoch. After its last batch, every call raises ``StopIteration``.
 
     Use it from one thread at a time, in the process that made it; if several threads ask, each batch goes to one of
@@ -322,13 +323,13 @@ class Batches:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchT:
         """Return the next batch. The position advances before the batch is returned."""
         self._maker.check()
         with self._asked:  # held until the position has advanced, so that no two threads begin, or take the same batch
             return self._answer()
 
-    def _answer(self) -> Any:
+    def _answer(self) -> BatchT:
         if self._is_over:
             self._let_go()
             raise StopIteration
@@ -385,11 +386,11 @@ class Batches:
             self._turn.is_open = False
             self._let_go()
 
-    def _next(self) -> Any:
+    def _next(self) -> BatchT:
         place, run = self._place, self._run
         if place is None or run is None:
             place, run = self._begin()
-        batch = self._taken(run)
+        batch: BatchT = self._taken(run)
         after = self._place = self._loop.after_batch(place, run)
         self._is_over = after.epoch != place.epoch
         self._loop.position.advance(after)

@@ -17,7 +17,7 @@ from streaming.fetch.checksums import Mask, Sum, sums_of
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.pieces import RangePieces, pieces_of
-from streaming.index.large import LARGE_BYTES
+from streaming.index.large_members import LARGE_BYTES
 from streaming.index.sample_table import Records, SampleTable
 from streaming.storage import ChangedError, Storage, looked_for, redact
 from streaming.tar import parse_chunk

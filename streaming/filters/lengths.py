@@ -13,7 +13,7 @@ from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import column_reader, late_names
 from streaming.index.chunk_table import numbers
 from streaming.index.columns import Values
-from streaming.recent import Recent
+from streaming.lru_cache import LruCache
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -46,7 +46,7 @@ class Lengths:
         self._read: Callable[[int], tuple[dict[str, Values], list[str]]] = column_reader(
             self._storage, self._shards, self._shards.table, list(self._columns), self._late
         )
-        self._recent = Recent[int, Int64Array](_KEPT_BYTES, attrgetter("nbytes"))
+        self._recent = LruCache[int, Int64Array](_KEPT_BYTES, attrgetter("nbytes"))
 
     def __getstate__(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("_storage", "_shards", "_columns", "_late")}

@@ -53,10 +53,10 @@ from streaming.index.keys import key_array
 from streaming.index.layout import samples_directory
 from streaming.index.selection import Everything, Filtered, Kept, Selection
 from streaming.index.where import Where, unknown_column
-from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
+from streaming.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
+from streaming.lru_cache import LruCache
 from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
-from streaming.recent import Recent
 from streaming.storage import Storage, join_url, redact, scheme_of
 from streaming.types import Int64Array
 
@@ -422,7 +422,7 @@ def _size_of(found: _Found) -> int:
     return found[0].nbytes + found[3].nbytes + 500  # including its names and its entry
 
 
-_kept = Recent[tuple[str, str], _Found](_KEPT_BYTES, _size_of)
+_kept = LruCache[tuple[str, str], _Found](_KEPT_BYTES, _size_of)
 
 
 @dataclass(frozen=True)

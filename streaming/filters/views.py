@@ -14,7 +14,7 @@ from streaming.filters.late_columns import document_bytes, document_of_kind, hom
 from streaming.filters.select import Filter, checked_subset, excluded_keys, filter_hash
 from streaming.index.layout import checked_name, view_path, views_directory
 from streaming.index.where import as_where
-from streaming.job.once import Peers, shared
+from streaming.job.shared_results import Peers, shared
 from streaming.storage import Storage, join_url, redact
 
 _KIND = "view"

@@ -24,7 +24,7 @@ from streaming.index.chunk_table import (
 )
 from streaming.index.files import content_errors, damaged, is_original, read_facts, read_table, write_table
 from streaming.index.keys import Keys, key_array
-from streaming.index.large import LargeSums
+from streaming.index.large_members import LargeSums
 from streaming.types import Int64Array
 
 KIND = "samples"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from streaming.errors import ConfigError
-from streaming.job.once import Peers, go_on
+from streaming.job.shared_results import Peers, go_on
 
 _CONNECT_S = 10.0
 """For the store of torchrun's agent, which listens before it starts any process."""

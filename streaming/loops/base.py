@@ -15,7 +15,7 @@ from streaming.batches.draw_watch import named_draw, own_generators
 from streaming.engine.builders import Crew
 from streaming.engine.reading import Contents, Machinery
 from streaming.engine.source import ShardSet
-from streaming.engine.standing import request_line
+from streaming.engine.status import request_line
 from streaming.engine.workers.portable import Redefinitions
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Loop, Run, RunOver, Stage

@@ -28,7 +28,7 @@ from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.ordinary.iterable import IterableLoop
 from streaming.ordinary.options import Collate, OrdinaryConfig, with_valid
-from streaming.ordinary.parts import Cursor, pinned
+from streaming.ordinary.worker_parts import Cursor, pinned
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 from streaming.types import override

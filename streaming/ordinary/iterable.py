@@ -29,7 +29,7 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.forks import in_children
 from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down
-from streaming.ordinary.parts import (
+from streaming.ordinary.worker_parts import (
     Cursor,
     Packet,
     SharedStream,

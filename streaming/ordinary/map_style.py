@@ -1,4 +1,4 @@
-"""Loop over map-style torch datasets, with the same interface as ``streaming.loops.fetcher.EpochLoop``.
+"""Loop over map-style torch datasets, with the same interface as ``streaming.loops.epoch_loop.EpochLoop``.
 
 Map-style datasets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
 the batch. For iterable ones see ``streaming.ordinary.iterable``.

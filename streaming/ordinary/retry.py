@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, Sampler
 
 from infra import DeviceMesh
 from streaming.arguments import check_choice, checked_int, checked_limit, checks_names, is_number, most_bad
-from streaming.batches.losses import LossLog, user_trace
+from streaming.batches.loss_log import LossLog, user_trace
 from streaming.epochs.position import Lasting
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from streaming.arrays import sums
 from streaming.packing.rules import PackRules, Packs, Pieces, cut, rounded
-from streaming.packing.several import fit_several, order_of_several
+from streaming.packing.several_budgets import fit_several, order_of_several
 from streaming.plan.permutation import hash_range, stream_key
 from streaming.types import Int64Array
 

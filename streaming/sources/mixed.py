@@ -28,7 +28,7 @@ from streaming.catalog.joined import JoinedSource
 from streaming.catalog.source import ChunkSource
 from streaming.errors import ConfigError
 from streaming.index.chunk_table import ChunkTable
-from streaming.job.once import Peers
+from streaming.job.shared_results import Peers
 from streaming.job.store import job_peers
 from streaming.mixing.blend import Ends, check_names, shown_value
 from streaming.mixing.dealing import Dealing, dealing_of

@@ -26,7 +26,7 @@ from streaming.decode import DecodeSpec, FieldDecoder, RawFields
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.lengths import UNKNOWN, Lengths
 from streaming.filters.select import late_columns_of
-from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
+from streaming.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.job.store import job_peers
 from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups

@@ -23,8 +23,8 @@ from streaming.errors import DecodeError
 from streaming.filters.select import Condition, narrowed
 from streaming.filters.views import asked_filter
 from streaming.index.selection import Selection
-from streaming.job.foreign import tell_of_opening_alone
 from streaming.job.store import job_peers
+from streaming.job.unsharded_loader import tell_of_opening_alone
 from streaming.plan.settings import ShuffleConfig
 from streaming.storage import Storage, mirrors_of, redact
 from streaming.types import DuplicateKeys, Int64Array, Sample, Transform

@@ -44,7 +44,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
                 messages.append(record.getMessage())
 
         listener = Listener()
-        logger = logging.getLogger("streaming.batches.losses")
+        logger = logging.getLogger("streaming.batches.loss_log")
         logger.addHandler(listener)
         yield messages
         logger.removeHandler(listener)

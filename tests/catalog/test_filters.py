@@ -38,7 +38,7 @@ from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
 from streaming.index.selection import Filtered, Kept
-from streaming.job import once
+from streaming.job import shared_results
 from streaming.plan.state import filter_fingerprint, why_differs
 from streaming.storage import Storage
 
@@ -370,7 +370,7 @@ def test_keys_to_leave_out_are_those_of_each_rank(
         file.write_text(file.name)
     other, mine = files if as_file else ([key] for key in KEYS[:2])
     wanted = StreamingDataset(data, exclude=mine).fingerprint
-    monkeypatch.setattr(once, "PEER_WAIT_S", 0.1)
+    monkeypatch.setattr(shared_results, "PEER_WAIT_S", 0.1)
     peers = ThreadPeers(2)
     join_job(peers)
 

@@ -22,7 +22,7 @@ from streaming.catalog.build import index_shards
 from streaming.catalog.scan import scan_shard
 from streaming.errors import ConfigError
 from streaming.index.cutter import ChunkRule
-from streaming.index.large import LARGE_BYTES
+from streaming.index.large_members import LARGE_BYTES
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 

@@ -8,12 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from folders import ROOT
+from page_blocks import blocks
 
-ROOT = Path(__file__).parents[2]
 HEAD = """
 import numpy as np
 import torch
-from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, StreamingDataset
+from streaming import (
+    Balanced, Curriculum, DataLoader, DeviceMeshFetcher, DevicePrefetcher, Mixture, Packed, Schedule, StreamingDataset
+)
+
+def stacked(samples: list[object]) -> torch.Tensor:
+    return torch.zeros(len(samples))
 
 dataset = StreamingDataset("s3://bucket/train/")
 packed = Packed(dataset, length=8192)
@@ -22,7 +28,7 @@ balanced = Balanced(dataset, by="cls")
 curriculum = Curriculum(dataset, metric="tokens", schedule=Schedule.root(0.1, 1.0, over=100))
 loader = DataLoader(mix, 8)
 """
-SAMPLE, SAMPLES = "dict[str, object]", "list[dict[str, object]]"
+SAMPLE, SAMPLES, BATCH = "dict[str, object]", "list[dict[str, object]]", "dict[str, Any]"
 KNOWN = {
     "dataset[0]": SAMPLE, "dataset[np.int64(3)]": SAMPLE, "next(iter(dataset))": SAMPLE,
     "dataset[[3, 5]]": SAMPLES, "dataset[range(3)]": SAMPLES, "dataset[np.arange(3)]": SAMPLES,
@@ -38,8 +44,25 @@ KNOWN = {
     "curriculum.pool(0)": "dict[str, int]", "curriculum.map(lambda sample: sample)": "Curriculum",
     "loader.state_dict()": "dict[str, Any]", "loader.metrics()": "dict[str, Any]", "len(loader)": "int",
     "loader.seen()": "dict[str, dict[str, float]]", 'loader.set_weights({"web": 1})': "int", "loader.epoch": "int",
+    "next(iter(loader))": BATCH, "next(iter(DevicePrefetcher(loader)))": BATCH,
+    "next(iter(DataLoader(dataset, 8, collate_fn=stacked)))": "Tensor",
+    "next(iter(DevicePrefetcher(DataLoader(dataset, 8, collate_fn=stacked))))": "Tensor",
+    "next(iter(DeviceMeshFetcher(dataset, batch_size=8)))": "list[dict[str, Any]]",
 }  # fmt: skip
 """Expressions, and what they are; a ``state_dict`` and metrics hold values of several types by name."""
+
+
+PAGES = ("README.md", "docs/guide.md", "docs/mixing.md", "docs/curriculum.md", "docs/filters.md")
+LENIENT = ("--allow-untyped-defs", "--allow-untyped-calls", *(f"--disable-error-code={code}" for code in (
+    "name-defined", "no-redef", "import-not-found", "import-untyped")))  # fmt: skip
+"""Pages do not annotate, name things of the reader's (a model), and use packages that need not be installed."""
+
+
+def script_of(page: str, folder: Path) -> Path:
+    """A script of all Python on a page."""
+    script = folder / f"page_{Path(page).stem.lower()}.py"
+    script.write_text("\n".join(one.code for one in blocks((ROOT / page).read_text()) if one.language == "python"))
+    return script
 
 
 def plain(revealed: str) -> str:
@@ -48,10 +71,20 @@ def plain(revealed: str) -> str:
 
 
 @pytest.mark.slow  # type checking torch takes some seconds where nothing is cached
-def test_a_type_checker_knows_what_users_hold(tmp_path: Path) -> None:
+def test_a_type_checker_knows_what_users_hold_and_takes_what_pages_write(tmp_path: Path) -> None:
     script = tmp_path / "held.py"
     script.write_text(HEAD + "".join(f"reveal_type({expression})\n" for expression in KNOWN))
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(script)]
+    scripts = [script, *(script_of(page, tmp_path) for page in PAGES)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file",
+        "pyproject.toml",
+        *LENIENT,
+        *map(str, scripts),
+    ]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     found = [plain(one) for one in re.findall(r'note: Revealed type is "(.*)"', told.stdout)]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
+from importlib import import_module
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+from data_sets import write_set
 from folders import ROOT
 from page_blocks import blocks
 
 from infra import launch
 from shard_tools.convert.sources import LAYOUTS
+from streaming import DataLoader
 from streaming.decode.registry import BY_EXTENSION, BY_NAME
 from streaming.storage.store import ADAPTERS
 
@@ -51,3 +58,36 @@ def test_folders_of_the_page_are_there() -> None:
     assert [name for name in named if not (ROOT / name).is_dir()] == []
     told = set(re.findall(r"([a-z_]+)/", table))
     assert {path.parent.name for path in (ROOT / "streaming").glob("*/__init__.py")} <= told
+
+
+def test_a_batch_passes_the_stops_of_its_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of the page are called, with any method that takes the place of one in a class below."""
+    part = PAGE.partition("\n## The life of a batch\n")[2].partition("\n## ")[0]
+    stops = re.findall(r"^\| (\d+) \|.*\| `([a-z_/]+)\.py` `([\w.]+)` \|$", part, re.MULTILINE)
+    assert [int(number) for number, _, _ in stops] == list(range(1, 13))
+    code_of = {}
+    for _, file, name in stops:
+        found: Any = import_module(file.replace("/", "."))
+        *owner, function = name.split(".")
+        owners = [getattr(found, owner[0])] if owner else [found]
+        for one in owners:
+            owners += one.__subclasses__() if owner else []
+        for one in owners:
+            if function in vars(one):
+                code_of[vars(one)[function].__code__] = name
+    data = write_set(tmp_path, (6, 6))
+    passed: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in code_of:
+            passed.add(code_of[frame.f_code])
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        with DataLoader(data.open(), batch_size=4, num_threads=1, prefetch_factor=1) as loader:
+            next(iter(loader))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert [name for _, _, name in stops if name not in passed] == []

@@ -6,6 +6,7 @@ import ast
 import functools
 import gzip
 import inspect
+import json
 import pkgutil
 import re
 import shlex
@@ -457,6 +458,35 @@ def what_is_damaged_beside_an_index_is_made_again(folder: Path) -> None:
     change_byte(home / "convert.json")
     do(error_of(lambda: tool_error(*convert)), "convert", folder / "set", **{"…": folder / "a.jsonl"})
     assert len(keys(url)) == 5
+
+
+@scenario(("stats", ""), ("reshard", ""), ("index", "--force"), ("plan", ""), ("convert", "--key"))
+def surprises_of_a_set_are_cured(folder: Path) -> None:
+    def found(url: object, what: str) -> str:
+        surprises = json.loads(tool("stats", url, "--json").stdout)["surprises"]
+        return next((one["cure"] for one in surprises if one["what"].startswith(what)), "")
+
+    members = [(f"{i // 2:03d}.txt", b"%d" % i) for i in range(100)]
+    members += [(f"{i:03d} .cls", b"%d" % (i // 50)) for i in range(100, 400)]
+    tar(folder / "set" / "a.tar", *members)
+    do(found(folder / "set", "there is no index"), "index", "--duplicate-keys", "keep")
+    assert found(folder / "set", "there is no index") == ""
+    source = "set"
+    for what, target in (("duplicate keys", "unique"), ("class-sorted", "shuffled"), ("fields that only", "same")):
+        do(found(folder / source, what), "reshard", TARGET=folder / target)
+        assert found(folder / target, what) == ""
+        source = target
+    assert "`shard_tools convert … --key number`" in found(folder / "set", "keys with odd")
+    tool("convert", folder / "set", folder / "numbered", "--key", "number")
+    assert found(folder / "numbered", "keys with odd") == ""
+    write_set(folder / "small", (200,), chunk_samples=8)
+    do(found(folder / "small", "very small chunks"), "index")
+    assert found(folder / "small", "very small chunks") == ""
+    tool("plan", folder / "small", "--batch-size", 2)  # named for chunks of one large sample
+    (folder / "mixture.json").write_text(json.dumps({"sources": {"a": {"url": str(folder / "small")}}}))
+    text = tool("stats", folder / "mixture.json", code=2).stderr
+    assert "`shard_tools stats` for the url of each of its sources" in text
+    tool("stats", folder / "small")
 
 
 def change_byte(path: Path) -> None:

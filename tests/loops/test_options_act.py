@@ -17,7 +17,7 @@ from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, RemoteGroup, Schedule, StreamingDataset
 from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ConfigError, TooManyBadSamplesError
-from streaming.loops import fetcher
+from streaming.loops import epoch_loop
 from streaming.plan import memory as budget
 
 EPOCH = {"batch_size": 4, "epoch_size": 64, "num_threads": 0}
@@ -223,7 +223,7 @@ def test_what_a_loader_may_hold_is_no_more_than_its_limit(kind: str, tmp_path: P
     with (
         mock.patch("streaming.engine.builders.BatchRing", ring),
         mock.patch.object(type(data), "keep_at_most", lambda _self, num_bytes: kept(num_bytes)),
-        mock.patch.object(fetcher, "ChunkStore", side_effect=StopIteration),
+        mock.patch.object(epoch_loop, "ChunkStore", side_effect=StopIteration),
         DataLoader(data, 1, memory_limit=limit, num_workers=1, collate_fn=list, epoch_size=8) as loader,
         pytest.raises((StopIteration, RuntimeError)),
     ):

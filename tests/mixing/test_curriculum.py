@@ -119,7 +119,7 @@ def test_the_pool_of_several_metrics_is_what_all_of_them_open(data: StreamingDat
         buckets={"tokens": [66, 514], "rarity": 10},
     )
     for row in (0, 100, 500, 899, 900, 999, 1000, 10**9):
-        rarity = curriculum.source.grid.metrics[1].schedule.at(row)
+        rarity = curriculum._grid.metrics[1].schedule.at(row)
         easy = {number for number, tokens in enumerate(TOKENS) if tokens <= (66 if row < 900 else 2000)}
         assert pool_of(curriculum, row) == easy & at_most(RARITY, float(rarity), 10)  # type: ignore[arg-type]
     assert len(pool_of(curriculum, 1000)) == NUM

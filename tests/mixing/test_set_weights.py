@@ -27,7 +27,7 @@ from streaming import (
     StreamingDataset,
 )
 from streaming.errors import AgreementError, ConfigError, MemoryLimitError, StateError
-from streaming.loops.fetcher import EpochLoop
+from streaming.loops.epoch_loop import EpochLoop
 
 SIZE = 24
 SOON = 20

@@ -19,10 +19,10 @@ from streaming import Mixture, Packed, StreamingDataset
 from streaming.batches.items.packs import TokenPacks
 from streaming.catalog import packed as catalog
 from streaming.catalog.packed import PackedSource
+from streaming.lru_cache import LruCache
 from streaming.packing.fit import Fit, fit
 from streaming.packing.rules import PackRules
 from streaming.plan import memory as budget
-from streaming.recent import Recent
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
 
 
 def test_keep_at_most_drops_what_was_asked_for_longest_ago() -> None:
-    recent = Recent[str, bytes](100, len)
+    recent = LruCache[str, bytes](100, len)
     for name in "abc":
         recent.of(name, lambda: bytes(30))
     recent.of("a", bytes)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.packing import several
+from streaming.packing import several_budgets
 from streaming.packing.fit import fit, other_company, pack
 from streaming.packing.rules import PackRules, Packs
 from streaming.plan.permutation import hash_range
@@ -211,7 +211,7 @@ def test_packs_of_several_budgets_exceed_none(
 ) -> None:
     lengths = np.array(rows, np.int64).reshape(-1, 3)
     rules = PackRules(length=10, overlong="drop", budgets=budgets, max_docs=max_docs, padded=padded)
-    with mock.patch.object(several, "_OPENED", opened):
+    with mock.patch.object(several_budgets, "_OPENED", opened):
         first = pack(lengths, rules)
     assert [[one for one, _, _ in pieces] for pieces in listed(first)] == best_fit_of_several(lengths, rules)
     assert fit(lengths, rules).num_packs == len(first)

@@ -22,7 +22,7 @@ from streaming import StreamingDataset
 from streaming.catalog.listing import FoundShards
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.job import once as shared
+from streaming.job import shared_results as shared
 from streaming.job import store
 from streaming.storage import Storage
 

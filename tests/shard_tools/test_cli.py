@@ -24,7 +24,21 @@ from shard_tools.cli import cli
 from streaming.storage import Storage
 
 PNG = b"\x89PNG\r\n\x1a\n\0\xff"
-VERBS = ("convert", "index", "verify", "reshard", "repair", "copy", "info", "ls", "cat", "plan")
+VERBS = (
+    "convert",
+    "index",
+    "verify",
+    "reshard",
+    "repair",
+    "copy",
+    "info",
+    "ls",
+    "cat",
+    "plan",
+    "diff",
+    "bench",
+    "stats",
+)
 
 
 def run(*arguments: object, **environ: str) -> Result:

@@ -168,17 +168,20 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 # ----------------------------------------------------------------------------------------------------------- verbs
 
 VERBS: dict[str, list[str]] = {
+    "bench": ["{good}", "--seconds", "0.5"],
     "cat": ["{good}", "001"],
     "column add": ["{good}", "{name}", "--from", "{score}", "--on", "key", "--value", "score"],
     "column list": ["{good}"],
     "convert": ["{rows}", "{target}/converted", "--max-samples", "1"],
     "copy": ["{good}", "{target}/copied"],
+    "diff": ["{good}", "{good}"],
     "index": ["{good}", "--index", "{local}/index"],
     "info": ["{good}"],
     "ls": ["{good}", "--long"],
     "plan": ["{good}", "--batch-size", "2"],
     "repair": ["{damaged}", "--to", "{target}/repaired", "--drop-damaged"],
     "reshard": ["{good}", "{target}/resharded", "--max-samples", "3", "--shuffle"],
+    "stats": ["{good}", "--all", "--html", "{local}/report.html"],
     "verify": ["{good}"],
     "view save": ["{good}", "{name}", "--where", "num >= 2"],
     "view list": ["{good}"],
@@ -200,7 +203,13 @@ MORE = [
     ("plan", ["{rows}", "--batch-size", "2"]),
     ("info", ["{good}", "--index", "{rows}"]),
     ("ls", ["{good}", "--limit", "{good}"]),
+    ("bench", ["{good}", "--seconds", "0.5", "--prices", "{rows}"]),
+    ("bench", ["{good}", "--index", "{rows}"]),
+    ("stats", ["{damaged}", "--where", "{rows}"]),
+    ("stats", ["{damaged}", "--json"]),
     ("cat", ["{good}", "001", "{rows}"]),
+    ("diff", ["{good}", "{damaged}", "--index-b", "{rows}"]),
+    ("diff", ["{damaged}", "{good}"]),
     ("view save", ["{good}", "x", "--exclude", "{rows}"]),
 ]
 """What fails late, finds damage, or is not said right."""

@@ -16,7 +16,7 @@ from streaming.catalog import open as catalog_open
 from streaming.datasets import table_file
 from streaming.engine.memory import mapped
 from streaming.engine.workers.fork_server import SHARED
-from streaming.job.once import Peers
+from streaming.job.shared_results import Peers
 from streaming.sources import grouped, packs, samples
 from streaming.storage import Storage
 

@@ -103,7 +103,7 @@ class ShardStream(Delivery):
         while self._gathered:
             self._free(self._gathered.popitem()[1])
 
-    def _standing(self) -> list[str]:
+    def _status(self) -> list[str]:
         number = self._handed_out
         if self._closed or number >= self._num_batches:
             waits_for = "the epoch is over"

@@ -34,8 +34,8 @@ from streaming.batches.draw_watch import DrawWatch
 from streaming.batches.draws import ALL_GENERATORS, BatchDraws, seed_generators
 from streaming.batches.rows import Rows
 from streaming.decode import use_one_thread
-from streaming.engine.workers.cell import STACK_SIGNAL
 from streaming.engine.workers.channel import Channel, ChannelClosedError
+from streaming.engine.workers.in_progress import STACK_SIGNAL
 from streaming.engine.workers.portable import received
 from streaming.engine.workers.ring import Slot, SlotWriter
 from streaming.engine.workers.transport import WireRows, error_to_wire, pack, rows_from_wire

@@ -17,9 +17,9 @@ from streaming.batches.rows import Rows
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
 from streaming.engine.threads.stacks import state_of
-from streaming.engine.workers.cell import BatchWork
 from streaming.engine.workers.channel import ChannelClosedError
 from streaming.engine.workers.fork_server import ForkServer
+from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.main import (
     ABORT,
     ABORTED,
@@ -397,7 +397,7 @@ def _state_of(worker: Worker) -> str:
     name += f" (pid {pid}, {state_of(pid)})"
     if work is None:
         return f"{name} is idle"
-    return f"{name} {work.describe(worker.cell.row())}; in {worker.cell.where(pid) or 'an unknown place'}"
+    return f"{name} {work.describe(worker.progress.row())}; in {worker.progress.where(pid) or 'an unknown place'}"
 
 
 def _abort(worker: Worker) -> None:

@@ -8,9 +8,9 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from streaming.engine.workers.cell import BatchWork, Cell
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, ServerClosedError
+from streaming.engine.workers.in_progress import BatchWork, SharedProgress
 from streaming.engine.workers.main import HELLO, SETUP
 from streaming.monitor import Monitor
 
@@ -25,7 +25,7 @@ class Worker:
         slots: Ring slots that it has mapped.
         pid: None until its first answer.
         work: The batch it builds; None while it is free.
-        cell: Shared memory in which it reports its progress.
+        progress: Shared memory in which it reports its progress.
     """
 
     number: int
@@ -33,12 +33,12 @@ class Worker:
     slots: set[int] = field(default_factory=set)
     pid: int | None = None
     work: BatchWork | None = None
-    cell: Cell = field(default_factory=Cell)
+    progress: SharedProgress = field(default_factory=SharedProgress)
 
     def close(self) -> None:
         """Release the resources that this process holds for it."""
         self.channel.close()
-        self.cell.close()
+        self.progress.close()
 
 
 class Processes:
@@ -125,7 +125,7 @@ class Processes:
         Raises:
             ChannelClosedError: It has died.
         """
-        worker.channel.send(self._setup, [self._arena_fd, worker.cell.fd])
+        worker.channel.send(self._setup, [self._arena_fd, worker.progress.fd])
         (kind, pid), _ = worker.channel.receive()
         if kind != HELLO:
             raise ChannelClosedError(f"expected {HELLO!r}, got {kind!r}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from streaming.job.once import Peers
+from streaming.job.shared_results import Peers
 
 _SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")

@@ -1,4 +1,4 @@
-"""Cache recently used values, computed once however many threads ask for them: ``Recent``."""
+"""Cache recently used values, computed once however many threads ask for them: ``LruCache``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEY = TypeVar("_KEY", bound=Hashable)
 _VALUE = TypeVar("_VALUE")
 
 
-class Recent(Generic[_KEY, _VALUE]):
+class LruCache(Generic[_KEY, _VALUE]):
     """Cache values up to a limit of bytes, evicting the least recently used.
 
     Thread-safe. A forked child gets its own locks, and keeps what was made before the fork; a copy in another process
@@ -24,7 +24,7 @@ class Recent(Generic[_KEY, _VALUE]):
         size_of: Returns the bytes of a value; must be picklable if this is to be.
 
     Example:
-        ``Recent(1 << 20, len).of("a", read)`` reads once, and again only after a MiB of others.
+        ``LruCache(1 << 20, len).of("a", read)`` reads once, and again only after a MiB of others.
     """
 
     def __init__(self, limit_bytes: int, size_of: Callable[[_VALUE], int]) -> None:
@@ -32,14 +32,14 @@ class Recent(Generic[_KEY, _VALUE]):
         self._kept: OrderedDict[_KEY, _VALUE] = OrderedDict()
         self._kept_bytes = 0
         self._renew_locks()
-        in_children(self, Recent._renew_locks)
+        in_children(self, LruCache._renew_locks)
 
     def _renew_locks(self) -> None:
         self._lock = threading.Lock()
         self._making: dict[_KEY, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recent, (self._limit_bytes, self._size_of)
+        return LruCache, (self._limit_bytes, self._size_of)
 
     def keep_at_most(self, num_bytes: int) -> None:
         """Change the limit of bytes, from now on."""

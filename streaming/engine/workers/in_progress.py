@@ -50,7 +50,7 @@ class BatchWork:
         return text
 
 
-class Cell:
+class SharedProgress:
     """A few bytes shared by a worker and its parent: the row being decoded and, on demand, its stack. The parent's end.
 
     Thread-safe. It has no name in any file system.

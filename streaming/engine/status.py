@@ -15,7 +15,7 @@ _LISTED_UNITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class PipelineStatus:
     """State of a pipeline at one moment.
 
     Attributes:
@@ -43,7 +43,7 @@ class Standing:
     closed: bool
 
 
-def standing_lines(now: Standing) -> list[str]:
+def status_lines(now: PipelineStatus) -> list[str]:
     """Return a line for the next batch, one for the arena, one for each of the oldest fetches."""
     batch = (
         f"batch {now.batch} of {now.num_batches}: {_waits_for(now)}; units are here up to batch {now.frontier}, "
@@ -71,7 +71,7 @@ def request_line(request: ActiveRequest) -> str:
     )
 
 
-def _waits_for(now: Standing) -> str:
+def _waits_for(now: PipelineStatus) -> str:
     if now.closed or now.batch >= now.num_batches:
         return "the epoch is over"
     if now.batch >= now.frontier:

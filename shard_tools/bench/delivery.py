@@ -1,0 +1,112 @@
+"""Measure delivery: a real ``DataLoader`` loop with nothing that consumes its batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shard_tools.running.report import Report
+from streaming.errors import MemoryLimitError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopRun(Report):
+    """A loop over some of the samples, with these settings.
+
+    Attributes:
+        settings: Arguments of the loader.
+        samples_per_s: Rate from the first batch on; of a loop that ended before its time, with the waits for it.
+        spread: Difference between the faster and the slower half, as a share of the mean; 0 of such a loop.
+        fetch_share: Part of the time that the loop waited for bytes.
+        build_share: Part of the time that it waited for batches to be decoded and put together, or did this itself.
+        num_samples: Samples delivered.
+        num_bytes: Bytes that the store sent.
+        requests: Requests sent to the store.
+        retries: Those among them that repeated failed ones.
+        chunks_bytes: Room that there is for chunks.
+        refused: Why the loader refused to start; "": it did not.
+    """
+
+    settings: Mapping[str, Any]
+    samples_per_s: float = 0.0
+    spread: float = 0.0
+    fetch_share: float = 0.0
+    build_share: float = 0.0
+    num_samples: int = 0
+    num_bytes: int = 0
+    requests: int = 0
+    retries: int = 0
+    chunks_bytes: int = 0
+    refused: str = ""
+
+
+def measure(
+    urls: Sequence[str], part: tuple[int, int], settings: Mapping[str, Any], *, seconds: float,
+    storage_options: Mapping[str, object], index_url: str | None, not_decoded: Sequence[str] = (),
+) -> LoopRun:  # fmt: skip
+    """Run a loop over a part of the samples for so many seconds, or to its end.
+
+    Args:
+        urls: The shards.
+        part: Numbers of the first sample and the one after the last.
+        settings: Arguments of the loader.
+        seconds: Time from the first batch on.
+        storage_options: As for ``StreamingDataset``.
+        index_url: Location of the index, if not beside the shards.
+        not_decoded: Fields that are taken as bytes.
+    """
+    from streaming import DataLoader, StreamingDataset  # noqa: PLC0415  imports torch
+
+    dataset = StreamingDataset(
+        list(urls), index=index_url, subset=part, storage_options=dict(storage_options), max_bad_samples=1.0,
+        decode=dict.fromkeys(not_decoded) or "auto",
+    )  # fmt: skip
+    try:
+        with DataLoader(dataset, last_batch="partial", agreement_timeout=None, **settings) as loader:
+            return _loop(loader, settings, seconds)
+    except MemoryLimitError as error:
+        return LoopRun(settings=settings, refused=str(error))
+
+
+def _loop(loader: Any, settings: Mapping[str, Any], seconds: float) -> LoopRun:
+    ends: list[tuple[float, int]] = []  # of each batch
+    is_whole = True
+    for batch in loader:
+        ends.append((time.perf_counter(), len(batch["__key__"])))
+        if ends[-1][0] - ends[0][0] > seconds:
+            is_whole = False
+            break
+    numbers = {name: float(value) for name, value in loader.metrics().items() if isinstance(value, (int, float))}
+    later_s = ends[-1][0] - ends[0][0]
+    fetch_s = numbers.get("wait_for_fetch_s", 0.0)
+    build_s = numbers.get("wait_for_build_s", 0.0) + numbers.get("build_in_consumer_s", 0.0)
+    # What remains of the time from the first batch on; before it, libraries are imported and threads start.
+    rest_s = max(0.0, later_s - (fetch_s + build_s - numbers.get("first_batch_wait_s", 0.0)))
+    looked_at_s = max(fetch_s + build_s + rest_s, 1e-9)
+    total = sum(count for _, count in ends)
+    # Of a loop that ended by itself, much was fetched before the first batch; so the waits for that count, too.
+    rate = total / looked_at_s if is_whole else (total - ends[0][1]) / max(later_s, 1e-9)
+    return LoopRun(
+        settings=settings,
+        samples_per_s=rate,
+        spread=0.0 if is_whole else _spread(ends),
+        fetch_share=fetch_s / looked_at_s,
+        build_share=build_s / looked_at_s,
+        num_samples=total,
+        num_bytes=int(numbers.get("storage_bytes", 0)),
+        requests=int(numbers.get("requests", 0)),
+        retries=int(numbers.get("retries", 0)),
+        chunks_bytes=int(numbers.get("arena_limit_bytes", 0)),
+    )
+
+
+def _spread(ends: Sequence[tuple[float, int]]) -> float:
+    """Compare the halves of a loop."""
+    middle = len(ends) // 2
+    rates = [
+        sum(count for _, count in part[1:]) / max(part[-1][0] - part[0][0], 1e-9)
+        for part in (ends[: middle + 1], ends[middle:])
+    ]
+    return abs(rates[0] - rates[1]) / max(sum(rates) / 2, 1e-9)

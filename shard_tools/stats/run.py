@@ -1,0 +1,204 @@
+"""Sum up a set: the command ``stats``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from shard_tools.convert.journal import note_at
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.sets.open_set import OpenSet, open_set
+from shard_tools.stats.journal import TotalsJournal
+from shard_tools.stats.report import StatsReport, kinds_of
+from shard_tools.stats.shard import ShardReader
+from shard_tools.stats.surprises import Facts, surprises
+from shard_tools.stats.totals import Totals
+from streaming.errors import ConfigError, DataError, StorageError
+from streaming.filters.late_columns import LateColumn
+from streaming.filters.select import Subset
+from streaming.index.files import read_note
+from streaming.index.layout import TOKENS_FILE
+from streaming.index.selection import Selection
+from streaming.storage import Storage, join_url, redact
+from streaming.types import Int64Array
+
+DEFAULT_LIMIT = 2000
+"""Samples whose bytes are read: a share is then right within 2 points, and what one in 500 has is seen with 98 %."""
+JOURNALS = "~/.cache/shardstream/stats"
+_RUN = 4  # samples side by side: neighbors show the order, and cost no further request
+_WIDTHS = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsOptions:
+    """What is summed up.
+
+    Attributes:
+        where: Only samples that meet this condition.
+        view: Only samples of this saved view.
+        subset: A range of the stored samples.
+        limit: Samples whose bytes are read; None: all.
+        seed: Seed of their choice.
+        journal: Folder or prefix where a run over all bytes keeps its progress; "": nowhere.
+        save_every_s: Seconds between two writings of it.
+        workers: Shards in parallel.
+    """
+
+    where: str | None = None
+    view: str | None = None
+    subset: Subset | None = None
+    limit: int | None = DEFAULT_LIMIT
+    seed: int = 0
+    journal: str = ""
+    save_every_s: float = 30.0
+    workers: int = 8
+
+
+def stats(
+    urls: Sequence[str],
+    *,
+    storage: Storage,
+    index_url: str | None = None,
+    options: StatsOptions | None = None,
+    allow_unfinished: bool = False,
+    progress: Progress | None = None,
+) -> StatsReport:
+    """Return what is in a set, and what will surprise in training.
+
+    Sizes, keys and columns are those of all samples, from the index; a small set without one is read for them. What
+    only bytes tell (modes of images, lengths of texts, classes without a column, contents that occur again) comes from
+    ``limit`` samples in runs of four, one from each of as many equal parts of the set.
+
+    Memory: the sample tables and requests of ``2 * workers`` shards, and summaries that do not grow with the set.
+
+    Raises:
+        ConfigError: A mixture is given; a column or the view does not exist, or no sample is kept.
+        IndexMissingError: There is no index and the set is too large to read for this.
+        IndexFormatError: A sample table is damaged.
+        NotFoundError: Nothing matches ``urls``.
+    """
+    options = options or StatsOptions()
+    progress = progress or NoProgress()
+    _refuse_mixtures(urls)
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    kept = shards.kept(storage, where=options.where, view=options.view, subset=options.subset)
+    late, beside = _late_columns(shards, storage)
+    counts = _samples_of_shards(shards, kept)
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    reader = ShardReader(
+        shards=shards, storage=storage, kept=kept, late=late, token_bytes=_token_bytes(shards, storage),
+        offsets=offsets, chosen=choose(int(offsets[-1]), options.limit, options.seed), seed=options.seed,
+        progress=progress,
+    )  # fmt: skip
+    progress.start(total_bytes=None, total=len(shards.urls))
+    totals = _sum_up(reader, options)
+    kinds = kinds_of(totals)
+    rows = shards.chunks if kept is None else kept.table
+    facts = Facts(
+        urls=tuple(urls), totals=totals, kinds=kinds,
+        shard_bytes=np.array([shard.size_bytes for shard in shards.chunks.shards], np.int64),
+        chunk_bytes=rows.byte_end - rows.byte_start, chunk_samples=rows.num_samples,
+        has_index=shards.scanned is None, unfinished=tuple(mark.state for mark in shards.marks),
+        beside=(*beside, *totals.late_errors),
+    )  # fmt: skip
+    asked = {"where": options.where, "view": options.view, "subset": options.subset}
+    return StatsReport(
+        url=" ".join(map(redact, urls)),
+        num_bytes=int(facts.shard_bytes.sum()) if kept is None else int(totals.sizes.total),
+        num_shards=len(shards.urls) if kept is None else int((counts > 0).sum()),
+        num_chunks=rows.num_chunks,
+        totals=totals,
+        kinds=kinds,
+        found=surprises(facts),
+        seed=options.seed,
+        selected=", ".join(f"{name} {value}" for name, value in asked.items() if value is not None),
+    )
+
+
+def choose(num_samples: int, limit: int | None, seed: int) -> Int64Array | None:
+    """Choose ``limit`` of so many samples, in runs of four, one run from each of as many equal parts; None: all.
+
+    Returns:
+        int64 ``[limit]``, ascending numbers.
+    """
+    if limit is None or limit >= num_samples:
+        return None
+    num_runs, num_taken = -(-num_samples // _RUN), -(-limit // _RUN)
+    borders = np.arange(num_taken + 1) * num_runs // num_taken
+    drawn = np.random.default_rng(seed).random(num_taken)
+    runs = borders[:-1] + (drawn * np.diff(borders)).astype(np.int64)
+    chosen = (runs[:, None] * _RUN + np.arange(_RUN)).ravel()
+    found: Int64Array = chosen[chosen < num_samples][:limit]
+    if len(found) < limit:  # the last run was shorter
+        others = np.setdiff1d(np.arange(min(num_samples, limit + _RUN)), found)
+        found = np.sort(np.concatenate((found, others[: limit - len(found)])))
+    return found
+
+
+def _refuse_mixtures(urls: Sequence[str]) -> None:
+    for url in urls:
+        if url.partition("?")[0].endswith(".json"):
+            raise ConfigError(
+                f"{redact(url)}: expected shards, got what looks like the file of a mixture; run `shard_tools stats` "
+                "for the url of each of its sources, with the where, view and subset that the file gives it"
+            )
+
+
+def _late_columns(shards: OpenSet, storage: Storage) -> tuple[list[LateColumn], tuple[str, ...]]:
+    """Return the late columns, and why they cannot be read, if so."""
+    try:
+        return list(shards.late_columns(storage).values()), ()
+    except DataError as error:
+        return [], (str(error),)
+    except StorageError:  # a store that cannot list
+        return [], ()
+
+
+def _token_bytes(shards: OpenSet, storage: Storage) -> Mapping[str, int]:
+    """Return the width of the tokens of a field, as ``tokens.json`` beside the index says it."""
+    content = note_at(shards.homes[0], TOKENS_FILE, storage)
+    if content is None:
+        return {}
+    note = read_note(content, redact(join_url(shards.homes[0], TOKENS_FILE)))
+    width = _WIDTHS.get(str(note.get("dtype")))
+    return {str(note.get("field")): width} if width else {}
+
+
+def _samples_of_shards(shards: OpenSet, kept: Selection | None) -> Int64Array:
+    """Return how many samples of each shard count, int64 [S]."""
+    if kept is None:
+        return np.array([shard.num_samples for shard in shards.chunks.shards], np.int64)
+    table = kept.table
+    return np.bincount(table.shard, table.num_samples, len(shards.urls)).astype(np.int64)
+
+
+def _sum_up(reader: ShardReader, options: StatsOptions) -> Totals:
+    """Return the totals of all shards, going on after those that a journal has."""
+    journal = None
+    done, totals = 0, Totals()
+    if options.journal and reader.chosen is None:
+        kept = "" if reader.kept is None else reader.kept.identity
+        columns = {column.name: column.version for column in reader.late}
+        work = {"set": reader.shards.chunks.fingerprint, "kept": kept, "columns": columns, "seed": options.seed}
+        journal = TotalsJournal(
+            folder=options.journal,
+            storage=reader.storage,
+            work=work,
+            every_s=options.save_every_s,
+            is_needed=options.journal != JOURNALS,
+        )
+        done, totals = journal.load()
+        reader.progress.advance(num=done)
+    num_shards = len(reader.shards.urls)
+    with closing(map_ordered(reader.read, range(done, num_shards), options.workers)) as found:
+        for number, one in enumerate(found, start=done + 1):
+            totals.merge(one)
+            if journal is not None and number < num_shards:
+                journal.note(number, totals)
+    if journal is not None:
+        journal.close()
+    return totals

@@ -1,0 +1,287 @@
+"""Summarize any number of values in bounded memory: quantiles, most frequent values, how many occur again.
+
+Each summary takes arrays, merges with another of its kind, and can be written as JSON and read again. Up to its
+capacity it is exact; beyond that it says that it estimates.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from streaming.types import Int64Array
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+Word: TypeAlias = "str | int | float | bool"
+
+VALUES = 1 << 16
+"""Values that a ``Distribution`` keeps, 1 MiB: a quantile of more is off by 0.2 % of the ranks (standard deviation)."""
+WORDS = 4096
+"""Different values that a ``Top`` counts; of ``n`` values, one that occurs more than ``n / 4096`` times is kept."""
+WORD_CHARACTERS = 128
+"""Of longer texts, only the beginning tells them apart."""
+HASHES = 1 << 21
+"""Different hashes that ``Repeats`` keeps: 32 MiB, and four times as much while they are counted."""
+_BINS = 24
+_HASH_BITS = 63
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Numbers: how many, their sum, range and quantiles; missing and infinite ones are counted apart.
+
+    Beyond ``VALUES`` numbers, quantiles are those of a sample drawn without preference: each number gets a random
+    priority, and the lowest are kept, so that summaries can be merged in any order.
+    """
+
+    num: int = 0
+    total: float = 0
+    least: float | None = None
+    most: float | None = None
+    num_not_finite: int = 0
+    _priorities: Floats = field(default_factory=lambda: np.empty(0))
+    _values: Floats = field(default_factory=lambda: np.empty(0))
+
+    def add(self, values: npt.NDArray[Any], draw: np.random.Generator) -> None:
+        """Take numbers in; ``draw`` gives their priorities."""
+        finite = values if values.dtype.kind in "iu" else values[np.isfinite(values)]
+        self.num_not_finite += len(values) - len(finite)
+        if len(finite):
+            low, high, total = finite.min().item(), finite.max().item(), finite.sum().item()
+            self._join(len(finite), total, low, high, draw.random(len(finite)), finite.astype(np.float64))
+
+    def merge(self, other: Distribution) -> None:
+        """Take all numbers of another summary in."""
+        self.num_not_finite += other.num_not_finite
+        if other.least is not None and other.most is not None:
+            self._join(other.num, other.total, other.least, other.most, other._priorities, other._values)
+
+    def _join(self, num: int, total: float, least: float, most: float, priorities: Floats, values: Floats) -> None:
+        self.num += num
+        self.total += total
+        self.least = least if self.least is None else min(self.least, least)
+        self.most = most if self.most is None else max(self.most, most)
+        self._priorities = np.concatenate((self._priorities, priorities))
+        self._values = np.concatenate((self._values, values))
+        if len(self._values) > VALUES:
+            kept = np.argpartition(self._priorities, VALUES)[:VALUES]
+            self._priorities, self._values = self._priorities[kept], self._values[kept]
+
+    def quantile(self, share: float) -> float | None:
+        """Return the number below which this share of them lies; None without numbers."""
+        return _plain(float(np.quantile(self._values, share))) if self.num else None
+
+    def told(self) -> dict[str, float | None]:
+        """Return the JSON-able summary."""
+        mean = self.total / self.num if self.num else None
+        ends = (None if one is None else _plain(one) for one in (self.least, self.most))
+        return {"min": next(ends), "p50": self.quantile(0.5), "max": next(ends), "mean": mean}
+
+    def bins(self) -> list[tuple[float, float, float]]:
+        """Return a histogram: (from, to, share) of each bin, of equal width, or of equal ratio if numbers span more.
+
+        Up to ``_BINS`` bins; whole numbers that are few get a bin each.
+        """
+        if not self.num or self.least is None or self.most is None:
+            return []
+        low, high = self.least, self.most
+        if low == high:
+            return [(low, high, 1.0)]
+        whole = bool((self._values == np.floor(self._values)).all())
+        if whole and high - low < _BINS:
+            edges = np.arange(low, high + 2) - 0.5
+        elif low > 0 and high / low > 100:
+            edges = np.geomspace(low, high, _BINS + 1)
+        else:
+            edges = np.linspace(low, high, _BINS + 1)
+        edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
+        counts, _ = np.histogram(self._values, edges)
+        shares = counts / len(self._values)
+        return [(float(a), float(b), float(c)) for a, b, c in zip(edges, edges[1:], shares, strict=False)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        found = {name: getattr(self, name) for name in ("num", "total", "least", "most", "num_not_finite")}
+        return {**found, "priorities": _packed(self._priorities), "values": _packed(self._values)}
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> Distribution:
+        """Return the inverse of :meth:`as_dict`."""
+        given = {name: content[name] for name in ("num", "total", "least", "most", "num_not_finite")}
+        priorities, values = (_unpacked(content[name], np.float64) for name in ("priorities", "values"))
+        return cls(**given, _priorities=priorities, _values=values)
+
+
+@dataclass(slots=True)
+class Top:
+    """Values and how often they occur, the most frequent ones first (Misra and Gries, 1982).
+
+    If more than ``WORDS`` different ones come, counts are too low by at most ``lost``, and rarer values go.
+    """
+
+    num: int = 0
+    lost: int = 0
+    counts: dict[Word, int] = field(default_factory=dict)
+
+    def add(self, values: pa.Array) -> None:
+        """Take values in, without nulls; texts of more than ``WORD_CHARACTERS`` are cut."""
+        if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+            values = pc.utf8_slice_codeunits(values, 0, WORD_CHARACTERS)
+        found = pc.value_counts(values)
+        words, counts = found.field("values"), found.field("counts").to_numpy()
+        self.num += len(values)
+        if len(counts) > WORDS:  # before any of them becomes an object
+            less = int(np.partition(counts, -WORDS - 1)[-WORDS - 1])
+            words, counts = words.filter(pa.array(counts > less)), counts[counts > less] - less
+            self.lost += less
+        for word, count in zip(words.to_pylist(), counts.tolist(), strict=True):
+            self.counts[word] = self.counts.get(word, 0) + count
+        self._cut()
+
+    def count(self, words: Iterable[Word]) -> None:
+        """Take words in, one by one."""
+        for word, count in Counter(words).items():
+            self.counts[word] = self.counts.get(word, 0) + count
+            self.num += count
+        self._cut()
+
+    def merge(self, other: Top) -> None:
+        """Take all values of another summary in."""
+        for value, count in other.counts.items():
+            self.counts[value] = self.counts.get(value, 0) + count
+        self.num += other.num
+        self.lost += other.lost
+        self._cut()
+
+    def _cut(self) -> None:
+        if len(self.counts) > WORDS:
+            less = sorted(self.counts.values(), reverse=True)[WORDS]
+            self.lost += less
+            self.counts = {value: count - less for value, count in self.counts.items() if count > less}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all values are counted, exactly."""
+        return not self.lost
+
+    def most_common(self, num: int | None = None) -> list[tuple[Word, int]]:
+        """Return (value, count), most frequent first, equal ones by value."""
+        return sorted(self.counts.items(), key=lambda item: (-item[1], str(item[0])))[:num]
+
+    def told(self, num: int | None = None) -> dict[str, Any]:
+        """Return the JSON-able summary: ``distinct`` is null if there are more values than are counted."""
+        top = [[value, count] for value, count in self.most_common(num)]
+        return {"distinct": len(self.counts) if self.is_exact else None, "top": top}
+
+    def agreeing(self) -> float:
+        """Return the probability that two values drawn at random agree."""
+        return sum((count / self.num) ** 2 for count in self.counts.values()) if self.num else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        return {"num": self.num, "lost": self.lost, "counts": [[value, count] for value, count in self.counts.items()]}
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> Top:
+        """Return the inverse of :meth:`as_dict`."""
+        return cls(content["num"], content["lost"], dict(content["counts"]))
+
+
+@dataclass(slots=True)
+class Repeats:
+    """Hashes of 63 bits: how many occur again.
+
+    Beyond ``HASHES`` different ones, only those below a bound that is halved again and again are kept (Gibbons, 2001):
+    a sample in which each value comes with all its repetitions.
+    """
+
+    num: int = 0
+    level: int = 0
+    _hashes: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    _counts: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    _waiting: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
+    _num_waiting: int = 0
+
+    def add(self, hashes: Int64Array) -> None:
+        """Take hashes in, of 0 to 2**63 - 1."""
+        self.num += len(hashes)
+        self._put(hashes, np.ones(len(hashes), np.int64))
+
+    def merge(self, other: Repeats) -> None:
+        """Take all hashes of another summary in."""
+        other._count()
+        self.num += other.num
+        self.level = max(self.level, other.level)
+        self._put(other._hashes, other._counts)
+
+    def _put(self, hashes: Int64Array, counts: Int64Array) -> None:
+        kept = self._is_kept(hashes)
+        self._waiting.append((hashes[kept], counts[kept]))
+        self._num_waiting += int(kept.sum())
+        if self._num_waiting > max(len(self._hashes) // 2, HASHES // 16):
+            self._count()
+
+    def _is_kept(self, hashes: Int64Array) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = hashes >> (_HASH_BITS - self.level) == 0 if self.level else hashes >= 0
+        return found
+
+    def _count(self) -> None:
+        """Join what waits, and halve the bound while there is too much."""
+        parts = [(self._hashes, self._counts), *self._waiting]
+        hashes, counts = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        self._hashes, places = np.unique(hashes, return_inverse=True)
+        self._counts = np.bincount(places, counts, len(self._hashes)).astype(np.int64)
+        self._waiting, self._num_waiting = [], 0
+        while True:
+            kept = self._is_kept(self._hashes)
+            self._hashes, self._counts = self._hashes[kept], self._counts[kept]
+            if len(self._hashes) <= HASHES:
+                return
+            self.level += 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all hashes were kept."""
+        return not self.level
+
+    @property
+    def num_again(self) -> int:
+        """How many of the values occurred before; beyond the capacity an estimate."""
+        self._count()
+        return int((self._counts - 1).sum()) << self.level
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        self._count()
+        packed = {"hashes": _packed(self._hashes), "counts": _packed(self._counts)}
+        return {"num": self.num, "level": self.level, **packed}
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> Repeats:
+        """Return the inverse of :meth:`as_dict`."""
+        hashes, counts = (_unpacked(content[name], np.int64) for name in ("hashes", "counts"))
+        return cls(content["num"], content["level"], hashes, counts)
+
+
+def _plain(number: float) -> float:
+    """Return whole numbers as int, for JSON."""
+    return int(number) if float(number).is_integer() else number
+
+
+def _packed(values: npt.NDArray[Any]) -> str:
+    data = values.astype(values.dtype.newbyteorder("<")).tobytes()
+    return base64.b64encode(zlib.compress(data, 1)).decode()
+
+
+def _unpacked(text: str, dtype: type[Any]) -> npt.NDArray[Any]:
+    data = zlib.decompress(base64.b64decode(text))
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype)
