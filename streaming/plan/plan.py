@@ -138,8 +138,8 @@ class Plan:
         self.last_batch: LastBatch = last_batch
         self.num_samples = self.shape.num_samples
         self.is_endless = self.orders.is_endless and epoch_size is None and most_batches is None
-        most = ENDLESS if self.orders.is_endless else MAX_COUNT
-        self.epoch = checked_int("epoch", epoch, 0, most // self.num_samples - 1)
+        self._at_once = _Stretches() if self.orders.is_endless else _Passes()
+        self.epoch = checked_int("epoch", epoch, 0, self._at_once.most_samples // self.num_samples - 1)
         self.start = checked_int("start", start, 0, self.num_samples)
         self.first_row = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
@@ -150,7 +150,6 @@ class Plan:
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
         self._looked: tuple[int, dict[tuple[int, range], ChunkIntervals]] = -1, {}
-        self._at_once = _Stretches() if self.orders.is_endless else _Passes()
 
     @classmethod
     def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
@@ -546,6 +545,8 @@ class _Slices:
 class _Passes:
     """What of a plan is evaluated at once, and looked at first: passes, whose chunks stay as they are."""
 
+    most_samples = MAX_COUNT  # in all epochs
+
     def batches(self, plan: Plan) -> int:
         """See ``Plan.stretch_batches``."""
         return max(plan.num_batches, 1)
@@ -574,6 +575,8 @@ class _Passes:
 
 class _Stretches(_Passes):
     """Parts of one endless pass, whose mix may change until it is planned: nothing is kept."""
+
+    most_samples = ENDLESS
 
     @override
     def batches(self, plan: Plan) -> int:
