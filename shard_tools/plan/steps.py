@@ -149,7 +149,7 @@ class PlannedRun:
         else:
             _check_mixture(self.planned, self.state.ledger)
             object.__setattr__(self, "planned", self._mixture.cut_as(self.state.ledger))
-            self._mixture.check_shape(self._shape)
+            self._mixture.deal.check_shape(self._shape)
         if not self.batches_of(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
@@ -366,7 +366,7 @@ class PlannedRun:
             raise AssertionError("a run without end is of a mixture")
         size = self._shape.at(row).global_batch_size
         names = {self._sets[number][0] for number in numbers}
-        shares = self._mixture.forecast(ledger).drawn(row, size)
+        shares = self._mixture.drawing.forecast(ledger).drawn(row, size)
         ahead = [self._mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self._orders
         known = orders.known_from * self.state.order.lanes
@@ -544,7 +544,7 @@ def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
     mixture: Any = planned
     there, quotas = planned.names, ledger.last.quotas
     elsewhere = ", or give a state that was saved since it was dropped"
-    missing, why = mixture.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
+    missing, why = mixture.drawing.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
     if quotas is None and not missing:
         last = ledger.segments()[-1][1]
         missing = sorted(name for name in last if last[name] and name not in there)

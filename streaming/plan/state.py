@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.arguments import MAX_COUNT, checked_count, checked_flag, checked_int, checked_seed
+from streaming.arguments import checked_count, checked_flag, checked_int, checked_seed
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
@@ -93,10 +93,7 @@ class LoaderState:
     def _epoch_samples(self) -> int:
         if self.epoch_size is not None:
             return self.epoch_size
-        if self.ledger is None:
-            return self.num_samples
-        quotas = self.ledger.last.quotas
-        return MAX_COUNT if quotas is None else sum(quotas.values())
+        return self.num_samples if self.ledger is None else self.ledger.last.blend.samples_per_pass
 
     def to_dict(self) -> dict[str, Any]:
         """Return a small JSON-able dict, equal on every rank."""
