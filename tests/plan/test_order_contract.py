@@ -17,7 +17,7 @@ from streaming.datasets.face import DataSet
 from streaming.mixing.exact import EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import ExactPasses
+from streaming.mixing.quotas import BatchPasses, ExactPasses
 from streaming.plan.order import EpochOrders, OrderSettings
 from streaming.plan.state import LoaderState
 
@@ -69,7 +69,7 @@ class TestPassesOfOneSource(OrderContract):
     is_passed = False
 
     def orders(self) -> Any:
-        return ExactPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
+        return BatchPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
 
 
 class TestMixedLanes(OrderContract):
