@@ -21,6 +21,7 @@ import numpy as np
 
 from shard_tools import ShardWriter
 from streaming import Mixture, ShuffleConfig, StreamingDataset
+from streaming.mixing.dealing import ByBatches
 
 SAMPLES, CHUNKS, LANES, PASSES = (1, 120, 900, 3000), (1, 4, 16, 60), (1, 4, 16, 64), (1, 2, 4, 10)
 SHARE, BATCH, LARGE = 0.3, 64, (12_000, 120)
@@ -47,7 +48,7 @@ def counts(mix: Mixture, name: str, share: float) -> list[tuple[float, int, int]
     sizes = [len(mix.source.leaves[one].chunk_samples) for one in mix.names]
     first, stop = sum(sizes[:begin]), sum(sizes[: begin + 1])
     starts = np.cumsum(orders.chunk_samples) - orders.chunk_samples
-    step = BATCH // lanes if mix.source.batches == "one_source" else 1
+    step = BATCH // lanes if mix.source.deal == ByBatches() else 1
     places = -(-int(size * max(PASSES) / share / lanes * 1.2 + 40_000 // lanes) // step) * step
     drawn = np.full((places, lanes), -1)  # the sample of the source at each position, if it is one of its own
     for lane in range(lanes):

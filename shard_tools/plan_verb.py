@@ -37,7 +37,7 @@ _NO_READING = ("memory_limit", "plot")
 
 
 class RampType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
-    """A number of samples, or ``ROW:N,…``: that number from this row of the run on."""
+    """A number, or ``ROW:N,…``: that number from this row of the run on."""
 
     name = "N|0:N,ROW:N…"
 
@@ -93,7 +93,12 @@ RAMP, OBJECT = RampType(), ObjectType()
     "--batch-size", type=RAMP, help="Samples per batch and data rank; of a ramp, from which row of the run on."
 )
 @click.option("--global-batch-size", type=RAMP, help="Samples per batch over all ranks; likewise.")
-@click.option("--length", type=COUNT, metavar="T", help="Plan for packs of T tokens: Packed(…, length=T).")
+@click.option(
+    "--length",
+    type=RAMP,
+    metavar="T|0:T,ROW:T…",
+    help="Plan for packs of T tokens, Packed(…, length=T); of several, from which row of the run on.",
+)
 @click.option("--padded", is_flag=True, help="With --length: padded packs, batches by size.")
 @click.option(
     "--packed",
@@ -249,6 +254,8 @@ def _described(arguments: dict[str, Any]) -> dict[str, Any]:
     if twice:
         raise click.UsageError(f"--{twice[0]} and --packed both give {twice[0]!r}. Leave one out.")
     packs |= packed or {}
+    if isinstance(packs.get("length"), Schedule):  # as a file of a mixture has it
+        packs["length"] = packs["length"].to_dict()
     if packs and "length" not in packs:
         raise click.UsageError("Packs need --length, their tokens; with --padded, the budget of a batch.")
     return {**described, "packed": packs or None}

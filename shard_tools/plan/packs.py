@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
 from streaming.arguments import format_bytes
+from streaming.plan.sizes import Sizes
 
 if TYPE_CHECKING:
     from streaming.sources.packs import PackCounts
@@ -25,6 +26,8 @@ class PackTotals(Report):
         padded: Packs are batches of documents of similar length.
         unit: What lengths count: ``"tokens"``, or the column of whole samples.
         packs: Number of packs.
+        rows: If rows grow over a run: the first row of the run, tokens of a row, and rows of a global batch, of each
+            part of it.
         counts: What became of the documents.
     """
 
@@ -33,12 +36,19 @@ class PackTotals(Report):
     unit: str
     packs: int
     counts: PackCounts
+    rows: tuple[Mapping[str, int], ...] = ()
 
     @classmethod
-    def of(cls, planned: Any) -> PackTotals:
-        """Sum up all sets of a packed dataset."""
-        sets = [one for _, one in sets_of(planned)]
+    def of(cls, planned: Any, sizes: Sizes) -> PackTotals:
+        """Sum up all sets of a packed dataset, in global batches of these sizes."""
+        sets, items = [one for _, one in sets_of(planned)], planned.items
+        changes = sorted({row for row, _ in (*items.changes, *sizes.steps)}) if items.changes else []
+        each = {row: items.rows_each(row) for row in changes}
         return cls(
+            rows=tuple(
+                {"from": row, "length": sets[0].rules.length // count, "rows": count * sizes.at(row)}
+                for row, count in each.items()
+            ),
             length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit,
             packs=sum(one.num_readable for one in sets),
             counts=reduce(add, (one.counts for one in sets)),
@@ -52,7 +62,15 @@ class PackTotals(Report):
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form, with the counts beside the rest."""
         found = {**asdict(self), "fill": round(self.fill, 3)}
-        return {**found, **found.pop("counts")}
+        rows = found.pop("rows")
+        return {**found, **found.pop("counts"), **({"rows": rows} if rows else {})}
+
+    @property
+    def rows_in_words(self) -> str:
+        """The rows of a global batch, by row of the run; "" if all are as long as a pack."""
+        return ", ".join(
+            f"{one['rows']:,} of {one['length']:,} {self.unit} from row {one['from']:,} on" for one in self.rows
+        )
 
     def warnings(self, sizes: Mapping[int, int], num_ranks: int) -> list[str]:
         """Return what training would refuse of global batches of these sizes, by row."""

@@ -284,11 +284,11 @@ def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) ->
         loads = Loads(plans, Reads.of_sets(planned), _rooms(planned, options))
         return _report(planned, loads, options)
     mixture: MixedSource = planned
-    mixture.check_shape(options.shape)
+    mixture.deal.check_shape(options.shape)
     ledger = mixture.begun(options.shape.global_batch_size, order)
     most = max(num_samples, options.sizes.most) if mixture.is_endless else None
     plans = epoch_plans(mixture.chunk_samples, order, options, mixture.orders(order, ledger), most)
-    drawn = mixture.forecast(ledger).drawn(options.epoch * plans[0].num_samples, plans[0].num_samples)
+    drawn = mixture.drawing.forecast(ledger).drawn(options.epoch * plans[0].num_samples, plans[0].num_samples)
     run: Sequence[Plan] = ()
     if mixture.is_endless and options.epoch_size is None:
         orders = mixture.orders(order, ledger)
@@ -335,7 +335,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         warnings=(),
         limits=loads.rooms.memory.parts,
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
-        packs=PackTotals.of(planned) if planned.is_packed else None,
+        packs=PackTotals.of(planned, options.sizes) if planned.is_packed else None,
     )
     may_slice = not report.shuffle and whole.dp_world_size > 1
     return _with_warnings(report, loads, may_slice=may_slice, tables=loads.sliced)

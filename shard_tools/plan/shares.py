@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,7 +108,7 @@ def shares_of(
     begin = plan.epoch * plan.num_samples
     rows = sorted({covered * part // _POINTS for part in range(1, _POINTS + 1)})
     counts = _counted(loads, mixture, [begin, *(begin + row for row in rows)])
-    forecast = mixture.forecast(ledger)
+    forecast = mixture.drawing.forecast(ledger)
     targets = _targets(forecast, mixture.names, [begin, *(begin + row for row in rows)])
     drawn, wanted = counts[-1], targets[-1]
     strayed = np.ceil(np.abs(counts - targets).max(axis=0)).astype(np.int64)
@@ -139,7 +138,7 @@ def shares_of(
     return MixtureShares(
         sources=sources, rows=tuple(rows), counts=tuple(map(tuple, counts[1:].tolist())),
         targets=tuple(map(tuple, targets[1:].tolist())),
-        by_chunks=mixture.is_endless and mixture.quotas == "chunks" and mixture.batches == "mixed",
+        by_chunks=mixture.is_endless and mixture.deal != mixture.deal.exact,
         exact_live_bytes=live_bytes, exact_fits=live_bytes <= loads.rooms.memory.chunks_bytes,
         can_be_cut=exact.can_be_cut, exact_fetch_bytes=exact.fetch_bytes, exact_num_requests=exact.num_requests,
     )  # fmt: skip
@@ -201,10 +200,9 @@ class _Exact:
 def _exact_live_bytes(mixture: MixedSource, loads: Loads) -> int:
     """Return what the first rank would need at once with exact quotas, by the arithmetic that training obeys."""
     plan = (*loads.held, loads.plan)[0]
-    made = copy.copy(mixture)
-    if made.is_endless and made.batches == "mixed":
-        made.quotas = "exact"
-    orders = made.orders(plan.settings, made.begun(plan.global_batch_size, plan.settings))
+    deal = mixture.deal.exact if mixture.is_endless else mixture.deal
+    made = replace(mixture.drawing, deal=deal)
+    orders = made.orders(plan.settings, made.begun(plan.settings, plan.global_batch_size))
     exact = Plan.of(plan.shape, plan.chunk_samples, plan.settings, epoch=plan.epoch, start=plan.start, orders=orders)
     return loads.rooms.demand(exact, 0).live_bytes
 

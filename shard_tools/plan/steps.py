@@ -22,7 +22,7 @@ from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
+from streaming.plan.sizes import Sizes, Steps
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
@@ -48,6 +48,7 @@ class StepRow(Report):
         shard: URL of its shard.
         key: Its key; None: the index has no sample table. For packs, not in the JSON-able form.
         keys: The keys of a pack's documents; None: these are samples, and it is not in the JSON-able form.
+        num_rows: Rows of the batch that a pack makes; of samples, it is not in the JSON-able form.
     """
 
     step: int
@@ -59,11 +60,13 @@ class StepRow(Report):
     shard: str
     key: str | None
     keys: tuple[str | None, ...] | None = None
+    num_rows: int = 1
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
         told = Report.as_dict(self)
-        del told["keys" if self.keys is None else "key"]
+        for name in ("keys", "num_rows") if self.keys is None else ("key",):
+            del told[name]
         return told
 
 
@@ -146,7 +149,7 @@ class PlannedRun:
         else:
             _check_mixture(self.planned, self.state.ledger)
             object.__setattr__(self, "planned", self._mixture.cut_as(self.state.ledger))
-            self._mixture.check_shape(self._shape)
+            self._mixture.deal.check_shape(self._shape)
         if not self.batches_of(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
@@ -363,7 +366,7 @@ class PlannedRun:
             raise AssertionError("a run without end is of a mixture")
         size = self._shape.at(row).global_batch_size
         names = {self._sets[number][0] for number in numbers}
-        shares = self._mixture.forecast(ledger).drawn(row, size)
+        shares = self._mixture.drawing.forecast(ledger).drawn(row, size)
         ahead = [self._mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self._orders
         known = orders.known_from * self.state.order.lanes
@@ -441,10 +444,9 @@ class PlannedRun:
 
     def _batch(self, step: int) -> _Rows:
         """Return the rows of a global batch."""
-        epoch, first = self.epoch_at(step)
         self._check_known(step)
-        number, plan = next(one for one in reversed(self.plans_of(epoch)) if first + one[0] <= step)
-        found = plan.rank_batches(step - first - number, step - first - number + 1, 0)
+        plan, number = self._plan_of(step)
+        found = plan.rank_batches(number, number + 1, 0)
         count = int(found.valid.sum())
         shape = replace(plan.shape, num_ranks=self.num_ranks)
         return _Rows(
@@ -452,6 +454,25 @@ class PlannedRun:
             chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],
             passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed),
         )  # fmt: skip
+
+    def _plan_of(self, step: int) -> tuple[Plan, int]:
+        """Return the plan of a step, and its number there."""
+        epoch, first = self.epoch_at(step)
+        number, plan = next(one for one in reversed(self.plans_of(epoch)) if first + one[0] <= step)
+        return plan, step - first - number
+
+    @cached_property
+    def _lengths(self) -> Steps | None:
+        """Tokens of a row by row of the run, before the state as that records them; None: rows are no packs."""
+        row = self.state.epoch * self.num_samples + self.state.samples_seen
+        return self.planned.items.facts(self.state, row).get("lengths")
+
+    def _rows_each(self, step: int) -> int:
+        """Return how many rows each pack of a step makes."""
+        if self._lengths is None:
+            return 1
+        plan, number = self._plan_of(step)
+        return int(self._sets[0][1].rules.length // self._lengths.at(plan.row_of(number)))
 
     def _report(self, rows: Sequence[StepRow]) -> StepReport:
         per_epoch = None if self.is_endless else self.batches_of(self.state.epoch)
@@ -491,6 +512,7 @@ class PlannedRun:
         return StepRow(
             step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=source, number=number,
             shard=shard, key=keys[0] if is_sample else None, keys=None if is_sample else keys,
+            num_rows=self._rows_each(step),
         )  # fmt: skip
 
 
@@ -522,7 +544,7 @@ def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
     mixture: Any = planned
     there, quotas = planned.names, ledger.last.quotas
     elsewhere = ", or give a state that was saved since it was dropped"
-    missing, why = mixture.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
+    missing, why = mixture.drawing.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
     if quotas is None and not missing:
         last = ledger.segments()[-1][1]
         missing = sorted(name for name in last if last[name] and name not in there)
@@ -588,7 +610,8 @@ def show_steps(report: StepReport) -> None:
             name = f"sample {row.number}"
         place = f"epoch {row.epoch}, batch {row.batch}, data rank {row.dp_rank}"
         source = "" if row.source is None else f"source {row.source}, "
-        click.echo(f"step {row.step}: {name} ({source}{place}; {redact(row.shard)}, number {row.number})")
+        made = "" if row.num_rows == 1 else f", in {row.num_rows} rows"
+        click.echo(f"step {row.step}: {name} ({source}{place}; {redact(row.shard)}, number {row.number}{made})")
     for epoch in report.left_out:
         click.echo(f"epoch {epoch}: not in it; it is left out with the tail, or comes in a later pass")
     if report.looked_at is not None and not report.rows and not report.left_out:

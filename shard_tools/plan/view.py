@@ -175,6 +175,8 @@ def _summary(report: PlanReport) -> list[str]:
     ]
     if report.packs is not None:
         lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")
+        if told := report.packs.rows_in_words:
+            lines.insert(2, f"rows      a batch has {told}")
     if report.replica_world_size > 1:
         every = format_bytes(total * report.replica_world_size)
         lines.insert(-2, f"replicas  {about}{every} if every process reads for itself, without a shared cache")

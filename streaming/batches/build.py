@@ -31,6 +31,7 @@ from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamp
 from streaming.packing.balance import BalanceRules
 from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
+from streaming.plan.state import LoaderState
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, Transform, override
 
@@ -131,6 +132,10 @@ class Items(ABC):
         """Return the order in which a rank has the rows of a batch, as an index; in any thread, without locks."""
         return slice(None)
 
+    def rows_each(self, begin: int) -> int:  # noqa: ARG002
+        """Return how many rows each planned row makes, in the global batch that begins at a row of the run."""
+        return 1
+
     @abstractmethod
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
         """Return the samples of planned rows; of those in ``lost`` nothing is in memory."""
@@ -138,7 +143,7 @@ class Items(ABC):
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
         """Return the same for a group of batches, under the engine's lock; None: they are to be built one by one.
 
-        That is if there is damage, or something to wait for.
+        That is if there is damage, something to wait for, or another ``rows_each`` in some of them.
         """
         rows = self.rows(stock, of, {})
         return None if rows.damage else rows
@@ -162,7 +167,7 @@ class Items(ABC):
         """Return the batch of ``rows``; ``valid`` says which rows of the batch count."""
 
     @abstractmethod
-    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
         """Return the batch of no rows; see ``BatchBuilder.empty``."""
 
     def columns(
@@ -178,6 +183,17 @@ class Items(ABC):
             batch: A batch, or what ``collate_fn`` gets for one of its rows.
             valid: Whether each row counts, bool [B]; [] for one row.
         """
+
+    # --- over a run ---
+
+    @property
+    def changes(self) -> Sequence[tuple[int, str]]:
+        """What rows are from which row of the run on, in words; (): always the same."""
+        return ()
+
+    def facts(self, state: LoaderState | None = None, row: int = 0) -> dict[str, Any]:  # noqa: ARG002
+        """Return what a state of the run says of its rows; behind ``state``, also what held before its row."""
+        return {}
 
     # --- between ranks, if rows are balanced ---
 
@@ -272,7 +288,7 @@ class Samples(Items):
         return builder.collate([builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
 
     @override
-    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
         recipe, sample = builder.recipe, builder.first_of(prototypes)
         if recipe.collate_fn is not None:
             return builder.without_rows(self.given(builder, sample))
@@ -428,13 +444,15 @@ class BatchBuilder:
         """Return the batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
         return self.recipe.items.build(self, rows, valid)
 
-    def empty(self, prototypes: Iterator[Rows]) -> Any:
+    def empty(self, prototypes: Iterator[Rows], begin: int = 0) -> Any:
         """Make the batch of no rows; ``prototypes`` are single rows of samples, for its form.
+
+        Its global batch begins at row ``begin`` of the run.
 
         Raises:
             TooManyBadSamplesError: The form depends on a sample, and none of those tried can be read.
         """
-        return self.recipe.items.empty(self, prototypes)
+        return self.recipe.items.empty(self, prototypes, begin)
 
     # --- what items are built with ---
 

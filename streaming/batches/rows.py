@@ -100,5 +100,8 @@ class Stock(Protocol):
     def rows(self, row_numbers: Int64Array, chunk_ids: Int64Array, lost: Mapping[int, DataError]) -> Rows:
         """Return samples by their numbers in the row table; those in ``lost`` have none."""
 
+    def begins(self, of: PlannedRows) -> Int64Array:
+        """Return the row of the run at which the global batch of each planned row begins, int64 [n]."""
+
     def numbers(self, of: PlannedRows) -> Int64Array | None:
         """Return the numbers of planned samples in the dataset; None: they have none."""

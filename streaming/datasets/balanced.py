@@ -104,7 +104,7 @@ class Balanced(GroupedSet):
 
     def shares_in_words(self) -> str:
         """Describe the classes, the smallest and largest, and their first shares: ``print(mix.shares_in_words())``."""
-        first = self._source.weights_at(0)
+        first = self._source.blend.at(0)
         sizes, total = self.sizes, sum(first.values())
         by_size = sorted(sizes, key=sizes.__getitem__)
         shown = by_size if len(by_size) <= _SHOWN else [*by_size[: _SHOWN // 2], *by_size[-_SHOWN // 2 :]]

@@ -139,7 +139,7 @@ class Curriculum(GroupedSet):
         Raises:
             ConfigError: ``row`` is not a non-negative integer.
         """
-        weights = self._source.weights_at(checked_count("Curriculum.pool: row", row))
+        weights = self._source.blend.at(checked_count("Curriculum.pool: row", row))
         return {name: int(size) for name, size in sorted(weights.items()) if size}
 
     def plan_in_words(self) -> str:

@@ -226,13 +226,12 @@ class Mixture(MixedSet[MixedSource]):
         Raises:
             TypeError: The mixture has no end.
         """
-        count = self._source.samples_per_epoch
-        if count is None:
+        if self.is_endless:
             raise TypeError(
                 "this Mixture has no len(): with weights= it is drawn from without end. Give it ends=, or give the "
                 "loader an epoch_size=; for the number of samples write sum(mixture.sizes.values())"
             )
-        return count
+        return self._source.blend.samples_per_pass
 
     def map(self, function: Transform) -> Self:
         """Return a mixture that also calls ``function`` on each sample, after the functions of its source.

@@ -11,6 +11,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.face import DataSet, Numbers, reading
 from streaming.errors import ConfigError
 from streaming.packing.rules import Overlong
+from streaming.plan.schedule import Schedule
 from streaming.sources.packs import PackCounts, PackedDocuments
 from streaming.types import Sample, Transform
 
@@ -81,7 +82,9 @@ class Packed(DataSet[PackedDocuments]):
 
     Args:
         documents: A ``StreamingDataset`` with an index, filtered or not; each sample is a document.
-        length: T, tokens per pack.
+        length: T, tokens per pack; or a schedule of the tokens of a row, ``Schedule.steps({0: 1024, 20_000: 4096})``: T
+            is the longest, and each pack is laid out as T / length rows in batches that begin at such rows of the run.
+            ``len``, batch sizes and weights count packs.
         column: Column of the sample tables, or late column, that holds the number of tokens of each document.
         field: Field that holds the tokens as little-endian integers; None: samples are not tokens, see above.
         dtype: ``"uint16"`` or ``"uint32"``; None: inferred from the sizes of the first documents.
@@ -124,7 +127,7 @@ class Packed(DataSet[PackedDocuments]):
     def __init__(  # noqa: PLR0913  the contract of API.md
         self,
         documents: StreamingDataset,
-        length: int,
+        length: int | Schedule,
         *,
         column: str = "tokens",
         field: str | None = "tok",

@@ -29,7 +29,7 @@ Select = Callable[[Block, slice], Rows | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Batches ``[first, last)``; batch ``first + i`` consists of rows ``splits[i]`` to ``splits[i + 1]``.
+    """Batches ``[first, last)``; batch ``first + i`` has the rows ``splits[i]`` to ``splits[i + 1]`` of ``columns``.
 
     Attributes:
         rows: All their samples.
@@ -66,11 +66,13 @@ class BatchGroups:
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # in the next group; 0: the samples are too different for groups
 
-    def open(self, block: Block, first: int, frontier: int, select: Select, allocate: Allocate | None) -> Group | None:
+    def open(
+        self, block: Block, first: int, frontier: int, select: Select, allocate: Allocate | None, each: int = 1
+    ) -> Group | None:
         """Return the group of the batches from ``first`` on, below ``frontier``, or None to build them one by one.
 
         The content of a batch does not depend on its group: rows that lack a field or are damaged, and batches without
-        rows, do not form groups.
+        rows, do not form groups. Each planned row makes ``each`` rows of a batch, in all batches of a group.
         """
         last = min(first + self._num_batches, block.last, frontier)
         if last == first:
@@ -90,11 +92,11 @@ class BatchGroups:
         return Group(
             first=first,
             last=last,
-            splits=(splits - splits[0]).tolist(),
+            splits=((splits - splits[0]) * each).tolist(),
             rows=rows,
             allocate=allocate,
             columns=self._columns(rows, allocate),
-            valid=block.rows.valid[span] if self._padded else None,
+            valid=block.rows.valid[span].repeat(each) if self._padded else None,
         )
 
     def moved(self, group: Group, allocate: Allocate | None) -> Group:

@@ -96,6 +96,12 @@ class Lookup:
                     sources=sources)  # fmt: skip
         return self._recipe.narrowed(rows)
 
+    def begins(self, of: PlannedRows) -> Int64Array:
+        """See ``Stock``."""
+        plan = self._plan
+        batches: Int64Array = (of.positions + self._epoch_start - plan.first_row) // plan.global_batch_size
+        return plan.first_row + batches * plan.global_batch_size
+
     def numbers(self, of: PlannedRows) -> Int64Array | None:
         """See ``Stock``."""
         return None if self._first_numbers is None else self._first_numbers[of.chunk_ids] + of.offsets

@@ -255,8 +255,10 @@ class Pipeline(Delivery):
     def _open_group(self, first: int) -> Group | None:
         if not self._builder.holds_gil or not self._items.group_rows:
             return None
-        allocate = self._builder.allocate
-        return self._groups.open(self._block_of(first), first, self._frontier(), self._lookup.rows_at_once, allocate)
+        allocate, each = self._builder.allocate, self._items.rows_each(self._plan.row_of(first))
+        return self._groups.open(
+            self._block_of(first), first, self._frontier(), self._lookup.rows_at_once, allocate, each
+        )
 
     def _build(self, batch: int) -> Any:
         with self._changed:
@@ -265,7 +267,8 @@ class Pipeline(Delivery):
             low, high = block.rows.row_splits[batch - block.first : batch - block.first + 2].tolist()
         with self._lookup.stand_ins() as stand_ins:
             if low == high:
-                return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(stand_ins.any())
+                builder = BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report)
+                return builder.empty(stand_ins.any(), self._plan.row_of(batch))
             span = np.arange(low, high)
             span = span[self._items.order(self._lookup, self._lookup.planned(block, span))]
             with self._changed:

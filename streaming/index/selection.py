@@ -402,7 +402,7 @@ class Every(Selection):
 
     def every(self, step: int) -> Selection:
         """See ``Selection``."""
-        return self.base.every(self.step * step)
+        return self if step == 1 else self.base.every(self.step * step)
 
     def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
         """See ``Selection``."""

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Self
 
 from infra import DeviceMesh
@@ -23,8 +22,8 @@ from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.job.agreement import Facts, Together
 from streaming.job.store import job_store, job_world_size
 from streaming.loops.runs import Held, NothingHeld, ReplannedRun
+from streaming.mixing.dealing import dealing_in
 from streaming.mixing.forecast import drawn_before
-from streaming.mixing.passes import Weights
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
@@ -35,8 +34,6 @@ from streaming.types import override
 
 _PASSES_TOLD = 6
 """Number of passes named in the log line at the start; later ones follow from them."""
-_MOST_LAID = 2**12
-"""Maximum of numbers in a state about sources that may be dropped: one per lane and source, about 30 KB of JSON."""
 _COARSE = 0.05
 """Part of all samples by which a source may stray from its share without a warning."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
@@ -203,13 +200,12 @@ class Mixed(Course):
         self.source: MixedSource = mixture
         self._now = mixture
         self._sizes = shape.sizes
-        mixture.check_shape(shape)
+        mixture.deal.check_shape(shape)
         size = shape.global_batch_size
         self.ledger: Ledger = mixture.begun(size, mixture.order_settings(shape.sizes.size_for_lanes))
-        quotas = self.ledger.last.quotas
-        self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
+        self.samples_per_pass: int = self.ledger.last.blend.samples_per_pass
         self.num_samples = int(mixture.chunk_samples.sum())
-        if quotas is not None and self.samples_per_pass < mixture.num_readable:
+        if self.samples_per_pass < mixture.num_readable:
             _log.info(
                 'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
                 "each source comes first in the next epoch", self.samples_per_pass, mixture.num_readable,
@@ -241,14 +237,10 @@ class Mixed(Course):
                 "this state belongs to a single data set, but this loader reads a mixture; load it into a loader over "
                 "that data set"
             )
-        was, size = state.ledger.last.batch_size, self._sizes.at(0)
-        if was is not None and was != size:
-            raise StateError(
-                f"this state was saved with one-source batches of {was} samples, but this loader's global batch has "
-                f"{size}; give global_batch_size={was}"
-            )
+        dealing_in(state.ledger.last).check_resumed(self._sizes.at(0))
         mixture = self.source.cut_as(state.ledger)
-        ledger = resumed(mixture, state.ledger, state.order, row)
+        mixture.check_ledger(state.ledger)
+        ledger = mixture.drawing.resumed(state.ledger, state.order, row)
         if mixture is not self.source:
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         return self if ledger == self.ledger and mixture is self.source else self._with(mixture, ledger, None)
@@ -263,7 +255,7 @@ class Mixed(Course):
 
     def _said(self, weights: Any, at: Any, row: int) -> Facts:
         plain = self.source.named_weights(weights)
-        self.source.weighed(plain)
+        self.source.weighing.weighed(plain)
         at = None if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
         return {"weights": plain, "at": at, "row": row}
 
@@ -292,17 +284,15 @@ class Mixed(Course):
                 "out"
             )
         start = free if at is None else at
-        ledger = self.ledger.changed(self.source.weighed(weights), start)
-        lanes = settings.lanes
-        orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
-        return self._with(self.source, _with_laid(self.source, ledger, lambda: orders), orders)
+        ledger = self.source.drawing.changed(self.ledger, self.source.weighing.weighed(weights), start, orders)
+        return self._with(self.source, ledger, orders)
 
     @override
     def tell_change(self, told: Mapping[int, Facts], row: int, settings: OrderSettings) -> int:
         weights, start = next(iter(told.values()))["weights"], self.ledger.last.start
         step = f", step {-(-start // self._sizes.at(0)):,}" if self._sizes.is_constant else ""
         _log.info("set_weights: %s from row %d%s on, %d rows from here", weights, start, step, start - row)
-        _tell_overlapping(self.source, self.ledger, settings)
+        self.source.drawing.tell_overlapping(self.ledger, settings)
         return start
 
     @override
@@ -328,7 +318,7 @@ class Mixed(Course):
 
     @override
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
-        passes, units = self.source.forecast(self.ledger).passes, self.source.units_per_sample
+        passes, units = self.source.drawing.forecast(self.ledger).passes, self.source.weighing.units_per_sample
         orders: Any = self.orders(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
@@ -336,7 +326,7 @@ class Mixed(Course):
             if name not in passes:
                 continue  # dropped since, so nothing more is known about it
             found[name]["passes"] = passes[name].read(count)
-            if self.source.unit == "tokens":
+            if self.source.weighing.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
         return found
 
@@ -345,7 +335,7 @@ class Mixed(Course):
         if not self.source.is_endless or not self._sizes.is_constant:
             return ""
         global_batch_size = self._sizes.at(0)
-        forecast = self.source.forecast(self.ledger)
+        forecast = self.source.drawing.forecast(self.ledger)
         coming = sorted((at, name, number) for name, rows in forecast.pass_rows(row).items() for at, number in rows)
         opening = forecast.openings(row)[:_PASSES_TOLD]
         told = [f"{names} is drawn from at step {-(-at // global_batch_size):,}" for at, names in opening]
@@ -363,10 +353,8 @@ class Mixed(Course):
         """
         last, is_first = self.ledger.last, not self._has_begun
         self._has_begun = True
-        if not is_first or last.dealt != "chunks" or not self.source.is_endless:
-            return
-        tables = {name: self.source.leaves[name].chunk_samples for name in sorted(last.drawn - last.even.keys())
-                  if last.weights[name]}  # fmt: skip
+        names = self.source.deal.in_chunks(last) if is_first else ()
+        tables = {name: self.source.leaves[name].chunk_samples for name in sorted(names) if last.weights[name]}
         if not tables:
             return
         total = sum(int(table.sum()) for table in tables.values())
@@ -406,78 +394,10 @@ def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
     return together, board is not None or mesh.world_size == 1
 
 
-def resumed(mixture: MixedSource, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
-    """Return the ledger of a run over a mixture that continues at ``row``; log once what changes.
-
-    Raises:
-        StateError: It cannot continue: a source is a different one, or its chunks are needed for what was drawn before.
-    """
-    mixture.check_ledger(ledger)
-
-    @cache
-    def settled() -> tuple[Any, int]:
-        orders: Any = mixture.orders(settings, ledger)
-        return orders, orders.first_free_row(row)
-
-    def free_pass(name: str) -> int:
-        found: int = settled()[0].free_pass(name)
-        return found
-
-    found, changes = ledger.resumed(
-        mixture.begun(ledger.last.batch_size or 1, settings).last, lambda: settled()[1],
-        grown={name: partial(free_pass, name) for name in mixture.grown(ledger)},
-    )  # fmt: skip
-    if set(found.sources) - set(mixture.names) and mixture.is_endless:
-        made: Any = mixture.orders(settings, found)
-        made.check_from(row // settings.lanes)
-    if changes:
-        _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
-        _tell_overlapping(mixture, found, settings)
-    return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
-
-
-def _tell_overlapping(mixture: MixedSource, ledger: Ledger, settings: OrderSettings) -> None:
-    """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes."""
-    names = mixture.overlapping(ledger, settings)
-    if names:
-        _log.info(
-            "%s: with these weights passes follow each other so fast that they overlap, and some samples come twice "
-            "or more before others come once. How a source is dealt is decided by its share when it joins the run; a "
-            'new run repeats it evenly, as does one with quotas="exact"', some_names(names),
-        )  # fmt: skip
-
-
 def in_words(mixture: MixedSource) -> str:
     """Describe the fetch units of a mixture."""
     sizes = [f"{name} {format_bytes(size)}" for name, size in mixture.fetch_bytes.items()]
     return some_names([*sizes, *(["whole chunks of the others"] if len(sizes) < len(mixture.names) else [])])
-
-
-def _with_laid(mixture: MixedSource, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
-    """Record in a ledger's last entry what sources without weight have laid out, so that they can be dropped later.
-
-    Args:
-        mixture: The mixture.
-        ledger: Ledger of the run.
-        orders: Returns its orders; called only if something is missing.
-    """
-    last = ledger.last
-    if last.dealt != "chunks" or last.quotas is not None:
-        return ledger
-    # Of those that are dealt by samples nothing is laid.
-    names = sorted((ledger.drawn - last.drawn - ledger.laid.keys() - ledger.even.keys()) & set(mixture.names))
-    if not names:
-        return ledger
-    made = orders()
-    if len(names) * made.settings.lanes > _MOST_LAID:
-        _log.info(
-            "%s: without a weight from row %d on. States can record at most %d numbers of such sources, so "
-            "keep it in the mixture", some_names(names), last.start, _MOST_LAID,
-        )  # fmt: skip
-        return ledger
-    found = {name: made.laid_at_the_end(name) for name in names}
-    laid = {name: tuple(counts.tolist()) for name, counts in found.items() if counts is not None}
-    return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
 
 
 def _ordinal(number: int) -> str:

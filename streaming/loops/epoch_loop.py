@@ -25,7 +25,7 @@ from streaming.errors import ConfigError
 from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.course import Course, course_of, ranks_together
-from streaming.loops.runs import Begin, SegmentedRun
+from streaming.loops.runs import Begin, NotedRun, SegmentedRun, what_changes
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.plan.demand import Rooms
@@ -91,6 +91,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self.samples_per_epoch = self.shape.epoch_size or self.course.samples_per_pass
         self._is_resumed = False
         self._sizes = self.shape.sizes
+        self._row_facts = config.recipe.items.facts()
         self._loaded_at: Place | None = None
         self._begun_at: Place | None = None
         self.shape.check_enough(self.samples_per_epoch)
@@ -140,7 +141,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
 
     @override
     def outlook(self, place: Place) -> str:
-        return self.course.what_follows(self.row_of(place))
+        row, items = self.row_of(place), self.config.recipe.items
+        return "; ".join(filter(None, [what_changes(items.changes, row), self.course.what_follows(row)]))
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
@@ -212,6 +214,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             epoch_size=self.shape.epoch_size,
             has_begun=self.position.place.has_begun,
             batch_sizes=self._sizes,
+            **self._row_facts,
             **self.course.facts(),
         )
 
@@ -235,6 +238,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self._follow(course)
         self._loaded_at, self.order, self._is_resumed = place, state.order, True
         self._sizes = _sizes_behind(state.batch_sizes, self.shape.sizes, self.row_of(place))
+        self._row_facts = self.config.recipe.items.facts(state, self.row_of(place))
         return place
 
     def _follow(self, course: Course) -> None:
@@ -318,13 +322,15 @@ class EpochLoop(BaseLoop[ChunkStore]):
         is_first = self.config.mesh.rank == 0
         if is_first:
             self.course.warn_if_coarse(self.order.lanes)
-        return SegmentedRun(self._segment, place, tells=is_first)
+        run: Run = SegmentedRun(self._segment, place, tells=is_first)
+        changes = self.config.recipe.items.changes
+        return NotedRun(run, self.row_of(place), self.shape.sizes, changes) if is_first and changes else run
 
     def _segment(self, place: Place) -> tuple[Run, Plan]:
         """Start producing the batches after a place that have the same size as the first of them."""
         plan = self._plan(place, self.course)
         if self.config.recipe.portion.is_count:
-            return CountedRun(plan, self.config.mesh.data_rank), plan
+            return CountedRun(plan, self.config.mesh.data_rank, self.config.recipe.items), plan
         return staged(self._stages, partial(self._read, plan, place), place), plan
 
     def _read(self, plan: Plan, place: Place) -> Run:
@@ -342,15 +348,14 @@ def _sizes_behind(was: Sizes | None, own: Sizes, row: int) -> Sizes:
     """Return the batch sizes of a run that had those of a state before a row; log once if others follow."""
     if was is None:
         return own
-    found = was.followed_by(own, row)
-    if found != was.followed_by(was, row):
+    if not was.goes_on_as(own, row):
         _log.info(
             "the size of batches changes at row %d: the state had %s; this loader has %s. The samples and their "
             "order stay the same; they come in other batches from that row on, so the number of steps left is "
             "another one",
             row, was, own,
         )  # fmt: skip
-    return found
+    return was.followed_by(own, row)
 
 
 def _sample_in_shard(dataset: Source, number: int) -> int:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Self, TypeAlias
 
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.plan.plan import Plan
+from streaming.plan.schedule import value_at
+from streaming.plan.sizes import Sizes
 
 Begin: TypeAlias = Callable[[], tuple[Run, Plan]]
 """Begins to read; returns the run, and the plan that it follows."""
@@ -54,6 +57,41 @@ class SegmentedRun(RunOver):
                 )  # fmt: skip
         self._num_left -= 1
         return next(self._run)
+
+
+class NotedRun(RunOver):
+    """Log, as batches are handed out, what rows are from some rows of the run on. For one thread.
+
+    Args:
+        run: Produces the batches of the rest of an epoch.
+        row: Row of the run at which the first of them begins.
+        sizes: Their sizes.
+        changes: See ``Items.changes``.
+    """
+
+    def __init__(self, run: Run, row: int, sizes: Sizes, changes: Sequence[tuple[int, str]]) -> None:
+        super().__init__(run)
+        self._row, self._sizes = row, sizes
+        self._was = value_at(changes, row)
+        self._coming = deque(change for change in changes if change[0] > row)
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        batch = next(self._run)
+        while self._coming and self._coming[0][0] <= self._row:
+            _, now = self._coming.popleft()
+            _log.info("from row %d batches have %s; before they had %s", self._row, now, self._was)
+            self._was = now
+        self._row += self._sizes.at(self._row)
+        return batch
+
+
+def what_changes(changes: Sequence[tuple[int, str]], row: int) -> str:
+    """Say what rows are at a row of the run, and at which they become what; see ``Items.changes``."""
+    if not changes:
+        return ""
+    coming = [f"{words} from row {at:,} on" for at, words in changes if at > row]
+    return ", ".join([value_at(changes, row), *coming])
 
 
 class Held(Protocol):

@@ -1,51 +1,21 @@
-"""Compute what is drawn from each source of a mixture, given the user's options: ``Blend``."""
+"""Compute what is drawn from each source of a mixture, given the user's options: a ``Blend``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from streaming.arguments import MAX_COUNT, some_names
 from streaming.errors import ConfigError
+from streaming.plan.blend import Blend, EndlessBlend, PassBlend
 from streaming.plan.schedule import Nested, Schedule, WeightSchedule, checked_weights, leaf_name
 
 Ends: TypeAlias = Literal["first", "all"]
 Units: TypeAlias = Callable[[], Mapping[str, float]]
 """Returns what a sample of each source counts on average."""
 _SHORT = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Blend:
-    """What is drawn from each source: ``quotas`` in a pass, or weights per sample, without an end.
-
-    Sources are leaves, which hold samples; those of a nested mixture have names such as ``"web/en"``. A dataset by
-    itself is one leaf without a name, of which a pass draws everything.
-    """
-
-    quotas: Mapping[str, int] | None = None
-    weights: WeightSchedule | None = None
-
-    def segments(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Return rows, and the weights per sample from each on; those of quotas never change."""
-        if self.weights is not None:
-            return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
-        return [(0, dict(self.quotas or {}))]
-
-    @classmethod
-    def of_dataset(cls, num_samples: int) -> Blend:
-        """Return what is drawn from a dataset that is no mixture."""
-        return cls({"": num_samples})
-
-    @property
-    def as_weights(self) -> WeightSchedule | None:
-        """Weights of the leaves; quotas never change. None: this is a dataset."""
-        if self.quotas is None:
-            return self.weights
-        return None if "" in self.quotas else Schedule.steps({0: self.quotas})
 
 
 def blend_of(
@@ -75,14 +45,14 @@ def blend_of(
         return _by_passes(sources, repeats)
     schedule = by_weight(sources, weights, units)
     if ends is None:
-        return Blend(weights=schedule)
+        return EndlessBlend(schedule)
     segments: list[Any] = schedule.segments()
     if len(segments) > 1:
         raise ConfigError(
             "ends: an epoch that ends has the same weights throughout; with a Schedule leave ends out, and set the "
             "length of an epoch: DataLoader(mixture, epoch_size=…)"
         )
-    return Blend(_quotas_until(ends, segments[0][1], sizes))
+    return PassBlend(_quotas_until(ends, segments[0][1], sizes))
 
 
 def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None) -> Blend:
@@ -91,15 +61,11 @@ def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None
     exact = checked_weights(times, "repeats")
     quotas: dict[str, int] = {}
     for name, within in sources.items():
-        if within.quotas is None:
-            raise ConfigError(
-                f"the source {name!r} is a mixture without end, which has no passes to count. Give this mixture "
-                "weights=, or that one ends="
-            )
-        quotas |= {leaf_name(name, leaf): _rounded(exact[name] * count) for leaf, count in within.quotas.items()}
+        inside = within.quotas_of(name)
+        quotas |= {leaf_name(name, leaf): _rounded(exact[name] * count) for leaf, count in inside.items()}
     if not sum(quotas.values()):
         raise ConfigError(f"repeats: got {dict(times)}, which makes an empty epoch; give a source a larger number")
-    return Blend(_checked_quotas(dict(sorted(quotas.items())), f"repeats: got {dict(times)}"))
+    return PassBlend(_checked_quotas(dict(sorted(quotas.items())), f"repeats: got {dict(times)}"))
 
 
 def by_weight(

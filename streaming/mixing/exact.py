@@ -29,7 +29,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
@@ -38,13 +37,11 @@ from streaming.mixing.lanes import MixedLanes, stretch_of
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, LaneShares, ShareTree
 from streaming.mixing.streams import LaidStream, RowStream, SourceOrder, Stream
-from streaming.plan.ledger import Dealt, Even
 from streaming.plan.order import ENDLESS, LEAST_STRETCH, LaneParts, OrderSettings
 from streaming.types import Int64Array, override
 
 ROWS, LAID = "/rows", "/chunks"
 """Leaves, which no source is called: of the sources that lanes draw from together, and of those laid in chunks."""
-_FEW_CHUNKS = 8
 _KEPT_PARTS = 2**20  # of passes, over all sources; some 24 MiB
 _STRETCH_ROWS = 2**18  # of all lanes; many lanes then start sooner
 _LEAST_LONG = 256  # lane positions of a stretch nevertheless
@@ -53,7 +50,7 @@ _WINDOWS_AHEAD, _SAMPLES_AHEAD = 64, 2**12
 
 
 class ExactLanes(EndlessOrder):
-    """The order of an endless mixture whose shares are exact at every row, by samples or by batches.
+    """The order of an endless mixture whose shares are exact at every row.
 
     After ``n`` samples of a lane a source has given ``n`` times its share, to within one for each node above it in the
     tree of sources.
@@ -63,19 +60,14 @@ class ExactLanes(EndlessOrder):
             chunks.
         schedule: See ``EndlessOrder``.
         lock: See ``EndlessOrder``.
-        batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
-        ConfigError: There are no weights, or the lanes do not divide the batch.
+        ConfigError: There are no weights.
     """
 
     def __init__(
-        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None,
-        batch_size: int | None = None,
-    ) -> None:  # fmt: skip
-        if batch_size is not None:
-            check_lanes(sources.settings, batch_size)
-        self.batch_size = batch_size
+        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
         self._orders: dict[str, SourceOrder] = {}
         super().__init__(sources, schedule, lock=lock)
 
@@ -93,9 +85,7 @@ class ExactLanes(EndlessOrder):
 
     def _members(self) -> dict[str, list[str]]:
         """Return the sources of each leaf."""
-        rows = [] if self.batch_size is not None else [
-            name for name in self.sources.every_name if self.sources.even.get(name) == "rows"
-        ]  # fmt: skip
+        rows = [name for name in self.sources.every_name if self.sources.even.get(name) == "rows"]
         found = {ROWS: rows} if rows else {}
         return {**found, **{name: [name] for name in self.sources.every_name if name not in rows}}
 
@@ -120,12 +110,10 @@ class ExactLanes(EndlessOrder):
 
     def _dealt(self) -> LaneShares:
         """Return how lane positions are dealt to leaves."""
-        seed, lanes = self.settings.seed, self.settings.lanes
-        if self.batch_size is not None:
-            return BatchShares(self._leaves, self._by_leaf, batch_rows=self.batch_size // lanes, seed=seed)
         self._tree = ShareTree(
-            self._leaves, self._by_leaf, lanes=lanes, seed=seed, apart=ROWS if ROWS in self._leaves else None
-        )
+            self._leaves, self._by_leaf, lanes=self.settings.lanes, seed=self.settings.seed,
+            apart=ROWS if ROWS in self._leaves else None,
+        )  # fmt: skip
         return self._tree
 
     def _stream(self, leaf: str) -> Stream:
@@ -161,10 +149,6 @@ class ExactLanes(EndlessOrder):
     def _gone(self, name: str, lane: int, draw: int) -> StateError:
         place = int(self._shares.positions(lane, self._leaves.index(ROWS), np.array([draw]))[0])
         return gone(name, place * self.settings.lanes + lane)
-
-    def under(self, settings: OrderSettings) -> ExactLanes:
-        """Return the same mixture with other settings."""
-        return ExactLanes(self.sources.under(settings), self.schedule, batch_size=self.batch_size)
 
     # --- the order ---
 
@@ -298,6 +282,41 @@ class ExactLanes(EndlessOrder):
             return self._shares
 
 
+class BatchLanes(ExactLanes):
+    """The order of an endless mixture in which each global batch is of one source, and shares count batches.
+
+    Args:
+        sources: See ``ExactLanes``.
+        schedule: See ``EndlessOrder``.
+        batch_size: G.
+        lock: See ``EndlessOrder``.
+
+    Raises:
+        ConfigError: There are no weights, or the lanes do not divide the batch.
+    """
+
+    def __init__(
+        self, sources: Sources, schedule: Sequence[Weights], *, batch_size: int,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:  # fmt: skip
+        check_lanes(sources.settings, batch_size)
+        self.batch_size = batch_size
+        super().__init__(sources, schedule, lock=lock)
+
+    @override
+    def _members(self) -> dict[str, list[str]]:
+        return {name: [name] for name in self.sources.every_name}
+
+    @override
+    def _dealt(self) -> LaneShares:
+        rows = self.batch_size // self.settings.lanes
+        return BatchShares(self._leaves, self._by_leaf, batch_rows=rows, seed=self.settings.seed)
+
+    @override
+    def under(self, settings: OrderSettings) -> Self:
+        return type(self)(self.sources.under(settings), self.schedule, batch_size=self.batch_size)
+
+
 class EvenLanes(ExactLanes):
     """The order of an endless mixture dealt in chunks; sources named by ``Sources.even`` are dealt by samples.
 
@@ -372,10 +391,6 @@ class EvenLanes(ExactLanes):
                              zip(self._leaves, self._streams, strict=False)]  # fmt: skip
         return made
 
-    def under(self, settings: OrderSettings) -> EvenLanes:
-        """Return the same mixture with other settings."""
-        return EvenLanes(self.sources.under(settings), self.schedule)
-
     # --- what is drawn ---
 
     @override
@@ -447,36 +462,6 @@ class EvenLanes(ExactLanes):
     def _absent(self) -> Iterator[str]:
         """See ``ExactLanes``; positions of those that are laid beside others follow from what the ledger holds."""
         yield from (name for name in super()._absent() if self._laid is None or name not in self._large)
-
-
-def even_sources(
-    tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings, *, dealt: Dealt
-) -> dict[str, Even]:
-    """Return which sources of an endless mixture are dealt evenly to the sample, and how; see ``Entry.even``.
-
-    Laid in chunks, lanes are apart by about a window, in which the run draws ``share * lanes * window`` samples of a
-    source. If that is half a pass or more, samples of the source would come twice and more before others came once.
-
-    Lanes draw together from a source of fewer samples than lanes, which has no run for each, and from one of a few
-    chunks, of which every rank has all in memory anyway: one computation then serves hundreds of sources.
-
-    Args:
-        tables: int64 [C], samples of each chunk, by source.
-        shares: Largest share of each source.
-        settings: The order settings.
-        dealt: How shares are dealt.
-    """
-    lanes, counts = settings.lanes, {name: np.asarray(table) for name, table in tables.items()}
-    if dealt == "batches" or not settings.shuffle:
-        return {}
-    # Chunks move by two of them, however small the window is.
-    window = max(settings.window, 2 * float(np.concatenate(list(counts.values())).mean()))
-    found: dict[str, Even] = {}
-    for name, table in counts.items():
-        size, has_few = int(table.sum()), np.count_nonzero(table) <= _FEW_CHUNKS
-        if dealt == "samples" or 2 * shares[name] * lanes * window >= size:
-            found[name] = "rows" if size < lanes or has_few else "runs"
-    return {name: how for name, how in found.items() if dealt == "chunks" or how == "rows"}
 
 
 def gone(name: str, row: int) -> StateError:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from streaming.arguments import some_names
 from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.passes import MixedPasses
@@ -22,12 +20,7 @@ def drawn_before(orders: MixedPasses | EndlessOrder, row: int) -> dict[str, int]
         orders: Orders of the mixture.
         row: Samples of the run, over all ranks and epochs.
     """
-    names = orders.sources.every_name
-    number, rest = divmod(row, orders.samples_per_pass)
-    counts = orders.of_pass(number).drawn_before(rest)
-    if isinstance(orders, MixedPasses):
-        counts += number * np.array([orders.quotas[name] for name in names])
-    return dict(zip(names, counts.tolist(), strict=True))
+    return dict(zip(orders.sources.every_name, orders.drawn_before(row).tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +65,7 @@ class Forecast:
     """
 
     def __init__(self, ledger: Ledger, passes: Mapping[str, Passes]) -> None:
-        quotas = ledger.last.quotas
-        steps = ledger.segments() if quotas is None else [(0, quotas)]
+        steps = ledger.last.blend.shares(ledger.segments())
         stops = [*(row for row, _ in steps[1:]), math.inf]
         self.passes = dict(passes)
         self._segments = [

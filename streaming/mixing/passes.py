@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -416,9 +416,15 @@ class MixedPasses:
         parts = lay_pass(listings, self.quotas, number=number, seed=self.settings.seed)
         return MixedOrder(self.sources, parts, number)
 
-    def under(self, settings: OrderSettings) -> MixedPasses:
+    def drawn_before(self, row: int) -> Int64Array:
+        """Count the samples of each source among the first ``row`` of all passes, int64 [sources]."""
+        number, rest = divmod(row, self.samples_per_pass)
+        whole = np.array([self.quotas[name] for name in self.sources.names], np.int64)
+        return number * whole + self.of_pass(number).drawn_before(rest)
+
+    def under(self, settings: OrderSettings) -> Self:
         """Return the orders of the same mixture with other settings."""
-        return MixedPasses(self.sources.under(settings), quotas=self.quotas)
+        return type(self)(self.sources.under(settings), quotas=self.quotas)
 
 
 class MixedOrder(LaidOrder):

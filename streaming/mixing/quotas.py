@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -176,36 +176,47 @@ class SourcePass(LaidOrder):
 
 
 class ExactPasses(MixedPasses):
-    """The orders of a mixture that ends whose shares are exact at every row, by samples or by batches.
+    """The orders of a mixture that ends whose shares are exact at every row."""
+
+    @override
+    def of_pass(self, number: int) -> ExactPass:
+        return ExactPass(self.sources, self.quotas, number, self._shares(_phases(self.settings, number)))
+
+    def _shares(self, seed: int) -> PassShares:
+        """Return what each position of a pass draws from."""
+        quotas = {name: self.quotas[name] for name in self.sources.names}
+        return QuotaTree(quotas, lanes=self.settings.lanes, seed=seed)
+
+
+class BatchPasses(ExactPasses):
+    """The orders of a mixture that ends in which each global batch is of one source.
 
     Args:
         sources: See ``MixedPasses``.
+        batch_size: G.
         quotas: See ``MixedPasses``.
-        batch_size: G, if each global batch is to be of one source; None: single samples are dealt.
 
     Raises:
         ConfigError: See ``MixedPasses``; or a quota is not a whole number of batches, or the lanes do not divide one.
     """
 
-    def __init__(
-        self, sources: Sources, *, quotas: Mapping[str, int] | None = None, batch_size: int | None = None
-    ) -> None:
+    def __init__(self, sources: Sources, *, batch_size: int, quotas: Mapping[str, int] | None = None) -> None:
         super().__init__(sources, quotas=quotas)
         self.batch_size = batch_size
-        if batch_size is None:
-            return
         check_lanes(self.settings, batch_size)
         cut = {name: quota for name, quota in self.quotas.items() if quota % batch_size}
         if cut:
             raise ConfigError(f"quotas: expected whole batches of {batch_size} samples of one source, got {cut}")
 
-    def of_pass(self, number: int) -> ExactPass:
-        """Return the order of one pass."""
-        return ExactPass(self.sources, self.quotas, number, self.batch_size)
+    @override
+    def _shares(self, seed: int) -> PassShares:
+        batches = {name: self.quotas[name] // self.batch_size for name in self.sources.names}
+        lanes = self.settings.lanes
+        return QuotaBatches(batches, lanes=lanes, batch_rows=self.batch_size // lanes, seed=seed)
 
-    def under(self, settings: OrderSettings) -> ExactPasses:
-        """Return the orders of the same mixture with other settings."""
-        return ExactPasses(self.sources.under(settings), quotas=self.quotas, batch_size=self.batch_size)
+    @override
+    def under(self, settings: OrderSettings) -> Self:
+        return type(self)(self.sources.under(settings), quotas=self.quotas, batch_size=self.batch_size)
 
 
 class ExactPass:
@@ -215,20 +226,12 @@ class ExactPass:
         sources: The sources.
         quotas: Samples of each source in the pass.
         number: Number of the pass.
-        batch_size: See ``ExactPasses``.
+        shares: What each position draws from.
     """
 
-    def __init__(self, sources: Sources, quotas: Mapping[str, int], number: int, batch_size: int | None) -> None:
-        settings, names = sources.settings, sources.names
-        self._sources, self._lanes = sources, settings.lanes
-        self._shares: PassShares
-        seed = keyed_number(settings.seed, "phases of a pass", "", number)
-        if batch_size is None:
-            self._shares = QuotaTree({name: quotas[name] for name in names}, lanes=settings.lanes, seed=seed)
-        else:
-            batches = {name: quotas[name] // batch_size for name in names}
-            rows = batch_size // settings.lanes
-            self._shares = QuotaBatches(batches, lanes=settings.lanes, batch_rows=rows, seed=seed)
+    def __init__(self, sources: Sources, quotas: Mapping[str, int], number: int, shares: PassShares) -> None:
+        settings = sources.settings
+        self._sources, self._lanes, self._shares = sources, settings.lanes, shares
         self._passes = [
             SourcePass(
                 listing.samples(number * quotas[name], (number + 1) * quotas[name]),
@@ -272,6 +275,11 @@ class ExactPass:
     def drawn_before(self, row: int) -> Int64Array:
         """See ``DrawnOrder``."""
         return drawn_in_lanes(self._shares.counts, self._lanes, row)
+
+
+def _phases(settings: OrderSettings, number: int) -> int:
+    """Return the seed of the phases of a pass."""
+    return keyed_number(settings.seed, "phases of a pass", "", number)
 
 
 def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:

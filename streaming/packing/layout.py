@@ -69,6 +69,8 @@ class PackRows:
         lengths: int64[n], tokens of the whole document, by the column.
         sources: int64[B], which source of a mixture each pack is of; None: there is one dataset.
         costs: [B], what each pack costs, where packs are exchanged by that; else None.
+        parts: Rows that each planned pack is laid out in, one after the other; B is a multiple of it, and "pack" is
+            such a row.
     """
 
     splits: Int64Array
@@ -78,6 +80,7 @@ class PackRows:
     lengths: Int64Array
     sources: Int64Array | None = None
     costs: Costs | None = None
+    parts: int = 1
 
     @property
     def num_packs(self) -> int:
@@ -88,6 +91,11 @@ class PackRows:
     def packs(self) -> Int64Array:
         """The pack of each piece, int64 [n]."""
         return np.arange(self.num_packs).repeat(self.splits[1:] - self.splits[:-1])
+
+    @property
+    def planned(self) -> Int64Array:
+        """The planned pack of each piece, int64 [n]."""
+        return self.packs if self.parts == 1 else self.packs // self.parts
 
     @property
     def places(self) -> Int64Array:

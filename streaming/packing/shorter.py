@@ -8,6 +8,8 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.packing.layout import PackRows
+from streaming.packing.rules import rounded
+from streaming.types import Int64Array
 
 
 def shorter(packs: PackRows, length: int, num_parts: int, multiple: int = 1) -> PackRows:
@@ -24,52 +26,51 @@ def shorter(packs: PackRows, length: int, num_parts: int, multiple: int = 1) -> 
     """
     if num_parts == 1:
         return packs
-    room = length // num_parts
-    pieces: list[int] = []
-    starts: list[int] = []
-    stops: list[int] = []
-    counts: list[int] = []
-    begins, ends = packs.starts.tolist(), packs.stops.tolist()
-    for low, high in pairwise(packs.splits.tolist()):
-        sizes = [-(-(ends[piece] - begins[piece]) // multiple) * multiple for piece in range(low, high)]
-        for row in _rows_of(sizes, room, num_parts):
-            counts.append(len(row))
-            for number, first, last in row:
-                begin, end = begins[low + number], ends[low + number]
-                pieces.append(low + number)
-                starts.append(begin + first)
-                stops.append(min(begin + last, end))
-    chosen = np.array(pieces, np.int64)
+    sizes = rounded(packs.stops - packs.starts, multiple)
+    rows, cut = _rows_of(packs, sizes, length // num_parts, num_parts)
+    # Pieces in rows, int64 [n] each: those that are whole, then those that are cut; a row has a piece at most once.
+    whole = np.flatnonzero(rows >= 0)
+    pieces, at = np.concatenate([whole, cut[:, 0]]), np.concatenate([rows[whole], cut[:, 1]])
+    begins, ends = np.zeros_like(pieces), sizes[pieces]
+    begins[len(whole) :], ends[len(whole) :] = cut[:, 2], cut[:, 3]
+    order = np.lexsort((pieces, at))
+    pieces, starts = pieces[order], packs.starts[pieces[order]]
     return PackRows(
-        splits=sums(counts), samples=packs.samples[chosen], starts=np.array(starts, np.int64),
-        stops=np.array(stops, np.int64), lengths=packs.lengths[chosen],
+        splits=sums(np.bincount(at, minlength=num_parts * packs.num_packs)), samples=packs.samples[pieces],
+        starts=starts + begins[order], stops=np.minimum(starts + ends[order], packs.stops[pieces]),
+        lengths=packs.lengths[pieces], parts=num_parts,
         sources=None if packs.sources is None else packs.sources.repeat(num_parts),
     )  # fmt: skip
 
 
-def _rows_of(sizes: list[int], room: int, num_rows: int) -> list[list[tuple[int, int, int]]]:
-    """Return for each row the pieces in it: number, and the first and the last token (exclusive) of the piece."""
-    left = [room] * num_rows
-    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(num_rows)]
-    cut: list[int] = []
-    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        size = sizes[number]
-        row = next((row for row in range(num_rows) if size <= left[row]), None)
-        if row is None:
-            cut.append(number)
-            continue
-        rows[row].append((number, 0, size))
-        left[row] -= size
-    row = 0
-    for number in cut:
-        first = 0
-        while first < sizes[number]:
-            while not left[row]:
-                row += 1
-            taken = min(sizes[number] - first, left[row])
-            rows[row].append((number, first, first + taken))
-            left[row] -= taken
-            first += taken
-    for one in rows:
-        one.sort()
-    return rows
+def _rows_of(packs: PackRows, sizes: Int64Array, room: int, num_rows: int) -> tuple[Int64Array, Int64Array]:
+    """Return the row of each piece that is whole, -1 of others, and where these are cut.
+
+    Returns:
+        int64 [n]; and int64 [m, 4]: piece, row, its first token there, and one past the last.
+    """
+    order = np.lexsort((-sizes, packs.packs)).tolist()
+    spaces, rows = sizes.tolist(), [-1] * len(sizes)
+    places = range(num_rows)
+    cut: list[tuple[int, int, int, int]] = []
+    for pack, (low, high) in enumerate(pairwise(packs.splits.tolist())):
+        left, row, first_row = [room] * num_rows, 0, pack * num_rows
+        over: list[int] = []
+        for piece in order[low:high]:
+            size = spaces[piece]
+            for place in places:
+                if size <= left[place]:
+                    left[place] -= size
+                    rows[piece] = first_row + place
+                    break
+            else:
+                over.append(piece)
+        for piece in over:
+            first = 0
+            while first < spaces[piece]:
+                while not left[row]:
+                    row += 1
+                taken = min(spaces[piece] - first, left[row])
+                cut.append((piece, first_row + row, first, first + taken))
+                left[row], first = left[row] - taken, first + taken
+    return np.array(rows, np.int64), np.array(cut, np.int64).reshape(-1, 4)

@@ -29,7 +29,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.arguments import MAX_COUNT, check_choice, checked_count
 from streaming.errors import ConfigError, StateError
-from streaming.plan.schedule import WeightSchedule, checked_weights, value_at, weights_from_dict
+from streaming.plan.blend import Blend, blend_of_entry, check_by_source
+from streaming.plan.schedule import WeightSchedule, value_at, weights_from_dict
 
 START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", "grown"
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
@@ -38,6 +39,7 @@ _KEYS = frozenset({
     "from", "weights", "schedule", "quotas", "dealt", "batch_size", "shards", "joins", "laid", "fetch_bytes", "even",
     "sources", "why",
 })  # fmt: skip
+_ALWAYS, _PLAIN = ("from", "weights"), "chunks"
 Even: TypeAlias = Literal["runs", "rows"]
 _DEALT = {
     "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
@@ -73,6 +75,7 @@ class Entry:
         even: Sources that are dealt by single samples: each lane has an equal run of every pass (``"runs"``), or all
             lanes draw together, row by row (``"rows"``, of sources of few chunks or samples). The first entry with a
             source decides for the run. Others are dealt as ``dealt`` says.
+        blend: What is drawn: what ``weights``, ``schedule`` and ``quotas`` mean.
     """
 
     start: int
@@ -88,16 +91,19 @@ class Entry:
     laid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fetch_bytes: Mapping[str, int] = field(default_factory=dict)
     even: Mapping[str, Even] = field(default_factory=dict)
+    blend: Blend = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checked_count("from", self.start)
         if self.why not in _WHY:
             raise ConfigError(f"why: expected one of {_WHY}, got {self.why!r}")
-        _check_names("sources", self.sources)
+        check_by_source("sources", self.sources)
         if not self.sources:
             raise ConfigError("sources: none are named")
         _check_strings([*self.sources, *self.sources.values()])
-        self._check_shares()
+        check_by_source("weights", self.weights, self.sources)
+        object.__setattr__(self, "blend", blend_of_entry(self.weights, self.schedule, self.quotas))
+        self.blend.check(self.sources)
         if self.dealt not in get_args(Dealt) or (self.dealt == "batches") != (self.batch_size is not None):
             raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")
         if self.batch_size is not None:
@@ -107,65 +113,38 @@ class Entry:
             ("joins", self.joins, 0),
             ("fetch_bytes", self.fetch_bytes, 1),
         ):
-            _check_names(what, counts, self.sources)
+            check_by_source(what, counts, self.sources)
             for name, count in counts.items():
                 checked_count(f"{what} of {name!r}", count, least)
-        _check_names("laid", self.laid, self.sources)
+        check_by_source("laid", self.laid, self.sources)
         for name, in_lanes in self.laid.items():
             total = sum(checked_count(f"laid of {name!r}", count) for count in in_lanes)
             checked_count(f"laid of {name!r} in all lanes", total)
-        _check_names("even", self.even, self.sources)
+        check_by_source("even", self.even, self.sources)
         for name, how in self.even.items():
             check_choice(f"even of {name!r}", how, get_args(Even))
-
-    def _check_shares(self) -> None:
-        """Check the weights of a run without an end, or the quotas of one that ends.
-
-        Raises:
-            ConfigError: They are not valid for the sources, or both are given.
-        """
-        _check_names("weights", self.weights, self.sources)
-        if self.quotas is None:
-            checked_weights(self.weights)
-            if self.schedule is not None:
-                _check_names("schedule", self.schedule.segments()[0][1], self.sources)
-            return
-        if self.weights or self.schedule is not None:
-            raise ConfigError("weights: a pass of the mixture has quotas, which no weights go with")
-        _check_names("quotas", self.quotas, self.sources)
-        missing = sorted(set(self.sources) - set(self.quotas))
-        if missing:
-            raise ConfigError(f"quotas: missing: {missing}")
-        total = sum(checked_count(f"quotas of {name!r}", count) for name, count in self.quotas.items())
-        checked_count("quotas of all sources", total, 1)
 
     @property
     def drawn(self) -> set[str]:
         """The sources with a weight at its row or later, as long as the entry applies."""
-        return {name for _, weights in _rows_of(self) for name, weight in weights.items() if weight}
+        return {name for _, weights in self.blend.rows(self.start) for name, weight in weights.items() if weight}
 
     @property
-    def means(self) -> tuple[Any, ...]:
-        """What must be equal for two entries to draw alike, wherever they begin."""
-        if self.quotas is not None:
-            return ("quotas", dict(self.quotas))
-        return ("schedule", self.schedule) if self.schedule is not None else ("weights", dict(self.weights))
+    def kind(self) -> tuple[object, ...]:
+        """What cannot change within a run."""
+        return type(self.blend), self.dealt, self.batch_size
 
     def to_dict(self) -> dict[str, Any]:
         """Return its representation in a state."""
-        made: dict[str, Any] = {"from": self.start, "weights": dict(self.weights) or None}
-        if self.schedule is not None:
-            made["schedule"] = self.schedule.to_dict()
-        if self.quotas is not None:
-            made["quotas"] = dict(self.quotas)
-        if self.dealt != "chunks":
-            made["dealt"] = self.dealt
-        if self.batch_size is not None:
-            made["batch_size"] = self.batch_size
-        made |= {name: dict(found) for name, found in (("shards", self.shards), ("joins", self.joins)) if found}
-        made |= {"laid": {name: list(counts) for name, counts in self.laid.items()}} if self.laid else {}
-        made |= {"fetch_bytes": dict(self.fetch_bytes)} if self.fetch_bytes else {}
-        made |= {"even": dict(self.even)} if self.even else {}
+        laid = {name: list(counts) for name, counts in self.laid.items()}
+        fields: dict[str, Any] = {
+            "from": self.start, "weights": dict(self.weights) or None,
+            "schedule": self.schedule and self.schedule.to_dict(), "quotas": self.quotas and dict(self.quotas),
+            "dealt": self.dealt, "batch_size": self.batch_size, "shards": dict(self.shards), "joins": dict(self.joins),
+            "laid": laid, "fetch_bytes": dict(self.fetch_bytes), "even": dict(self.even),
+        }  # fmt: skip
+        # What says nothing is left out.
+        made = {name: value for name, value in fields.items() if name in _ALWAYS or value not in (None, {}, _PLAIN)}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -209,7 +188,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         starts = [entry.start for entry in self.entries]
-        if len({(entry.quotas is None, entry.dealt, entry.batch_size) for entry in self.entries}) > 1:
+        if len({entry.kind for entry in self.entries}) > 1:
             raise StateError(
                 "state: ledger: quotas, dealt and batch_size cannot change within a run, but differ between entries"
             )
@@ -295,7 +274,7 @@ class Ledger:
             StateError: The row is before the last entry.
         """
         made = replace(self.last, start=row, schedule=weights, why=CHANGED, laid={})
-        (_, now), *later = _rows_of(made)
+        (_, now), *later = made.blend.rows(row)
         return self.appended(replace(made, weights=dict(now), schedule=weights if later else None))
 
     def segments(self) -> list[Segment]:
@@ -303,13 +282,11 @@ class Ledger:
 
         Each names every source, with 0 if it has no weight. A mixture that ends (``quotas``) has none.
         """
-        if self.last.quotas is not None:
-            return []
         names = self.sources
         stops = [*(entry.start for entry in self.entries[1:]), MAX_COUNT + 1]
         found: list[Segment] = []
         for entry, stop in zip(self.entries, stops, strict=True):
-            for row, weights in _rows_of(entry):
+            for row, weights in entry.blend.rows(entry.start):
                 if row >= stop:
                     break
                 whole = {name: float(weights.get(name, 0)) for name in names}
@@ -367,11 +344,11 @@ class Ledger:
             before = f" from {self.shards[name]:,}" if name in self.shards else ""
             changes.append(f"the source {name!r} has grown{before} to {made.shards[name]:,} shards")
         planned = [self.entries[0], *(entry for entry in self.entries if entry.why not in (CHANGED, GROWN))][-1]
-        if planned.means != made.means:
-            changes.append(_changed(planned, made))
+        if planned.blend != made.blend:
+            changes.append(_changed(planned.blend, made.blend))
         if not changes:
             return self, []
-        if (self.last.quotas is None) != (made.quotas is None) or made.quotas is not None:
+        if not self.last.blend.allows(made.blend):
             raise StateError(
                 f"this state belongs to a different mixture: {'; '.join(changes)}. A mixture that ends (by size, "
                 "repeats=, ends=) is laid out as a whole, and resumes only unchanged; sources and weights of one with "
@@ -382,11 +359,11 @@ class Ledger:
         start = max(first_free(), self.last.start)
         joins = {name: first_pass() for name, first_pass in grown.items()}
         changes += [f"shards that came since join {name!r} with its pass {at + 1:,}" for name, at in joins.items()]
-        if planned.means == made.means and set(made.sources) == set(was):  # weights from set_weights still apply
+        if planned.blend == made.blend and set(made.sources) == set(was):  # weights from set_weights still apply
             made, why = replace(self.last, sources=made.sources, shards=made.shards, laid={}), GROWN
         else:
             why = RESUMED
-        entry = replace(made, start=start, weights=_weights_at(made, start), joins=joins, why=why)
+        entry = replace(made, start=start, weights=made.blend.at(start), joins=joins, why=why)
         return self.appended(entry), changes
 
     def _check_dealt(self, made: Entry) -> None:
@@ -417,46 +394,11 @@ def _check_keys(data: Mapping[str, object]) -> None:
         raise ConfigError(f"unknown keys {unknown}")
 
 
-def _check_names(what: str, given: object, sources: Mapping[str, str] | None = None) -> None:
-    """Check that ``given`` is a dict whose keys are sources.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{what}: expected a dict by the names of the sources, got {given!r}")
-    unknown = sorted(set(given) - set(given if sources is None else sources), key=str)
-    if unknown:
-        raise ConfigError(f"{what}: {unknown} are no sources; they are {sorted(sources or ())}")
-
-
 def _check_strings(values: Sequence[object]) -> None:
     if not all(isinstance(value, str) for value in values):
         raise TypeError(f"expected strings, got {values}")
 
 
-def _rows_of(entry: Entry) -> list[tuple[int, Mapping[str, float]]]:
-    """Return rows from the entry's on, and the weights from each one on."""
-    if entry.schedule is None:
-        return [(entry.start, entry.weights)]
-    found: list[tuple[int, Mapping[str, float]]] = []
-    for row, weights in entry.schedule.segments():
-        if not isinstance(weights, Mapping):
-            raise StateError(f"state: a schedule of the ledger: expected weights, got {weights}")
-        if row <= entry.start:
-            found = []
-        found.append((max(row, entry.start), weights))
-    return found
-
-
-def _weights_at(entry: Entry, row: int) -> dict[str, float]:
-    return dict(_rows_of(replace(entry, start=row))[0][1])
-
-
-def _changed(was: Entry, now: Entry) -> str:
-    if was.quotas is not None or now.quotas is not None:
-        return f"samples of each source in a pass were {was.quotas}, and are {now.quotas}"
-    shown = [
-        str(dict(one.weights)) if one.schedule is None else f"a {one.schedule.shape} schedule" for one in (was, now)
-    ]
-    return f"weights were {shown[0]}, and are {shown[1]}"
+def _changed(was: Blend, now: Blend) -> str:
+    other = "" if was.what == now.what else f"{now.what} "
+    return f"{was.what} were {was.shown}, and {other}are {now.shown}"

@@ -39,7 +39,7 @@ from streaming.plan.order import (
 )
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
-from streaming.types import Int64Array, LastBatch
+from streaming.types import Int64Array, LastBatch, override
 
 PASSES_LOOKED_AT = 8
 """In an epoch of many passes, the number of passes whose chunks are counted at its start. Others are planned when
@@ -138,8 +138,8 @@ class Plan:
         self.last_batch: LastBatch = last_batch
         self.num_samples = self.shape.num_samples
         self.is_endless = self.orders.is_endless and epoch_size is None and most_batches is None
-        most = ENDLESS if self.orders.is_endless else MAX_COUNT
-        self.epoch = checked_int("epoch", epoch, 0, most // self.num_samples - 1)
+        self._at_once = _Stretches() if self.orders.is_endless else _Passes()
+        self.epoch = checked_int("epoch", epoch, 0, self._at_once.most_samples // self.num_samples - 1)
         self.start = checked_int("start", start, 0, self.num_samples)
         self.first_row = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
@@ -208,6 +208,10 @@ class Plan:
                     self._segments.pop(key, None)
             self._orders[pass_number] = order
         return order
+
+    def row_of(self, batch: int) -> int:
+        """Return the row of the run at which a batch begins."""
+        return self.first_row + batch * self.global_batch_size
 
     def batch_size(self, batch: int, dp_rank: int) -> int:
         """Return the number of rows, including padding, of one rank in one batch."""
@@ -287,7 +291,7 @@ class Plan:
             ConfigError: The epoch has no end.
         """
         self._check_ends()
-        return self._joined(self.intervals_by_pass(dp_rank))
+        return self._at_once.joined(self.intervals_by_pass(dp_rank))
 
     def intervals_by_pass(self, dp_rank: int) -> Iterator[ChunkIntervals]:
         """Evaluate ``chunk_intervals`` pass by pass; concatenated, the results are the whole, in the same order.
@@ -311,10 +315,10 @@ class Plan:
 
         For an epoch of many passes, others may be included.
         """
-        looked_at, is_all = self._looked_at()
+        looked_at, is_all = self._at_once.first(self)
         if not is_all and self.settings.scope == "global":
             return np.arange(len(self.chunk_samples))
-        return np.unique(ChunkIntervals.joined(self._look(looked_at, dp_rank)).chunk_ids)
+        return np.unique(ChunkIntervals.joined(self._at_once.look(self, looked_at, dp_rank)).chunk_ids)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Return an upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
@@ -327,11 +331,10 @@ class Plan:
             dp_rank: The data-parallel rank.
         """
         sizes = self._chunk_bytes(chunk_bytes)
-        looked_at, is_all = self._looked_at()
-        if self.orders.is_endless and not is_all:
-            return self._live_of_stretches(looked_at, sizes, dp_rank)
-        live = self._joined(self._look(looked_at, dp_rank)).live_bytes(sizes)
-        return live if is_all else _with_others(live, sizes)
+        looked_at, is_all = self._at_once.first(self)
+        if not is_all:
+            return _with_others(self._at_once.live_bytes(self, looked_at, sizes, dp_rank), sizes)
+        return self._at_once.joined(self._at_once.look(self, looked_at, dp_rank)).live_bytes(sizes)
 
     # --- batches ---
 
@@ -462,72 +465,11 @@ class Plan:
     @cached_property
     def stretch_batches(self) -> int:
         """Number of batches whose chunks are computed at once: all, or a part of an endless pass."""
-        return self._batches_on(self.orders.stretch) if self.orders.is_endless else max(self.num_batches, 1)
+        return self._at_once.batches(self)
 
-    def _batches_on(self, lane_positions: int) -> int:
+    def batches_on(self, lane_positions: int) -> int:
+        """Return the number of batches that so many positions of all lanes are, at least one."""
         return max(lane_positions * self.settings.lanes // self.global_batch_size, 1)
-
-    def _looked_at(self) -> tuple[list[tuple[int, range]], bool]:
-        """Return the stretches, with their passes, that are examined first, and whether these are all."""
-        if not self.orders.is_endless:
-            passes = self.passes[:PASSES_LOOKED_AT]
-            return [(number, self._touched(number)) for number in passes], len(passes) == len(self.passes)
-        step, size = self._batches_on(max(2 * self.settings.window, LEAST_STRETCH)), self.global_batch_size
-        changed = [(border - self.first_row) // size for border in self.orders.borders]
-        changed = [batch for batch in changed if 0 < batch < self.num_batches]
-        changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
-        stop = -(-self.num_batches // step)
-        numbers = {*range(min(4 * PASSES_LOOKED_AT, stop))}
-        for batch in changed:  # after each of the next few changes of the mix
-            numbers |= {*range(batch // step, min(batch // step + PASSES_LOOKED_AT, stop))}
-        found = [range(number * step, min((number + 1) * step, self.num_batches)) for number in sorted(numbers)]
-        return [(0, stretch) for stretch in found], len(numbers) == stop
-
-    def _look(self, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
-        """Return the intervals of some stretches.
-
-        For a pass that ends they are cached until they are needed in their turn; the mix of an endless pass may change
-        until it is planned.
-        """
-        rank, known = self._looked
-        found = {each: known[each] if rank == dp_rank and each in known else self._intervals(*each, dp_rank)
-                 for each in looked_at}  # fmt: skip
-        if not self.orders.is_endless:
-            self._looked = dp_rank, found
-        return list(found.values())
-
-    def _live_of_stretches(self, looked_at: Sequence[tuple[int, range]], sizes: Int64Array, dp_rank: int) -> int:
-        """Return ``live_bytes`` of a pass without an end.
-
-        Stretches that follow each other are not all looked at if the others cannot change the result, or hardly: when
-        everything is needed at once, or when twice as many of them, with many uses of chunks of all sources, needed
-        hardly more.
-        """
-        found: list[ChunkIntervals] = []
-        num_uses = num_stretches = behind = live = 0
-        is_enough = False
-        for each in looked_at:
-            if each[1].start != behind:
-                num_uses, num_stretches, is_enough = 0, 0, False
-            behind = each[1].stop
-            if is_enough:
-                continue
-            found.append(self._intervals(*each, dp_rank))
-            num_uses, num_stretches = num_uses + len(found[-1].chunk_ids), num_stretches + 1
-            if num_stretches & num_stretches - 1 == 0:  # 1, 2, 4, …
-                before, live = live, self._joined(found).live_bytes(sizes)
-                if _with_others(live, sizes) == sizes.sum():
-                    return _with_others(live, sizes)
-                is_mixed = num_stretches * len(each[1]) >= self._batches_on(self.orders.mixed_after)
-                is_enough = num_uses >= _MANY_USES and is_mixed and num_stretches > 1 and live <= before * _HARDLY_MORE
-        return _with_others(self._joined(found).live_bytes(sizes), sizes)
-
-    def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
-        """Merge intervals of passes, or of stretches of an endless pass, that may share chunks."""
-        found = ChunkIntervals.joined(parts)
-        if not self.orders.is_endless:
-            return found
-        return ChunkIntervals.merged(found.chunk_ids, found.first_batches, found.last_batches, 0)
 
     def _intervals(self, pass_number: int, stretch: range, dp_rank: int) -> ChunkIntervals:
         """Return the live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
@@ -602,6 +544,96 @@ class _Slices:
     lows: Int64Array
     counts: Int64Array
     rows: Int64Array
+
+
+class _Passes:
+    """What of a plan is evaluated at once, and looked at first: passes, whose chunks stay as they are."""
+
+    most_samples = MAX_COUNT  # in all epochs
+
+    def batches(self, plan: Plan) -> int:
+        """See ``Plan.stretch_batches``."""
+        return max(plan.num_batches, 1)
+
+    def first(self, plan: Plan) -> tuple[list[tuple[int, range]], bool]:
+        """Return the stretches, with their passes, that are examined first, and whether these are all."""
+        passes = plan.passes[:PASSES_LOOKED_AT]
+        return [(number, plan._touched(number)) for number in passes], len(passes) == len(plan.passes)
+
+    def look(self, plan: Plan, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
+        """Return the intervals of some stretches, which the plan keeps until they are needed in their turn."""
+        rank, known = plan._looked
+        found = {each: known[each] if rank == dp_rank and each in known else plan._intervals(*each, dp_rank)
+                 for each in looked_at}  # fmt: skip
+        plan._looked = dp_rank, found
+        return list(found.values())
+
+    def joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
+        """Merge intervals of passes, or of stretches of an endless pass, that may share chunks."""
+        return ChunkIntervals.joined(parts)
+
+    def live_bytes(self, plan: Plan, looked_at: Sequence[tuple[int, range]], sizes: Int64Array, dp_rank: int) -> int:
+        """Return the most bytes that a rank needs at once in the stretches looked at, if there are others."""
+        return self.joined(self.look(plan, looked_at, dp_rank)).live_bytes(sizes)
+
+
+class _Stretches(_Passes):
+    """Parts of one endless pass, whose mix may change until it is planned: nothing is kept."""
+
+    most_samples = ENDLESS
+
+    @override
+    def batches(self, plan: Plan) -> int:
+        return plan.batches_on(plan.orders.stretch)
+
+    @override
+    def first(self, plan: Plan) -> tuple[list[tuple[int, range]], bool]:
+        step, size = plan.batches_on(max(2 * plan.settings.window, LEAST_STRETCH)), plan.global_batch_size
+        changed = [(border - plan.first_row) // size for border in plan.orders.borders]
+        changed = [batch for batch in changed if 0 < batch < plan.num_batches]
+        changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
+        stop = -(-plan.num_batches // step)
+        numbers = {*range(min(4 * PASSES_LOOKED_AT, stop))}
+        for batch in changed:  # after each of the next few changes of the mix
+            numbers |= {*range(batch // step, min(batch // step + PASSES_LOOKED_AT, stop))}
+        found = [range(number * step, min((number + 1) * step, plan.num_batches)) for number in sorted(numbers)]
+        return [(0, stretch) for stretch in found], len(numbers) == stop
+
+    @override
+    def look(self, plan: Plan, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
+        return [plan._intervals(*each, dp_rank) for each in looked_at]
+
+    @override
+    def joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
+        found = ChunkIntervals.joined(parts)
+        return ChunkIntervals.merged(found.chunk_ids, found.first_batches, found.last_batches, 0)
+
+    @override
+    def live_bytes(self, plan: Plan, looked_at: Sequence[tuple[int, range]], sizes: Int64Array, dp_rank: int) -> int:
+        """See ``_Passes``.
+
+        Stretches that follow each other are not all looked at if the others cannot change the result, or hardly: when
+        everything is needed at once, or when twice as many of them, with many uses of chunks of all sources, needed
+        hardly more.
+        """
+        found: list[ChunkIntervals] = []
+        num_uses = num_stretches = behind = live = 0
+        is_enough = False
+        for each in looked_at:
+            if each[1].start != behind:
+                num_uses, num_stretches, is_enough = 0, 0, False
+            behind = each[1].stop
+            if is_enough:
+                continue
+            found.append(plan._intervals(*each, dp_rank))
+            num_uses, num_stretches = num_uses + len(found[-1].chunk_ids), num_stretches + 1
+            if num_stretches & num_stretches - 1 == 0:  # 1, 2, 4, …
+                before, live = live, self.joined(found).live_bytes(sizes)
+                if _with_others(live, sizes) == sizes.sum():
+                    return live
+                is_mixed = num_stretches * len(each[1]) >= plan.batches_on(plan.orders.mixed_after)
+                is_enough = num_uses >= _MANY_USES and is_mixed and num_stretches > 1 and live <= before * _HARDLY_MORE
+        return self.joined(found).live_bytes(sizes)
 
 
 def _with_others(live_bytes: int, sizes: Int64Array) -> int:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.arguments import MAX_COUNT, checked_count, checked_flag, checked_int, checked_seed
+from streaming.arguments import checked_count, checked_flag, checked_int, checked_seed
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
-from streaming.plan.sizes import Sizes
+from streaming.plan.sizes import Sizes, Steps
 
 STATE_VERSION = 1
 _TEXT = "ledger_text"
@@ -22,7 +22,7 @@ _TEXT = "ledger_text"
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size", "has_begun",
-    "batch_sizes", "ledger", _TEXT,
+    "batch_sizes", "lengths", "ledger", _TEXT,
 )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ class LoaderState:
         has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
             one after it.
         batch_sizes: Sizes of the global batches of the run by row, those to come included; None: not recorded.
+        lengths: Tokens of the rows of packs by row of the run, likewise; None: rows are no packs, or not recorded.
     """
 
     epoch: int
@@ -54,6 +55,7 @@ class LoaderState:
     ledger: Ledger | None = None
     has_begun: bool = False
     batch_sizes: Sizes | None = None
+    lengths: Steps | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -91,10 +93,7 @@ class LoaderState:
     def _epoch_samples(self) -> int:
         if self.epoch_size is not None:
             return self.epoch_size
-        if self.ledger is None:
-            return self.num_samples
-        quotas = self.ledger.last.quotas
-        return MAX_COUNT if quotas is None else sum(quotas.values())
+        return self.num_samples if self.ledger is None else self.ledger.last.blend.samples_per_pass
 
     def to_dict(self) -> dict[str, Any]:
         """Return a small JSON-able dict, equal on every rank."""
@@ -110,6 +109,7 @@ class LoaderState:
             "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
             "has_begun": self.has_begun,
             "batch_sizes": None if self.batch_sizes is None else self.batch_sizes.to_text(),
+            "lengths": None if self.lengths is None else self.lengths.to_text(),
             "ledger": entries,
             _TEXT: None if entries is None else json.dumps(entries),
         }
@@ -140,11 +140,13 @@ class LoaderState:
             raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
         given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}
         given["order"] = OrderSettings.from_dict(data["order"])
-        if data["batch_sizes"] is not None:
-            try:
-                given["batch_sizes"] = Sizes.from_text(data["batch_sizes"])
-            except ConfigError as error:
-                raise StateError(f"state: {error}") from error
+        kinds: tuple[tuple[str, type[Steps]], ...] = (("batch_sizes", Sizes), ("lengths", Steps))
+        for name, kind in kinds:
+            if data[name] is not None:
+                try:
+                    given[name] = kind.from_text(data[name], name)
+                except ConfigError as error:
+                    raise StateError(f"state: {error}") from error
         if data["ledger"] is not None or data[_TEXT] is not None:
             given["ledger"] = Ledger.from_list(_whole_ledger(data["ledger"], data[_TEXT]))
         return cls(**given)

@@ -11,6 +11,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming.arguments import checked_seconds, checks_names
+from streaming.batches.build import Items
 from streaming.batches.portion import Portion, StageFields, count_only
 from streaming.batches.sequence import SequenceSlice, find_peer
 from streaming.errors import ConfigError
@@ -132,16 +133,17 @@ class Replicas:
 class CountedRun:
     """Yield batches for a pipeline stage that needs no data: counts and masks come from the plan; nothing is read."""
 
-    def __init__(self, plan: Plan, dp_rank: int) -> None:
-        self._batches = self._counts(plan, dp_rank)
+    def __init__(self, plan: Plan, dp_rank: int, items: Items) -> None:
+        self._batches = self._counts(plan, dp_rank, items)
 
     @staticmethod
-    def _counts(plan: Plan, dp_rank: int) -> Iterator[Batch]:
+    def _counts(plan: Plan, dp_rank: int, items: Items) -> Iterator[Batch]:
         for batch in range(plan.num_batches):
-            rows = plan.batch_size(batch, dp_rank)
+            each = items.rows_each(plan.row_of(batch))
+            rows = each * plan.batch_size(batch, dp_rank)
             valid = None
             if plan.last_batch == "pad":
-                valid = torch.from_numpy(np.arange(rows) < plan.num_valid(batch, dp_rank))
+                valid = torch.from_numpy(np.arange(rows) < each * plan.num_valid(batch, dp_rank))
             yield count_only(rows, valid)
 
     def __next__(self) -> Any:

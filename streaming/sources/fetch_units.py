@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from streaming.arguments import format_bytes, parse_bytes, some_names
 from streaming.errors import ConfigError
 from streaming.index.spans import SPAN_BYTES
-from streaming.mixing.blend import Blend
+from streaming.plan.blend import Blend
 from streaming.plan.memory import PAGE_BYTES
 
 if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arithmetic
@@ -94,7 +94,7 @@ def _byte_shares(leaves: Mapping[str, SampleSource | PackedDocuments], blend: Bl
     """Return the largest share that each source ever has of the bytes read."""
     found = dict.fromkeys(sorted(leaves), 0.0)
     mean_bytes = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in leaves.items()}
-    for _, weights in blend.segments():
+    for _, weights in blend.shares(blend.rows()):
         rates = {name: weights.get(name, 0) * mean_bytes[name] for name in found}
         total = sum(rates.values())
         found = {name: max(share, rates[name] / total) for name, share in found.items()}

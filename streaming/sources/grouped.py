@@ -165,7 +165,7 @@ class GroupedSource(MixedSource):
         if self.read_amplification > LARGE_AMPLIFICATION:
             said.append(f"about {self.read_amplification:.1f} bytes read for each one used")
         if self.is_reweighed:
-            said.append(f"reweighted: {self._shares_in_words()}")
+            said.append(f"reweighted: {self.blend.in_words()}")
         return ", ".join(said)
 
 

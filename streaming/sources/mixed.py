@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from os import PathLike
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -28,29 +26,23 @@ from streaming.batches.build import Items, OnError, Part
 from streaming.catalog.cut import Cut, cut_tables
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.source import ChunkSource
-from streaming.errors import ConfigError, StateError
+from streaming.errors import ConfigError
 from streaming.index.chunk_table import ChunkTable
 from streaming.job.shared_results import Peers
 from streaming.job.store import job_peers
-from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
-from streaming.mixing.exact import EvenLanes, ExactLanes, even_sources
-from streaming.mixing.forecast import Forecast, Passes
-from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
-from streaming.mixing.quotas import ExactPasses
-from streaming.packing.layout import PackRows
-from streaming.plan.ledger import START, Dealt, Entry, Even, Ledger
+from streaming.mixing.blend import Ends, check_names, shown_value
+from streaming.mixing.dealing import Dealing, dealing_of
+from streaming.plan.blend import Blend, PassBlend
+from streaming.plan.ledger import Ledger
 from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule, WeightSchedule, value_at
-from streaming.plan.settings import Shape, ShuffleConfig
+from streaming.plan.schedule import Schedule
+from streaming.plan.settings import ShuffleConfig
+from streaming.sources.drawing import Drawing, Leaf
 from streaming.sources.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
-from streaming.sources.packs import PackedDocuments
 from streaming.sources.samples import SampleSource
-from streaming.sources.units import Unit, units_per_sample
-from streaming.types import Int64Array, Sample, Transform
+from streaming.sources.units import Unit, Weighing
+from streaming.types import Int64Array, Sample, Transform, override
 
-Leaf: TypeAlias = SampleSource | PackedDocuments
-"""What holds samples of a mixture itself."""
 Quotas: TypeAlias = Literal["chunks", "exact"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
 _DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
@@ -67,9 +59,9 @@ class MixedSource(JoinedSource):
         sources: What is mixed, by name.
         leaves: Those that hold samples, also of mixtures within this one, in their fetch units.
         fetch_bytes: Size of the fetch units of the sources that are cut.
-        quotas: How exactly shares are kept.
-        batches: Whether a batch holds samples of one source.
-        unit: What a weight counts.
+        deal: How shares are dealt.
+        blend: What is drawn of each leaf.
+        weighing: What weights mean.
     """
 
     is_reweighed = False
@@ -92,57 +84,39 @@ class MixedSource(JoinedSource):
         bad_samples_file: str | PathLike[str] | None,
     ) -> None:
         _check_choices(quotas, unit, ends, batches)
-        if fetch_bytes is not None and quotas == "chunks" and batches == "mixed":
-            raise ConfigError(
-                'fetch_bytes: quotas="chunks" already reads as much at a time as a single data set; smaller units are '
-                'for quotas="exact" and batches="one_source", which keep units of every source in memory. Leave it out'
-            )
+        self.deal: Dealing = dealing_of(quotas, batches)
+        self._deal_options = {"quotas": quotas, "batches": batches}
+        if fetch_bytes is not None:
+            self.deal.check_can_cut()
         self.sources = dict(sources)
-        self.leaves: dict[str, Leaf] = _leaves(sources)
         self._units: dict[str, ChunkTable] = {}
         self.fetch_bytes: dict[str, int] = {}
-        _check_packs(self.leaves)
-        super().__init__(self.leaves)
-        self.quotas: Quotas = quotas
-        self.batches: Batches = batches
-        self.unit: Unit = unit
+        _check_packs(_leaves(sources))
+        self._read_leaves()
         self._order_by(shuffle, seed)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         self.max_bad_samples = 1.0 if max_bad_samples is None else checked_limit(max_bad_samples)
-        self._take_over()
-        self._blend = blend_of(
-            self._blends, self.sizes, weights=weights, repeats=repeats, ends=ends, units=self._unit_means
-        )
+        within = {
+            name: one.blend if isinstance(one, MixedSource) else PassBlend({"": int(one.chunk_samples.sum())})
+            for name, one in self.sources.items()
+        }
+        self.weighing = Weighing(within, self.leaves, unit)
+        self.blend: Blend = self.weighing.blend(self.sizes, weights=weights, repeats=repeats, ends=ends)
         if fetch_bytes is not None:
-            self._cut(unit_sizes(fetch_bytes, self.leaves, self._blend), job_peers(agent_store()))
-        self._tell_unused()
-
-    def _tell_unused(self) -> None:
-        """Warn of settings of sources that have no effect, because all of them follow the order of this mixture."""
-        unused: dict[str, list[str]] = {}
-        for name, one in self.sources.items():
-            for option, value in one.dealing.items():
-                if value not in (_DEALING[option], self.dealing[option]):
-                    unused.setdefault(f"{option}={value!r}", []).append(repr(name))
-        if unused:
-            said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
-            _log.warning(
-                "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option "
-                "to the outermost Mixture", said
-            )  # fmt: skip
+            self._cut(unit_sizes(fetch_bytes, self.leaves, self.blend), job_peers(agent_store()))
+        _tell_unused(self.sources, self.dealing)
 
     @property
     def dealing(self) -> dict[str, object]:
         """See ``OneOrder``."""
-        fetch_bytes = dict(self.fetch_bytes) or None
-        return super().dealing | {"quotas": self.quotas, "batches": self.batches, "fetch_bytes": fetch_bytes}
+        return super().dealing | self._deal_options | {"fetch_bytes": dict(self.fetch_bytes) or None}
 
     # --- what users read by number ---
 
     @property
     def is_endless(self) -> bool:
         """Whether samples are drawn without an end."""
-        return self._blend.quotas is None
+        return self.blend.is_endless
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -150,22 +124,9 @@ class MixedSource(JoinedSource):
         return {name: int(one.chunk_samples.sum()) for name, one in sorted(self.leaves.items())}
 
     @property
-    def samples_per_epoch(self) -> int | None:
-        """Number of samples in an epoch; None: it has no end.
-
-        With ``batches="one_source"`` a loader yields only those that fill whole batches.
-        """
-        return None if self._blend.quotas is None else sum(self._blend.quotas.values())
-
-    @property
-    def _readable(self) -> Mapping[str, int]:
-        """How many samples of each leaf can be read by number: those of an epoch, or each once."""
-        return self.sizes if self._blend.quotas is None else self._blend.quotas
-
-    @property
     def num_readable(self) -> int:
         """How many samples :meth:`read` knows by number."""
-        return sum(self._readable.values())
+        return sum(self.blend.readable(self.sizes).values())
 
     def read(self, numbers: Int64Array) -> list[Sample]:
         """Return samples by number, int64 [n], which must exist, in this order.
@@ -176,7 +137,8 @@ class MixedSource(JoinedSource):
         Raises:
             DataError: A sample cannot be read.
         """
-        counts, sizes, shown = self._readable, self.sizes, self.shown_names
+        sizes, shown = self.sizes, self.shown_names
+        counts = self.blend.readable(sizes)
         starts = sums([counts[name] for name in self.names])
         leaves = np.searchsorted(starts, numbers, side="right") - 1
         found: dict[int, Sample] = {}
@@ -188,7 +150,8 @@ class MixedSource(JoinedSource):
 
     def scan(self) -> Iterator[Sample]:
         """Yield the samples of an epoch as :meth:`read` numbers them, reading chunk by chunk."""
-        counts, sizes, shown = self._readable, self.sizes, self.shown_names
+        sizes, shown = self.sizes, self.shown_names
+        counts = self.blend.readable(sizes)
         for name in self.names:
             for first in range(0, counts[name], max(sizes[name], 1)):
                 yield from islice(self.leaves[name].scan(shown[name]), counts[name] - first)
@@ -201,17 +164,29 @@ class MixedSource(JoinedSource):
         """Return the same mixture of other sources that have the same names and sizes."""
         made = copy.copy(self)
         made.sources = dict(sources)
-        return made._of_sources()
+        made._read_leaves()
+        return made
 
-    def _of_sources(self) -> Self:
-        """Rebuild this mixture, which is a copy, over the current ``sources``, cut as before."""
+    def _read_leaves(self) -> None:
+        """Read the leaves of ``sources`` from now on, cut as before, and take over their options.
+
+        They are set together for callers that do not ask each source: ``decode`` and ``transform`` are compared between
+        ranks; ``on_error`` is the most tolerant one.
+        """
         self.leaves = _leaves(self.sources)
         for name, table in self._units.items():
             one = _documents(self.leaves[name])
             self.leaves[name] = one.selecting(one.selection.over(table))
-        JoinedSource.__init__(self, self.leaves)
-        self._take_over()
-        return self
+        super().__init__(self.leaves)
+        leaves = list(self.leaves.values())
+        self.fields: tuple[str, ...] | None = None
+        if all(one.fields is not None for one in leaves):
+            self.fields = tuple(dict.fromkeys(name for one in leaves for name in one.fields or ()))
+        self.decode: Any = {name: one.decode for name, one in self.leaves.items()}
+        self.transform: Any = {name: one.transform for name, one in self.leaves.items()}
+        self.decoders = leaves[0].decoders
+        kinds: tuple[OnError, ...] = ("skip", "substitute", "raise")
+        self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
 
     def _cut(self, sizes: Mapping[str, int], peers: Peers | None) -> None:
         """Cut the chunks of some sources into units of these sizes; those of others stay whole."""
@@ -226,7 +201,7 @@ class MixedSource(JoinedSource):
             if table is not cut.table
         }  # fmt: skip
         self.fetch_bytes = dict(sizes)
-        self._of_sources()
+        self._read_leaves()
 
     def cut_as(self, ledger: Ledger) -> Self:
         """Return this mixture with the fetch units of a run's ledger; sources that are new there keep their own."""
@@ -243,7 +218,7 @@ class MixedSource(JoinedSource):
         """Describe what is mixed."""
         parts = [f"{len(self.names)} sources: {some_names(self.names)}"]
         parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]
-        parts.append(self._shares_in_words())
+        parts.append(self.blend.in_words())
         if self.fetch_bytes:
             sizes = sorted(
                 {format_bytes(size): size for size in self.fetch_bytes.values()}.items(), key=lambda one: one[1]
@@ -252,52 +227,11 @@ class MixedSource(JoinedSource):
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         return ", ".join(parts)
 
-    def _shares_in_words(self) -> str:
-        if self._blend.quotas is not None:
-            return f"{self.samples_per_epoch} samples an epoch"
-        first = self._blend.segments()[0][1]
-        total = sum(first.values())
-        shown = [f"{name} {share / total:.1%}" for name, share in sorted(first.items()) if share]
-        changing = "" if self._blend.weights is None or len(self._blend.segments()) == 1 else " at first, by a schedule"
-        return f"without end, {some_names(shown)} of samples{changing}"
-
     # --- what the engine needs (streaming.engine.source.Source) ---
 
-    def _take_over(self) -> None:
-        """Set the options of all sources together, for callers that do not ask each source.
-
-        ``decode`` and ``transform`` are compared between ranks; ``on_error`` is the most tolerant one.
-        """
-        leaves = list(self.leaves.values())
-        self.fields: tuple[str, ...] | None = None
-        if all(one.fields is not None for one in leaves):
-            self.fields = tuple(dict.fromkeys(name for one in leaves for name in one.fields or ()))
-        self.decode: Any = {name: one.decode for name, one in self.leaves.items()}
-        self.transform: Any = {name: one.transform for name, one in self.leaves.items()}
-        self.decoders = leaves[0].decoders
-        kinds: tuple[OnError, ...] = ("skip", "substitute", "raise")
-        self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
-
-    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        """See ``Source``."""
-        return super().packs(chunk_ids, offsets, self._companies(passes), seed)
-
-    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
-        """See ``Source``."""
-        return super().has_packs(chunk_ids, self._companies(passes), seed)
-
-    def _companies(self, passes: Int64Array) -> Int64Array:
-        """Return the pass numbers that determine which documents share a pack.
-
-        A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
-        documents would come twice, and others not at all. So unless passes hold whole sources, packs never change.
-        """
-        quotas = self._blend.quotas
-        if quotas is None or self.batches == "one_source":
-            return np.zeros_like(passes)
-        if any(quotas[name] % size for name, size in self.sizes.items()):
-            return np.zeros_like(passes)
-        return passes
+    @override
+    def companies(self, passes: Int64Array) -> Int64Array:
+        return self.deal.companies(self.blend, passes, self.sizes)
 
     def expected_samples(self, num_rows: float) -> float:
         """See ``ShardSet``: by the sizes of the sources, whatever their weights."""
@@ -342,48 +276,9 @@ class MixedSource(JoinedSource):
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
-        if self.batches == "one_source" and self.shuffle_config.lanes is None:
-            # Each lane gives equally many samples to every batch.
-            found = replace(found, lanes=next(n for n in range(found.lanes, 0, -1) if global_batch_size % n == 0))
-        return found
-
-    def check_shape(self, shape: Shape) -> None:
-        """Check that batches of this shape can be dealt out.
-
-        Raises:
-            ConfigError: ``batches="one_source"`` needs batches, and epochs, of another size.
-        """
-        if self.batches == "mixed":
-            return
-        if not shape.sizes.is_constant:
-            raise ConfigError(
-                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
-                'global_batch_size an integer, or use batches="mixed"'
-            )
-        if (shape.epoch_size or 0) % shape.global_batch_size:
-            raise ConfigError(
-                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
-                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
-            )
+        return self.deal.settings(found, global_batch_size) if self.shuffle_config.lanes is None else found
 
     # --- shares, and what the ledger of a run says of them ---
-
-    @property
-    def _blends(self) -> dict[str, Blend]:
-        """What is drawn within each source."""
-        return {
-            name: one._blend if isinstance(one, MixedSource) else Blend.of_dataset(int(one.chunk_samples.sum()))
-            for name, one in self.sources.items()
-        }
-
-    @cached_property
-    def units_per_sample(self) -> dict[str, float]:
-        """What a sample of each leaf counts on average; logged once."""
-        return units_per_sample(self.leaves, self.unit)
-
-    @property
-    def _unit_means(self) -> Units | None:
-        return None if self.unit == "samples" else lambda: self.units_per_sample
 
     def named_weights(self, weights: Any) -> dict[str, float]:
         """Return what a user gave to ``set_weights``, as plain numbers by the names of the sources.
@@ -391,131 +286,46 @@ class MixedSource(JoinedSource):
         Raises:
             ConfigError: The mixture has an end, or the weights are not valid for its sources.
         """
-        if not self.is_endless:
-            raise ConfigError(
-                "set_weights: this mixture ends (by size, repeats= or ends=): an epoch of it is laid out as a whole. "
-                "Make it with weights= and ends=None, and give the loader an epoch_size"
-            )
+        self.blend.check_weighable()
         if not isinstance(weights, Mapping):
             hint = "; give a Schedule when resuming: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
             raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
         check_names("set_weights", weights, self.sources)
         return {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
 
-    def weights_at(self, row: int) -> dict[str, float]:
-        """Return what is drawn from each source at a row of a run without end, as weights of samples."""
-        found: Any = value_at(self._blend.segments(), row)
-        return dict(found)
-
-    def weighed(self, weights: Mapping[str, float]) -> WeightSchedule:
-        """Return the weights per sample of each leaf for other ``weights`` of this mixture.
-
-        Nested mixtures keep their own schedules, which count the rows of the run.
-        """
-        return by_weight(self._blends, weights, self._unit_means)
-
     def weighed_as(self, ledger: Ledger) -> Self:
         """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
         last = ledger.last
-        if last.quotas is not None or last.means == self.begun(last.batch_size).last.means:
+        if last.blend == self.begun(last.batch_size).last.blend:
             return self
         made = copy.copy(self)
         made.is_reweighed = True
-        made._blend = Blend(weights=Schedule.steps({0: last.weights}) if last.schedule is None else last.schedule)
+        made.blend = last.blend
         return made
+
+    @property
+    def drawing(self) -> Drawing:
+        """What runs draw of the leaves."""
+        return Drawing(leaves=self.leaves, deal=self.deal, blend=self.blend, fetch_bytes=self.fetch_bytes)
 
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
         """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
 
         With ``batches="one_source"`` the global batch size must be given.
         """
-        blend = self._blend
-        dealt: Dealt = "samples" if self.quotas == "exact" else "chunks"
-        dealt = "batches" if self.batches == "one_source" else dealt
-        weights = {} if blend.weights is None else dict(blend.segments()[0][1])
-        changes = blend.weights is not None and len(blend.segments()) > 1
-        entry = Entry(
-            start=0, weights=weights, sources=self.fingerprints, why=START, quotas=self._quotas(global_batch_size),
-            schedule=blend.weights if changes else None,
-            dealt=dealt,
-            batch_size=global_batch_size if self.batches == "one_source" else None,
-            shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
-            fetch_bytes=self.fetch_bytes,
-            even={} if blend.weights is None else self._even(
-                dealt, blend.segments(), settings or self.order_settings(global_batch_size or 1)
-            ),
-        )  # fmt: skip
-        return Ledger((entry,))
+        return self.drawing.begun(settings or self.order_settings(global_batch_size or 1), global_batch_size)
 
-    def _even(
-        self, dealt: Dealt, segments: Sequence[tuple[int, Mapping[str, float]]], settings: OrderSettings
-    ) -> dict[str, Even]:
-        """Return the sources that are dealt by samples with such weights, whatever ``dealt`` says; see ``Entry``."""
-        shares = dict.fromkeys(self.names, 0.0)
-        for _, weights in segments:
-            total = sum(weights.values())
-            shares = {name: max(share, weights.get(name, 0.0) / total) for name, share in shares.items()}
-        tables = {name: one.chunk_samples for name, one in self.leaves.items()}
-        return even_sources(tables, shares, settings, dealt=dealt)
-
-    def overlapping(self, ledger: Ledger, settings: OrderSettings) -> list[str]:
-        """Return sources dealt in chunks that the last weights of a ledger go through too fast for even passes."""
-        if ledger.last.quotas is not None or ledger.last.dealt != "chunks":
-            return []
-        fast = self._even("chunks", ledger.segments_from(ledger.last.start), settings)
-        return sorted(fast.keys() - ledger.even.keys())
-
-    def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
-        """Return the samples of each source in an epoch that ends; for batches of one source, those in whole batches.
-
-        Raises:
-            ConfigError: A source has fewer samples than a batch.
-        """
-        quotas, size = self._blend.quotas, global_batch_size
-        if quotas is None or size is None or self.batches == "mixed":
-            return quotas
-        for name, count in quotas.items():
-            if 0 < count < size:
-                raise ConfigError(
-                    f'batches="one_source": {name!r} gives {count:,} samples an epoch, too few for a global batch of '
-                    f"{size:,}: it would never get a batch. Read it more often (repeats=), give a smaller batch, or "
-                    'use batches="mixed"'
-                )
-        return {name: count - count % size for name, count in quotas.items()}
-
-    def needed(self, ledger: Ledger) -> list[str]:
-        """Return sources that this mixture lacks but needs, because the ledger says too little about their chunks.
-
-        If shares are dealt in chunks, the positions of the other sources follow from theirs, unless what they laid is
-        recorded.
-        """
-        if ledger.last.dealt != "chunks":
-            return []
-        missing = set(ledger.sources) - set(self.names)
-        if ledger.last.quotas is not None:
-            return sorted(missing)
-        return sorted(missing & (ledger.drawn - ledger.laid.keys() - ledger.even.keys()))
+    def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
+        """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""
+        return self.drawing.orders(settings, ledger or self.begun(settings=settings))
 
     def check_ledger(self, ledger: Ledger) -> None:
         """Check that the run of a ledger can continue with this mixture, apart from changes that are allowed.
 
         Raises:
-            StateError: Chunks of a source that it lacks are needed for what was drawn before.
+            StateError: It cannot.
         """
-        missing = self.needed(ledger)
-        if missing:
-            raise StateError(
-                f"this state drew from {some_names([*map(repr, missing)])}, which this mixture lacks. The positions of "
-                "the other sources depend on its chunks too: keep it in the mixture with the weight 0 (in weights or "
-                "the Schedule at a resume, or by set_weights). States then record how far it reaches; once that is "
-                "read, it may be left out and deleted"
-            )
-
-    def grown(self, ledger: Ledger) -> list[str]:
-        """Return the sources that have the shards of the ledger and more after them."""
-        own, shards = self.fingerprints, ledger.shards
-        changed = {name: was for name, was in ledger.sources.items() if own.get(name, was) != was}
-        return [name for name, was in changed.items() if self._chunks_when(name, was, shards) is not None]
+        self.drawing.check(ledger)
 
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
         """Return what makes this mixture need less memory, for messages; "" if nothing does.
@@ -525,58 +335,13 @@ class MixedSource(JoinedSource):
             room_bytes: Memory for chunks.
             resumed: A state was loaded, which says how chunks are cut.
         """
-        if self.batches == "one_source":
-            needs = 'batches="one_source"', 'batches="mixed"'
-        elif self.quotas == "exact":
-            needs = 'quotas="exact"', 'quotas="chunks"'
-        else:
-            return ""
-        can_cut = not resumed and all(one.can_be_cut for one in self.leaves.values())
-        total = fitting_total(room_bytes, lanes, len(self.leaves)) if can_cut else None
-        smaller = "" if total is None else f'; fetch_bytes="{shown_total(total)}" cuts them into units that fit'
-        return (
-            f". {needs[0]} keeps chunks of each source in every lane{smaller}; {needs[1]} keeps those of one data set"
-        )
 
-    def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
-        """Return, for each source of the ledger, how many of its chunks it has from which pass on; see ``Sources``.
+        def smaller() -> str:
+            can_cut = not resumed and all(one.can_be_cut for one in self.leaves.values())
+            total = fitting_total(room_bytes, lanes, len(self.leaves)) if can_cut else None
+            return "" if total is None else f'; fetch_bytes="{shown_total(total)}" cuts them into units that fit'
 
-        Raises:
-            StateError: A source is neither the one of the ledger nor that one with more shards after it.
-        """
-        found: dict[str, list[tuple[int, int]]] = {}
-        known: dict[tuple[str, str], int | None] = {}
-        for entry in ledger.entries:
-            for name, fingerprint in entry.sources.items():
-                if name not in self.leaves:
-                    continue  # dropped since
-                key = name, fingerprint
-                if key not in known:
-                    known[key] = self._chunks_when(name, fingerprint, entry.shards)
-                count = known[key]
-                if count is None:
-                    raise StateError(
-                        f"the source {name!r} is not the one of the run: it had the fingerprint {fingerprint[:12]} at "
-                        f"row {entry.start}, but now has {self.leaves[name].fingerprint[:12]}. Give the shards and the "
-                        "filter that the run read; other shards may only follow them"
-                    )
-                if name not in found:
-                    found[name] = [(0, count)]
-                elif name in entry.joins:
-                    found[name] = eras_grown(found[name], entry.joins[name], count)
-        return found
-
-    def _chunks_when(self, name: str, fingerprint: str, shards: Mapping[str, int]) -> int | None:
-        return self.leaves[name].chunks_when(fingerprint, shards.get(name))
-
-    def forecast(self, ledger: Ledger) -> Forecast:
-        """Forecast what is due of each source, by the shares of a ledger and with the shards that it had."""
-        eras, found = self.eras(ledger), {}
-        for name, one in self.leaves.items():
-            samples = sums(one.chunk_samples)
-            sizes = eras.get(name, [(0, len(samples) - 1)])
-            found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
-        return Forecast(ledger, found)
+        return self.deal.memory_cure(smaller)
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float = 1.0) -> dict[str, int]:
         """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
@@ -584,7 +349,7 @@ class MixedSource(JoinedSource):
         A mixture within this one has a number, too: its own limit, but no more than its sources have together. ``part``
         of the samples are known to the one that counts.
         """
-        drawn = self.forecast(ledger).drawn(row, num_samples)
+        drawn = self.drawing.forecast(ledger).drawn(row, num_samples)
         return self._limits_of({name: part * self.leaves[name].expected_samples(drawn[name]) for name in self.leaves})
 
     def _limits_of(self, expected: Mapping[str, float]) -> dict[str, int]:
@@ -610,31 +375,6 @@ class MixedSource(JoinedSource):
             found |= {f"{name}/{leaf}" if leaf else name: path for leaf, path in one.bad_files.items()}
         return found
 
-    def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
-        """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""
-        ledger = self.begun(settings=settings) if ledger is None else ledger
-        bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
-        tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
-        absent = sorted(set(ledger.sources) - set(self.names))
-        sources = Sources(tables, settings, absent=absent, laid=ledger.laid, eras=self.eras(ledger), even=ledger.even)
-        dealt = ledger.last.dealt
-        if ledger.last.quotas is not None and dealt == "chunks":
-            return MixedPasses(sources, quotas=ledger.last.quotas)
-        if ledger.last.quotas is not None:
-            return ExactPasses(sources, quotas=ledger.last.quotas, batch_size=ledger.last.batch_size)
-        known = ledger.first_rows
-        schedule = [
-            Weights(
-                start=-(-row // settings.lanes),
-                weights={name: weight for name, weight in weights.items() if known[name] <= row},
-            )
-            for row, weights in ledger.segments()
-        ]
-        lock = threading.RLock()  # the reader plans in parallel with the consumer
-        if dealt == "chunks":
-            return (EvenLanes if sources.even else MixedLanes)(sources, schedule, lock=lock)
-        return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
-
 
 AnySource: TypeAlias = Leaf | MixedSource
 """What is read of any data set that users hold."""
@@ -649,6 +389,21 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
         else:
             found[name] = one
     return dict(sorted(found.items()))
+
+
+def _tell_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:
+    """Warn of settings of sources that have no effect, because all of them follow the order of the mixture."""
+    unused: dict[str, list[str]] = {}
+    for name, one in sources.items():
+        for option, value in one.dealing.items():
+            if value not in (_DEALING[option], dealing[option]):
+                unused.setdefault(f"{option}={value!r}", []).append(repr(name))
+    if unused:
+        said = "; ".join(f"{option} of {some_names(names)}" for option, names in unused.items())
+        _log.warning(
+            "Mixture: %s: no effect here, since all sources are dealt out together, in one order. Give the option to "
+            "the outermost Mixture", said
+        )  # fmt: skip
 
 
 def _documents(one: Leaf) -> SampleSource:

@@ -31,6 +31,7 @@ from streaming.job.store import job_peers
 from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.packing.rules import Overlong, PackRules, cut
+from streaming.plan.schedule import Schedule
 from streaming.sources.keys import KeysOfShards
 from streaming.sources.samples import SampleSource
 from streaming.storage import redact
@@ -94,7 +95,7 @@ class PackedDocuments(PackedSource):
     def __init__(  # noqa: PLR0913  the options of Packed
         self,
         documents: SampleSource,
-        length: int,
+        length: int | Schedule,
         *,
         column: str,
         field: str | None,
@@ -201,7 +202,8 @@ class PackedDocuments(PackedSource):
 
     def words(self) -> str:
         """Describe the packs."""
-        parts = [f"length={self.rules.length}", f"{self.num_readable} packs", f"{self.counts.packed} {self.unit}"]
+        parts = [f"length={self.rules.length}", *(f"{what} from row {row:,} on" for row, what in self.items.changes)]
+        parts += [f"{self.num_readable} packs", f"{self.counts.packed} {self.unit}"]
         return ", ".join([*parts, f"{self.fill:.1%} filled"])
 
     # --- what the engine needs ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -13,6 +14,9 @@ from streaming.errors import ConfigError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
 from streaming.index.chunk_table import numbers
 from streaming.index.columns import there_of
+from streaming.mixing.blend import Ends, Units, blend_of, by_weight
+from streaming.plan.blend import Blend
+from streaming.plan.schedule import Schedule, WeightSchedule
 from streaming.sources.packs import PackedDocuments
 from streaming.sources.samples import SampleSource
 from streaming.storage import redact
@@ -23,7 +27,46 @@ _TABLES_READ = 8
 _log = logging.getLogger("streaming")
 
 
-def units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], unit: Unit) -> dict[str, float]:
+class Weighing:
+    """What weights of a mixture mean: how many samples of each leaf.
+
+    Args:
+        within: What is drawn within each source of the mixture.
+        leaves: Its leaves.
+        unit: What a weight counts.
+    """
+
+    def __init__(
+        self, within: Mapping[str, Blend], leaves: Mapping[str, SampleSource | PackedDocuments], unit: Unit
+    ) -> None:
+        self._within, self._leaves, self.unit = within, leaves, unit
+        self._means: Units | None = None if unit == "samples" else lambda: self.units_per_sample
+
+    @cached_property
+    def units_per_sample(self) -> dict[str, float]:
+        """What a sample of each leaf counts on average; logged once."""
+        return _units_per_sample(self._leaves, self.unit)
+
+    def blend(
+        self, sizes: Mapping[str, int], *, weights: Mapping[str, float] | Schedule | None,
+        repeats: Mapping[str, float] | None, ends: Ends | None,
+    ) -> Blend:  # fmt: skip
+        """Return what the mixture draws of leaves of these sizes; for the options see ``Mixture``.
+
+        Raises:
+            ConfigError: The options contradict each other, or are not valid for the sources.
+        """
+        return blend_of(self._within, sizes, weights=weights, repeats=repeats, ends=ends, units=self._means)
+
+    def weighed(self, weights: Mapping[str, float]) -> WeightSchedule:
+        """Return the weights per sample of each leaf for other ``weights`` of the mixture.
+
+        Nested mixtures keep their own schedules, which count the rows of the run.
+        """
+        return by_weight(self._within, weights, self._means)
+
+
+def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], unit: Unit) -> dict[str, float]:
     """Return what a sample of each source counts on average; values that are estimated are logged.
 
     Raises:

@@ -12,7 +12,7 @@ import pytest
 from items_contract import KEYS, ItemsContract, PackedContract, windows, write_documents
 from played_ranks import Play, played
 
-from streaming import StreamingDataset
+from streaming import Schedule, StreamingDataset
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,17 @@ class TestSamples(ItemsContract):
 
 class TestPacks(PackedContract):
     packed = MappingProxyType({"length": 24})
+
+
+class TestPacksInGrowingRows(PackedContract):
+    packed = MappingProxyType({"length": Schedule.steps({0: 8, 6: 12, 14: 24})})
+
+    def rows(self, batch: Any) -> list[tuple[str, ...]]:
+        """The packs of the plan: rows of T / k tokens are k for each."""
+        keys, each = batch["__key__"], 24 // batch["input_ids"].shape[1]
+        assert len(batch["input_ids"]) == len(keys)
+        packs = [keys[at : at + each] for at in range(0, len(keys), each)]
+        return [tuple(dict.fromkeys(key for row in rows for key in row)) for rows in packs]
 
 
 class TestPaddedDocuments(PackedContract):

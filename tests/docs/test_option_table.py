@@ -198,7 +198,7 @@ CASES: dict[str, dict[str, Case]] = {
             (*OF_TEXT, "where", "by size", "balanced", "curriculum"): "their columns need an index, made with "
             "`shard_tools index --duplicate-keys`"}),
         "allow_unfinished": Case(True, base={"StreamingDataset": {"urls": "unfinished"}}),
-        "max_gzip_ratio": Case(2.0, look=lambda _, data: getattr(data, "max_gzip_ratio", None), cannot={
+        "max_gzip_ratio": Case(2.0, look=lambda _, data: getattr(data.source, "max_gzip_ratio", None), cannot={
             tuple(kind for kind in KINDS if kind != "unindexed"): "a compressed shard has no index"}),
         "on_error": Case("raise", base=on_bad()),
         "max_bad_samples": Case(0, base=on_bad(), acts_by=(TooManyBadSamplesError,)),

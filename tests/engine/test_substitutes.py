@@ -59,7 +59,7 @@ def test_the_rest_of_the_chunk_then_earlier_ones_of_the_view_alone(
             raise ChecksumError("none of it can be read")
         return fetch(wanted, out)
 
-    monkeypatch.setattr(dataset, "fetch_unit", fail)
+    monkeypatch.setattr(dataset.source, "fetch_unit", fail)
     assert in_place_of(dataset, 2, 1) == [*EXPECTED[:3], *EXPECTED[7:]]
 
 

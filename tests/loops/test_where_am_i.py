@@ -130,8 +130,8 @@ def test_repr_is_for_people_and_tells_no_secrets(samples: SampleSet) -> None:
 
 def test_repr_of_what_a_constructor_left_half_made(samples: SampleSet) -> None:
     """Debuggers, and pytest with --showlocals, show ``self`` in the traceback of a constructor: an AttributeError."""
-    mixture = Mixture({"a": samples.open(), "b": samples.open()[:3]})
-    for made in (samples.open(), samples.open()[2:9], mixture, DataLoader(mixture, 2)):
+    mixture, other = (Mixture({"a": samples.open(), "b": samples.open()[:3]}) for _ in range(2))
+    for made in (samples.open(), samples.open()[2:9], mixture, DataLoader(other, 2)):
         said, names = repr(made), list(vars(made))
         for name in reversed(names):
             delattr(made, name)

@@ -358,7 +358,7 @@ def test_shares_by_tokens_count_those_of_the_open_buckets(tmp_path: Path) -> Non
     eight_shards = StreamingDataset(write(str(tmp_path), max_samples=30))  # the mean is of so many
     easy = Curriculum(eight_shards, "tokens", Schedule.steps({0: 66}), by="value", buckets=[66])
     mix = Mixture({"easy": easy, "all": eight_shards}, weights={"easy": 1, "all": 1}, unit="tokens")
-    means = mix.source.units_per_sample
+    means = mix.source.weighing.units_per_sample
     assert means["all"] == pytest.approx(np.mean(TOKENS))
     assert means["easy/tokens<=66"] == pytest.approx(np.mean([tokens for tokens in TOKENS if tokens <= 66]))
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from mixed_plans import Case, cases, global_batches, oracle, unhurried, weights_
 
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.exact import ExactLanes
+from streaming.mixing.exact import BatchLanes, ExactLanes
 from streaming.mixing.forecast import drawn_before
 from streaming.mixing.passes import Sources, Weights
-from streaming.mixing.quotas import ExactPasses, QuotaTree
+from streaming.mixing.quotas import BatchPasses, ExactPasses, QuotaTree
 from streaming.mixing.shares import BatchShares, ShareTree
 from streaming.mixing.source_lanes import SourceLanes
 from streaming.plan.order import OrderSettings
@@ -141,7 +141,7 @@ def test_each_global_batch_is_of_one_source(case: Case) -> None:
 def test_lanes_that_do_not_divide_the_batch_have_no_batches_of_one_source() -> None:
     sources = Sources({"a": [5]}, OrderSettings(seed=1, lanes=4, window=6))
     with pytest.raises(ConfigError, match=r"4 lanes do not divide a global batch of 6.*lanes="):
-        ExactLanes(sources, [Weights(start=0, weights={"a": 1})], batch_size=6)
+        BatchLanes(sources, [Weights(start=0, weights={"a": 1})], batch_size=6)
 
 
 @unhurried
@@ -232,9 +232,9 @@ def test_each_global_batch_of_a_pass_that_ends_is_of_one_source(case: Case) -> N
 def test_quotas_of_batches_are_whole_batches() -> None:
     sources = Sources({"a": [9], "b": [8]}, OrderSettings(seed=1, lanes=2, window=6))
     with pytest.raises(ConfigError, match=r"whole batches of 4 .*'a': 9"):
-        ExactPasses(sources, batch_size=4)
+        BatchPasses(sources, batch_size=4)
     with pytest.raises(ConfigError, match=r"2 lanes do not divide a global batch of 3.*lanes="):
-        ExactPasses(sources, quotas={"a": 9, "b": 6}, batch_size=3)
+        BatchPasses(sources, quotas={"a": 9, "b": 6}, batch_size=3)
 
 
 @unhurried
@@ -354,9 +354,9 @@ def golden_orders() -> dict[str, ExactLanes | ExactPasses]:
         "by samples, small ones in rows": ExactLanes(
             Sources(tables, settings, even={"math": "rows", "code": "rows"}), schedule
         ),
-        "by batches": ExactLanes(sources, schedule, batch_size=8),
+        "by batches": BatchLanes(sources, schedule, batch_size=8),
         "by samples, with an end": ExactPasses(sources, quotas=quotas),
-        "by batches, with an end": ExactPasses(
+        "by batches, with an end": BatchPasses(
             sources, quotas={name: quota - quota % 8 for name, quota in quotas.items()} | {"math": 8}, batch_size=8
         ),
     }

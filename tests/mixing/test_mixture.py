@@ -25,9 +25,9 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
-from streaming.loops import course
 from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
+from streaming.sources import drawing
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -490,7 +490,7 @@ def test_weights_of_a_running_job_let_a_source_be_dropped_too(sets: dict[str, Sa
 def test_of_sources_that_are_too_many_for_a_state_it_says_that_they_stay(
     sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(course, "_MOST_LAID", 1)
+    monkeypatch.setattr(drawing, "_MOST_LAID", 1)
     with DataLoader(mixture(sets, weights=dict.fromkeys(SIZES, 1), shuffle=FEW_LANES), batch_size=12) as loader:
         take(loader, 5)
         with caplog.at_level(logging.INFO, "streaming"):
@@ -692,9 +692,11 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
     assert f"web {means['web']:.1f}" in caplog.text
     filtered = Mixture({"web": sets["web"].open(where="__key__ != '00001'")}, weights={"web": 1}, unit="bytes")
     assert filtered.sizes["web"] == mix.sizes["web"] - 1
-    assert filtered.source.units_per_sample["web"] == pytest.approx(means["web"])  # of samples as they lie in chunks
+    assert filtered.source.weighing.units_per_sample["web"] == pytest.approx(
+        means["web"]
+    )  # of samples as they lie in chunks
     shares = (
-        mix.source.begun().changed(mix.source.weighed({"web": 1, "code": 3}), 100).last.weights
+        mix.source.begun().changed(mix.source.weighing.weighed({"web": 1, "code": 3}), 100).last.weights
     )  # so are those of set_weights
     assert shares["web"] * means["web"] * 3 == pytest.approx(shares["code"] * means["code"])
     with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import Mixture, ShuffleConfig, StreamingDataset
-from streaming.loops.course import resumed
 from streaming.plan.ledger import Ledger
 from streaming.plan.plan import Plan
 
@@ -128,7 +127,7 @@ def check_worlds(mix: Mixture, size: int, ranks: int, others: int, stop: int, ep
     assert batches_of(plan_of(mix, size, ranks, **options)) == whole
     stop = min(stop, len(whole) - 1)
     saved = Ledger.from_list(json.loads(json.dumps(mix.source.begun(size).to_list())))
-    went_on = resumed(mix.source, saved, mix.source.order_settings(size), stop * size)
+    went_on = mix.source.drawing.resumed(saved, mix.source.order_settings(size), stop * size)
     assert went_on == mix.source.begun(size)
     assert batches_of(plan_of(mix, size, others, ledger=went_on, start=stop * size, **options)) == whole[stop:]
     # Ranks along other axes than data have the data rank of one share.

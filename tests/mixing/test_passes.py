@@ -15,12 +15,13 @@ import pytest
 from data_sets import SampleSet, loaders, make_sample, write_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixed_plans import Case, cases, named, sizes_, unhurried, weights_
+from mixed_plans import Case, cases, lanes_dealt, named, sizes_, unhurried, weights_
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.exact import EvenLanes, ExactLanes, even_sources
+from streaming.mixing.dealing import ByBatches, ByChunks, BySamples
+from streaming.mixing.exact import ExactLanes
 from streaming.mixing.forecast import drawn_before
 from streaming.mixing.passes import Sources, Weights
 from streaming.plan.ledger import Dealt
@@ -45,11 +46,9 @@ def orders_of(
     shares = {
         name: max(entry.weights.get(name, 0) / sum(entry.weights.values()) for entry in schedule) for name in tables
     }
-    even = even_sources(tables, shares, settings, dealt=dealt)
-    sources = Sources(tables, settings, even=even)
-    if dealt == "chunks":
-        return EvenLanes(sources, schedule)
-    return ExactLanes(sources, schedule, batch_size=4 * lanes if dealt == "batches" else None)
+    forms = {form.dealt: form for form in (ByChunks(), BySamples(), ByBatches(4 * lanes))}
+    sources = Sources(tables, settings, even=forms[dealt].even(tables, shares, settings))
+    return lanes_dealt(dealt, sources, schedule, 4 * lanes)
 
 
 def apart(orders: Any, rows: int, step: int = 1) -> dict[str, float]:
@@ -185,9 +184,7 @@ def test_the_others_stand_where_they_do_when_sources_are_gone(case: Case, data: 
     left = {name: case.sources[name] for name in case.sources if name in kept}
     sources = Sources(left, case.settings, absent=dropped, laid=json.loads(json.dumps(laid)), even=case.even)
     size = case.global_batch_size if case.dealt == "batches" else None
-    cut: Any = (
-        EvenLanes(sources, schedule) if case.dealt == "chunks" else ExactLanes(sources, schedule, batch_size=size)
-    )
+    cut: Any = lanes_dealt(case.dealt, sources, schedule, case.global_batch_size)
     start = max(cut.known_from, until + (size or 0)) + data.draw(st.integers(0, 50))
     if start > 10**6:
         return  # a source whose numbers are missing is needed for ever

@@ -94,7 +94,7 @@ def test_a_mixture_changed_at_a_resume_is_one_entry_more(made: Entry, change: st
     grown, changes = ledger(entry(), entry(100, CHANGED)).resumed(made, lambda: 640)
     assert any(change in one for one in changes), changes
     assert grown.entries[:2] == (entry(), entry(100, CHANGED))
-    assert (grown.last.start, grown.last.why, grown.last.means) == (640, RESUMED, made.means)
+    assert (grown.last.start, grown.last.why, grown.last.blend) == (640, RESUMED, made.blend)
     assert grown.last.weights == made.weights
     assert grown.resumed(made, never) == (grown, [])  # resumed twice, it is said once
     assert ledger(entry(), entry(900, CHANGED)).resumed(made, lambda: 640)[0].last.start == 900

@@ -14,10 +14,10 @@ from shard_tools.plan.report import PlanOptions, plan_opened
 from shard_tools.plan.steps import PlannedRun
 from streaming import Curriculum, DataLoader, Schedule, StreamingDataset
 from streaming.datasets.face import DataSet
-from streaming.mixing.exact import EvenLanes, ExactLanes
+from streaming.mixing.exact import BatchLanes, EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import ExactPasses
+from streaming.mixing.quotas import BatchPasses, ExactPasses
 from streaming.plan.order import EpochOrders, OrderSettings
 from streaming.plan.state import LoaderState
 
@@ -69,7 +69,7 @@ class TestPassesOfOneSource(OrderContract):
     is_passed = False
 
     def orders(self) -> Any:
-        return ExactPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
+        return BatchPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
 
 
 class TestMixedLanes(OrderContract):
@@ -84,6 +84,13 @@ class TestEvenLanes(OrderContract):
 
     def orders(self) -> Any:
         return EvenLanes(Sources({"code": CHUNKS[:3], "web": CHUNKS[3:]}, LANED, even={"code": "runs"}), weights())
+
+
+class TestLanesOfOneSource(OrderContract):
+    is_passed = False
+
+    def orders(self) -> Any:
+        return BatchLanes(sources(), weights(), batch_size=12)
 
 
 class TestExactLanes(OrderContract):

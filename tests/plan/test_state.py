@@ -66,6 +66,7 @@ def test_the_layout_is_pinned() -> None:
         "epoch_size": None,
         "has_begun": False,
         "batch_sizes": None,
+        "lengths": None,
         "ledger": None,
         "ledger_text": None,
     }

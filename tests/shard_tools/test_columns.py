@@ -563,7 +563,7 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
     report = added(data, "tokens", "--compute", "tokens", "--dtype", "uint32")
     assert (report["type"], report["num_missing"]) == ("int64", 1)
     assert kept(data, "tokens >= 6") == [6, 7, 8, 9]
-    assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").source.units_per_sample == {
+    assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").source.weighing.units_per_sample == {
         "a": 40 / 9
     }
     note = write_document({"field": "tok", "dtype": "uint16"})

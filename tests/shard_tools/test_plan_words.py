@@ -13,7 +13,7 @@ from data_sets import mesh_of
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from streaming import Balanced, DataLoader, Mixture, Packed, StreamingDataset
+from streaming import Balanced, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError
 
 LENGTH = 64
@@ -211,3 +211,30 @@ def test_packs_are_planned_by_tokens(docs: str) -> None:
     assert "without collate_fn=list" in shown
     ramp = run(docs, "--global-batch-size", "0:4,20:8").output
     assert "4 samples from row 0 on, 8 samples from row 20 on" in ramp
+
+
+def test_rows_that_grow_are_shown_by_row(docs: str, tmp_path: Path) -> None:
+    lengths = {0: 16, 6: 32, 14: 64}
+    dataset, saved = Packed(StreamingDataset(docs), Schedule.steps(lengths)), tmp_path / "state.json"
+    shown = run(docs, "--batch-size", "0:4,8:2", "--length", "0:16,6:32,14:64")
+    parts = [(0, 16, 16), (6, 32, 8), (8, 32, 4), (14, 64, 2)]
+    said = ", ".join(f"{rows} of {length} tokens from row {row} on" for row, length, rows in parts)
+    assert f"rows      a batch has {said}\n" in shown.output
+    described = {"sources": {"t": {"url": docs, "packed": {"length": Schedule.steps(lengths).to_dict()}}}}
+    (tmp_path / "mixture.json").write_text(json.dumps(described))
+    assert Mixture.from_file(tmp_path / "mixture.json").source.items == dataset.source.items
+    for what in ((docs, "--length", "0:16,6:32,14:64"), (tmp_path / "mixture.json",)):
+        packs = json.loads(run(*what, "--batch-size", "0:4,8:2", "--json").stdout)["packs"]
+        assert [(one["from"], one["length"], one["rows"]) for one in packs["rows"]] == parts
+        assert (packs["length"], packs["packs"]) == (LENGTH, len(dataset))
+    assert "rows" not in json.loads(run(docs, "--batch-size", 4, "--length", 64, "--json").stdout)["packs"]
+    got = state_of(dataset, saved, batch_size=4, num_threads=0)
+    for length, each in (("0:16,6:32,14:64", 1), ("0:32,99:64", 2), ("64", 1)):
+        due = [4, 4, 2, 2, each]  # up to row 16, where the state stands, as that records them; then as they are given
+        asked = (docs, "--batch-size", 4, "--length", length, "--state", saved, "--who", "--step", "0..5")
+        report = json.loads(run(*asked, "--json").stdout)
+        assert [row["num_rows"] for row in report["rows"]] == [count for count in due for _ in range(4)]
+        for step, batch in enumerate(got):
+            rows = [row for row in report["rows"] if row["step"] == step]
+            assert {key for row in rows for key in row["keys"]} == {key for row in batch for key in row}
+        assert ", in 4 rows)" in run(*asked).output

@@ -56,6 +56,7 @@ def dying(name, call):
     return died
 for name in calls:
     setattr(Storage, name, dying(name, getattr(Storage, name)))
+sys.path.append(given["folder"])
 import test_unfinished
 verb = test_unfinished.VERBS.get(given["verb"], test_unfinished.tokenize_split)
 verb(given["source"], given["target"], given["options"])
@@ -138,7 +139,10 @@ def place(store: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[s
 
 
 def kill(forked: Forked, scene: Scene, verb: str, moment: str, target: str, options: Mapping[str, Any]) -> None:
-    given = {"verb": verb, "moment": moment, "source": str(scene.source), "target": target, "options": dict(options)}
+    given = {
+        "verb": verb, "moment": moment, "source": str(scene.source), "target": target, "options": dict(options),
+        "folder": str(Path(__file__).parent),
+    }  # fmt: skip
     output = Path(forked.python).parent / fresh_name("said")
     process = forked.start(KILLED, json.dumps(given), output=output)
     assert process.wait() == -signal.SIGKILL, output.read_text()

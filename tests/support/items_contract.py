@@ -82,7 +82,7 @@ class WindowRows(PieceItems):
         each = None if mask is None else np.array([mask[low:high].all() for low, high in spans])
         return builder.collate([default_collate(samples[low:high]) for low, high in spans], each)
 
-    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
         row, recipe = default_collate([builder.first_of(prototypes)] * self.size), builder.recipe
         if recipe.collate_fn is not None:
             return builder.without_rows(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from streaming.mixing.exact import EvenLanes, ExactLanes
+from streaming.mixing.exact import BatchLanes, EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import ExactPasses
+from streaming.mixing.quotas import BatchPasses, ExactPasses
 from streaming.mixing.shares import ShareTree
 from streaming.plan.ledger import Even
 from streaming.plan.order import Orders, OrderSettings
@@ -45,6 +46,13 @@ def even_(names: list[str], dealt: str) -> st.SearchStrategy[dict[str, Even]]:
     return st.just({}) if dealt == "batches" else some
 
 
+def lanes_dealt(dealt: str, sources: Sources, schedule: Sequence[Weights], batch_size: int) -> ExactLanes:
+    """Without an end, dealt in chunks, samples or batches."""
+    if dealt == "batches":
+        return BatchLanes(sources, schedule, batch_size=batch_size)
+    return (EvenLanes if dealt == "chunks" else ExactLanes)(sources, schedule)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A mixture and the arguments of a plan."""
@@ -67,13 +75,12 @@ class Case:
 
     def orders(self) -> Orders:
         sources = Sources(self.sources, self.settings, even=self.even if self.schedule else {})
-        size = self.global_batch_size if self.dealt == "batches" else None
+        size = self.global_batch_size
         if not self.schedule:
-            by_chunks = MixedPasses(sources, quotas=self.quotas)
-            return by_chunks if self.dealt == "chunks" else ExactPasses(sources, quotas=self.quotas, batch_size=size)
-        if self.dealt == "chunks":
-            return EvenLanes(sources, self.schedule)
-        return ExactLanes(sources, self.schedule, batch_size=size)
+            if self.dealt == "batches":
+                return BatchPasses(sources, quotas=self.quotas, batch_size=size)
+            return (MixedPasses if self.dealt == "chunks" else ExactPasses)(sources, quotas=self.quotas)
+        return lanes_dealt(self.dealt, sources, self.schedule, size)
 
     def laid(self) -> MixedLanes:
         """All sources in chunks."""

@@ -12,6 +12,7 @@ from streaming.batches.items.whole import WholeSamples
 from streaming.errors import ConfigError
 from streaming.packing.layout import PackShape
 from streaming.packing.rules import MAX_LENGTH, PackRules
+from streaming.plan.sizes import Steps, steps_of
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft"))
@@ -37,7 +38,12 @@ def checked_items(
     if field is None:
         _check_whole({"dtype": dtype, "stride": of_packs["stride"], **of_tokens}, of_packs)
     overlong = of_packs["overlong"] or ("drop" if field is None or of_packs["budgets"] else "split")
-    rules = PackRules(**{**of_packs, "overlong": overlong})
+    lengths = steps_of("length", of_packs["length"], "Schedule.steps({0: 1024, 20_000: 4096})")
+    if len(lengths) > 1:
+        _check_can_be_cut(of_packs)
+    longest = max((length for _, length in lengths), default=0) if len(lengths) > 1 else lengths[0][1]
+    rules = PackRules(**{**of_packs, "overlong": overlong, "length": longest})
+    parts = _checked_parts(lengths, rules)
     _check_name("column", column)
     for option in ("shift_labels", "labels_across"):
         checked_flag(option, of_tokens[option])
@@ -57,7 +63,44 @@ def checked_items(
         stale=0 if overlap_labels or rules.stride is None else rules.length - rules.stride,
         **{**of_tokens, "pad_id": checked_int("pad_id", of_tokens["pad_id"], 0, 2**32 - 1)},
     )  # fmt: skip
-    return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape)
+    return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape, parts=parts)
+
+
+def _check_can_be_cut(of_packs: Mapping[str, Any]) -> None:
+    """Refuse options of packs that cannot be laid out in shorter rows.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    why = {
+        "padded": "a padded pack is a batch under a budget, whose rows are as long as its documents",
+        "stride": "windows that overlap are not cut a second time",
+        "budgets": "for part of a document its use of the other budgets is not known, so none can be cut",
+    }
+    for option, reason in why.items():
+        if of_packs[option]:
+            raise ConfigError(
+                f"length={of_packs['length']} with {option}={of_packs[option]!r}: rows of another length are made by "
+                f"cutting packs, and {reason}; give length an integer, or leave {option} out"
+            )
+
+
+def _checked_parts(lengths: list[tuple[int, Any]], rules: PackRules) -> Steps:
+    """Return the number of rows that a pack makes while rows have these lengths, by row of the run.
+
+    Raises:
+        ConfigError: A pack cannot be cut into rows of a length.
+    """
+    if len(lengths) == 1:
+        return Steps.constant(1)
+    for row, length in lengths:
+        if rules.length % length or length % rules.multiple:
+            also = "" if rules.multiple == 1 else f", and a multiple of multiple={rules.multiple}"
+            raise ConfigError(
+                f"length: {length} from row {row:,} on: packs of the longest length, {rules.length}, are cut into "
+                f"equal rows; expected a divisor of {rules.length}{also}"
+            )
+    return Steps(tuple((row, rules.length // length) for row, length in lengths))
 
 
 def _check_whole(of_tokens: Mapping[str, Any], of_packs: Mapping[str, Any]) -> None:

@@ -22,6 +22,9 @@ from streaming.batches.sequence import SequenceSlice
 from streaming.errors import ConfigError, DecodeError
 from streaming.packing.balance import BalanceRules, order_local
 from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
+from streaming.packing.shorter import shorter
+from streaming.plan.sizes import Steps
+from streaming.plan.state import LoaderState
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, override
 
@@ -33,15 +36,17 @@ _FATE = "Padding takes the place of its tokens and carries no loss"
 class TokenPacks(PieceItems):
     """A row is a pack of documents, whose tokens go straight from the shards into the batch.
 
-    A document that cannot be read becomes padding.
+    A document that cannot be read becomes padding. While ``parts`` is k, each pack is laid out as k rows.
 
     Attributes:
-        shape: The user's options for a batch.
+        shape: The user's options for a batch; its length is that of a pack.
         balance: See ``Items``.
+        parts: Rows that a pack makes, by the row of the run at which its global batch begins; each divides the length.
     """
 
     shape: PackShape
     balance: BalanceRules | None = None
+    parts: Steps = Steps(((0, 1),))  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         self._check_labels()
@@ -66,22 +71,30 @@ class TokenPacks(PieceItems):
         """See ``Items``: with ``balance="local"`` from the most to the least expensive pack."""
         if self.balance is None or self.balance.how != "local":
             return slice(None)
-        return order_local(self._costs(self.packs(stock, of), self.balance))
+        costs = self._costs(self.packs(stock, of), self.balance)
+        return order_local(costs.reshape(len(of.offsets), -1).sum(axis=1))  # a pack costs what its rows do
 
     def packs(self, stock: Stock, of: PlannedRows) -> PackRows:
-        """See ``PieceItems``; if packs are to be exchanged, with their costs."""
+        """See ``PieceItems``; if packs are to be exchanged, with their costs. All are of batches with as many parts."""
         packs = PieceItems.packs(self, stock, of)
+        if not self.parts.is_constant:
+            parts = self.parts.at(int(stock.begins(of)[0]))
+            packs = shorter(packs, self.shape.length, parts, self.shape.multiple)
         if self.balance is None or not self.exchanges:
             return packs
         return replace(packs, costs=self._costs(packs, self.balance))
 
     def _costs(self, packs: PackRows, rules: BalanceRules) -> Any:
-        return packs.costs_by(rules, self.shape.length)
+        return packs.costs_by(rules, self.shape.length // packs.parts)
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
         """See ``Items``: never pack, or wait for a column of lengths, under the engine's lock."""
         if not stock.source.has_packs(of.chunk_ids, of.passes, stock.seed):
             return None
+        if not self.parts.is_constant:
+            begins = stock.begins(of)
+            if self.parts.next_change(int(begins.min())) != self.parts.next_change(int(begins.max())):
+                return None
         rows = self.rows(stock, of, {})
         return rows if as_planned(rows, pieces_of(rows), self.shape) else None
 
@@ -94,7 +107,9 @@ class TokenPacks(PieceItems):
         of, count, valid = self._marked(packs, valid, is_plain=recipe.collate_fn is None)
         mask = recipe.mask_of(count, valid)
         if recipe.skips and mask is not None:  # under "skip", a row of which nothing could be read
-            mask &= np.bincount(of[available > packs.starts], minlength=count) > 0
+            mask &= (np.bincount(of[available > packs.starts], minlength=count) > 0) | (
+                np.bincount(of, minlength=count) == 0
+            )
         allocate = builder.allocate if recipe.collate_fn is None else None
         columns = self._laid_out(recipe, rows, packs, available, allocate)
         if recipe.collate_fn is None:
@@ -102,7 +117,7 @@ class TokenPacks(PieceItems):
         each = (columns.batch(pack, pack + 1) for pack in range(packs.num_packs))
         return builder.collate([self._as_row(one) for one in each], mask)
 
-    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows]) -> Any:  # noqa: ARG002
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:  # noqa: ARG002
         """See ``Items``: its form follows from the options."""
         nothing, recipe = np.empty(0, np.int64), replace(builder.recipe, finish=None)
         rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
@@ -110,8 +125,9 @@ class TokenPacks(PieceItems):
         is_mixed = len(recipe.parts) > 1 or bool(recipe.parts[0].name)
         sources = np.zeros(len(splits) - 1, np.int64) if is_mixed else None
         packs = PackRows(
-            splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing, sources=sources
-        )
+            splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing, sources=sources,
+            parts=self.rows_each(begin),
+        )  # fmt: skip
         batch = self._laid_out(recipe, rows, packs, nothing, None).batch(0, packs.num_packs)
         if recipe.collate_fn is None:
             return recipe.whole(batch, recipe.mask_of(0, None), 0)
@@ -156,11 +172,12 @@ class TokenPacks(PieceItems):
     def _laid_out(
         self, recipe: Recipe, rows: Rows, packs: PackRows, available: Int64Array, allocate: Allocate | None
     ) -> PackColumns:
-        return PackColumns(rows, packs, self.shape, available, allocate, [part.name for part in recipe.parts])
+        shape = self.shape if packs.parts == 1 else replace(self.shape, length=self.shape.length // packs.parts)
+        return PackColumns(rows, packs, shape, available, allocate, [part.name for part in recipe.parts])
 
     def _marked(self, packs: PackRows, valid: Mask, *, is_plain: bool) -> tuple[Int64Array, int, Mask]:  # noqa: ARG002
         """Return which entry of the mask each piece is under, how many entries it has, and which are valid."""
-        return packs.packs, packs.num_packs, valid
+        return packs.packs, packs.num_packs, None if valid is None else valid.repeat(packs.parts)
 
     def _as_row(self, batch: Batch) -> Sample:
         """Return the only pack of a batch, as functions of samples see it."""
@@ -207,6 +224,37 @@ class TokenPacks(PieceItems):
         builder.place[0] = -1
         return tokens
 
+    # --- over a run ---
+
+    @property
+    def lengths(self) -> Steps:
+        """Tokens of a row, by the row of the run at which its global batch begins."""
+        return Steps(tuple((row, self.shape.length // parts) for row, parts in self.parts.steps))
+
+    @override
+    def rows_each(self, begin: int) -> int:
+        return self.parts.at(begin)
+
+    @property
+    @override
+    def changes(self) -> Sequence[tuple[int, str]]:
+        if self.parts.is_constant:
+            return ()
+        return [(row, f"rows of {length:,} tokens") for row, length in self.lengths.steps]
+
+    @override
+    def facts(self, state: LoaderState | None = None, row: int = 0) -> dict[str, Any]:
+        own, was = self.lengths, None if state is None else state.lengths
+        if was is None:
+            return {"lengths": own}
+        if not was.goes_on_as(own, row):
+            _log.info(
+                "the length of rows changes at row %d: the state had %s; this loader has %s. The packs, their order "
+                "and the number of steps stay the same; packs are laid out in rows of other lengths from that row on",
+                row, was, own,
+            )  # fmt: skip
+        return {"lengths": was.followed_by(own, row)}
+
     # --- between ranks ---
 
     @override
@@ -219,14 +267,14 @@ class TokenPacks(PieceItems):
 
     @override
     def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
-        return join_packs(rows, self.shape, allocate)
+        return join_packs(rows, self.shape.max_docs, allocate)
 
     # --- options ---
 
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {**asdict(self.shape), "padded": False}
+        return {**asdict(self.shape), "length": self.lengths.plain, "padded": False}
 
     @override
     def fate(self, on_error: OnError) -> str:
@@ -265,12 +313,23 @@ class TokenPacks(PieceItems):
         """See ``Items``: documents must be divisible; warn about labels whose tokens are on other ranks."""
         if wanted.borders is not None:
             self._check_borders(wanted, least)
+        elif not self.parts.is_constant:
+            self._check_lengths(least)
         if "labels" in wanted.fields and not self.shape.shift_labels:
             _log.warning(
                 "sequence: labels are sliced as they are, with labels[t] = input_ids[t] (shift_labels=False). A model "
                 "that shifts them itself sees one slice only, and compares the tokens at its borders with the wrong "
                 "labels: write Packed(…, shift_labels=True) and use a loss that compares position by position"
             )
+
+    def _check_lengths(self, least: int) -> None:
+        for row, length in self.lengths.steps:
+            if length % least:
+                raise ConfigError(
+                    f"sequence: rows of {length} tokens, which come from row {row:,} on, cannot be cut into equal "
+                    f"slices: the length must be a multiple of {least}. Use other lengths in Packed(…, length="
+                    "Schedule.steps({…}))"
+                )
 
     def _check_borders(self, wanted: SequenceSlice, least: int) -> None:
         if self.shape.multiple % least:
@@ -323,6 +382,10 @@ class PaddedDocuments(OneEach, TokenPacks):
     @override
     def options(self) -> dict[str, Any]:
         return {**asdict(self.shape), "padded": True}
+
+    @override
+    def facts(self, state: LoaderState | None = None, row: int = 0) -> dict[str, Any]:
+        return {}  # its length is a budget
 
     def _check_borders(self, wanted: SequenceSlice, least: int) -> None:  # noqa: ARG002
         raise ConfigError(

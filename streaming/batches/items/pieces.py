@@ -41,7 +41,7 @@ class PieceItems(Items):
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
         """See ``Items``: the pieces, which have the name of their sample even if they are damaged."""
         packs = self.packs(stock, of)
-        row_of = packs.packs
+        row_of = packs.planned
         damage = {piece: lost[row] for piece, row in enumerate(row_of.tolist()) if row in lost} if lost else {}
         chunk_ids = of.chunk_ids[row_of]
         rows = stock.rows(of.first_rows[row_of] + packs.samples, chunk_ids, damage)
@@ -61,7 +61,7 @@ class PieceItems(Items):
 
     @override
     def row_of(self, rows: Rows, i: int) -> int:
-        return int(pieces_of(rows).packs[i])
+        return int(pieces_of(rows).planned[i])
 
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
         """See ``Items``: they are not samples."""

@@ -10,7 +10,7 @@ import torch
 
 from streaming.batches.items.columns import fresh
 from streaming.batches.jagged import Allocate
-from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackShape
+from streaming.packing.layout import IGNORED, NO_DOCUMENT
 from streaming.types import Batch
 
 _WIDE = ("input_ids", "labels", "position_ids", "document_ids")
@@ -34,13 +34,14 @@ def split_packs(batch: Batch) -> list[Batch]:
     return rows
 
 
-def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | None = None) -> Batch:
+def join_packs(rows: Sequence[Batch], max_docs: int | None, allocate: Allocate | None = None) -> Batch:
     """Join rows of :func:`split_packs` into a batch; fields of tokens lie in memory from ``allocate``."""
     batch: Batch = {}
+    length = len(rows[0]["input_ids"])  # type: ignore[arg-type]
     for name, first in rows[0].items():
         values: list[Any] = [row[name] for row in rows]
         if name in _WIDE:
-            whole = (allocate or fresh)((len(rows), shape.length), torch.int64)
+            whole = (allocate or fresh)((len(rows), length), torch.int64)
             for place, value in zip(whole, values, strict=True):
                 place.copy_(value)
             batch[name] = whole
@@ -49,12 +50,12 @@ def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | Non
         else:
             batch[name] = values
     starts: Any = batch["cu_seqlens"]
-    places = len(rows) * shape.length
-    borders = np.concatenate([*(start.numpy() + pack * shape.length for pack, start in enumerate(starts)), [places]])
+    places = len(rows) * length
+    borders = np.concatenate([*(start.numpy() + pack * length for pack, start in enumerate(starts)), [places]])
     longest = int(np.diff(borders).max(initial=0))
-    if shape.max_docs is not None:
-        borders = np.pad(borders, (0, len(rows) * (shape.max_docs + 1) + 1 - len(borders)), constant_values=places)
-        longest = shape.length
+    if max_docs is not None:
+        borders = np.pad(borders, (0, len(rows) * (max_docs + 1) + 1 - len(borders)), constant_values=places)
+        longest = length
     labels: Any = batch["labels"]
     documents: Any = batch["document_ids"]
     return batch | {
