@@ -14,7 +14,7 @@ from shard_tools.plan.report import PlanOptions, plan_opened
 from shard_tools.plan.steps import PlannedRun
 from streaming import Curriculum, DataLoader, Schedule, StreamingDataset
 from streaming.datasets.face import DataSet
-from streaming.mixing.exact import EvenLanes, ExactLanes
+from streaming.mixing.exact import BatchLanes, EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights
 from streaming.mixing.quotas import BatchPasses, ExactPasses
@@ -84,6 +84,13 @@ class TestEvenLanes(OrderContract):
 
     def orders(self) -> Any:
         return EvenLanes(Sources({"code": CHUNKS[:3], "web": CHUNKS[3:]}, LANED, even={"code": "runs"}), weights())
+
+
+class TestLanesOfOneSource(OrderContract):
+    is_passed = False
+
+    def orders(self) -> Any:
+        return BatchLanes(sources(), weights(), batch_size=12)
 
 
 class TestExactLanes(OrderContract):
