@@ -17,8 +17,8 @@ from shard_tools.options import (
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.render import plain
 from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
 from shard_tools.verbs import emit
 from streaming.arguments import counted, format_bytes
 from streaming.storage import Storage

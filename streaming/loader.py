@@ -69,8 +69,9 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
     Use a loader from one thread. A batch belongs to the caller that received it.
 
     Args:
-        dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set; a map-style or iterable torch dataset
-            (wrapped in an ``OrdinaryDataset`` if it needs options of its own); or a callable that makes one of these.
+        dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set, or the ``DataSet`` of a source of your own
+            (CONTRIBUTING.md); a map-style or iterable torch dataset (wrapped in an ``OrdinaryDataset`` if it needs
+            options of its own); or a callable that makes one of these.
         batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from data_sets import mesh_of
 from order_contract import OrderContract, ReversedBits
-from source_contract import KEYS, NUM, DictSource, fields_of
+from source_contract import KEYS, NUM, DictSource, fields_of, write_samples
 
 from shard_tools.plan.report import PlanOptions, plan_opened
 from shard_tools.plan.steps import PlannedRun
-from streaming import DataLoader
+from streaming import Curriculum, DataLoader, Schedule, StreamingDataset
 from streaming.datasets.face import DataSet
 from streaming.mixing.exact import EvenLanes, ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import ExactPasses
+from streaming.mixing.quotas import BatchPasses, ExactPasses
 from streaming.plan.order import EpochOrders, OrderSettings
 from streaming.plan.state import LoaderState
 
@@ -69,7 +69,7 @@ class TestPassesOfOneSource(OrderContract):
     is_passed = False
 
     def orders(self) -> Any:
-        return ExactPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
+        return BatchPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
 
 
 class TestMixedLanes(OrderContract):
@@ -93,6 +93,20 @@ class TestExactLanes(OrderContract):
 
     def orders(self) -> Any:
         return ExactLanes(sources(), weights())
+
+
+class TestCurriculum(OrderContract):
+    is_passed = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _source(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        folder = write_samples(tmp_path_factory.mktemp("curriculum") / "set")
+        schedule = Schedule.linear(0.4, 1.0, over=40)
+        cls.source = Curriculum(StreamingDataset(str(folder)), "tokens", schedule, buckets=3).source
+
+    def orders(self) -> Any:
+        return self.source.orders(LANED)
 
 
 class TestReversedBits(OrderContract):

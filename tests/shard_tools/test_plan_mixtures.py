@@ -22,6 +22,12 @@ G, RANKS = 12, 2
 SHUFFLE = {"lanes": 2, "window": 6}
 
 
+def first_of(source: Any, number: int = 0) -> dict[str, Any]:
+    """A sample of a source, the first unless another is asked for."""
+    (sample,) = source.read(np.array([number]))
+    return sample
+
+
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSet]:
     root = tmp_path_factory.mktemp("sets")
@@ -106,8 +112,8 @@ def test_training_and_tool_read_the_same_file(sets: dict[str, SampleSet], descri
     )  # fmt: skip
     assert (mix.fingerprint, mix.source.begun()) == (by_hand.fingerprint, by_hand.source.begun())
     assert mix.source.order_settings(G) == by_hand.source.order_settings(G)
-    assert mix.source.leaves["all/web"].read(np.array([0]))[0]["seen"] == 1
-    assert "seen" not in mix.source.leaves["math"].read(np.array([0]))[0]
+    assert first_of(mix.source.leaves["all/web"])["seen"] == 1
+    assert "seen" not in first_of(mix.source.leaves["math"])
 
 
 @pytest.mark.parametrize(
@@ -256,8 +262,7 @@ def test_who_and_when_of_exact_shares(described: Any, tmp_path: Path, options: d
     who = told(*more, "--state", saved, "--step", "0..20", "--who")
     assert rows_of(who) == got
     sources = Mixture.from_file(path).source.leaves
-    for row in who["rows"][:24]:
-        assert sources[row["source"]].read(np.array([row["number"]]))[0]["__key__"] == row["key"]
+    assert all(first_of(sources[row["source"]], row["number"])["__key__"] == row["key"] for row in who["rows"][:24])
     key = next(row[3] for row in got if row[2] == "code")
     when = told(*more, "--state", saved, "--key", key, "--when", "--step", "0..20")
     assert rows_of(when) == [row for row in got if row[3] == key]
