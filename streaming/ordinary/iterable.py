@@ -1,6 +1,6 @@
 """Loop over iterable torch datasets, with as many promises as a stream of samples allows.
 
-- Every sample goes to one rank and worker (see ``ordinary.parts``), random numbers are seeded by (seed, epoch).
+- Every sample goes to one rank and worker (see ``ordinary.worker_parts``), random numbers are seeded by (seed, epoch).
 - All ranks end together: by ``epoch_size``, or otherwise, under torch.distributed, by asking a few batches ahead
   whether every rank has one more.
 - The position is exact to the batch. Resuming is O(1) if the dataset (or its iterator) has ``state_dict``; otherwise

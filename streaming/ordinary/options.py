@@ -34,7 +34,7 @@ from streaming.plan.settings import Shape
 from streaming.replicas.options import Broadcast, Replicas
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
-"""How an iterable dataset is divided into parts (``ordinary.parts``), or dealt out (``ordinary.dispatch``)."""
+"""How an iterable dataset is divided into parts (``ordinary.worker_parts``), or dealt out (``ordinary.dispatch``)."""
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import MiniS3Server, fresh_name
-from streaming.index.large import LARGE_BYTES
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -26,6 +25,7 @@ from shard_tools.sets.reshard import ReshardOptions, reshard
 from streaming.catalog.build import index_shards
 from streaming.errors import ChecksumError
 from streaming.index.cutter import ChunkRule
+from streaming.index.large_members import LARGE_BYTES
 from streaming.storage import Storage
 
 Fields = Mapping[str, bytes]
