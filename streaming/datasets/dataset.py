@@ -233,9 +233,10 @@ class StreamingDataset(DataSet[SampleSource]):
             raise ConfigError("dataset[::0]: expected a step of at least 1, got 0; leave it out")
         first, stop, step = wanted.indices(self._source.num_readable)
         if step < 0:
+            asked = ":".join("" if one is None else str(one) for one in (wanted.start, wanted.stop, step))
             raise ConfigError(
-                f"dataset[::{step}]: a view is in storage order, but this step goes backwards; for samples in another "
-                f"order write dataset[range(len(dataset))[::{step}]], which is a list of samples"
+                f"dataset[{asked}]: a view is in storage order, but this step goes backwards; for samples in another "
+                f"order write dataset[range(len(dataset))[{asked}]], which is a list of samples"
             )
         return reading(self, self._source.selecting(self._source.selection.between(first, stop).every(step)))
 

@@ -365,9 +365,9 @@ class Mixed(Course):
         _log.warning(
             "the sources of this mixture are small: a chunk of %r has %d of their %d samples. Whole chunks are drawn "
             "in %d lanes, so at any step a source may be up to about %d samples ahead of or behind its share. "
-            '%s(…, quotas="exact") keeps the shares at every step; smaller shards (shard_tools reshard --max-bytes) '
+            'quotas="exact" keeps the shares at every step; smaller shards (shard_tools reshard --max-bytes) '
             "come closer to them",
-            name, round(mean), total, lanes, round(strays), type(self.source).__name__,
+            name, round(mean), total, lanes, round(strays),
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from streaming.arguments import check_choice, checked_count, checked_int, is_number
+from streaming.arguments import check_choice, checked_count, checked_int, is_number, is_whole
 from streaming.errors import ConfigError, StateError
 
 _T = TypeVar("_T")
@@ -51,6 +51,11 @@ class Schedule:
     num_segments: int = 256
     degree: float = 2.0
     listed: tuple[tuple[int, Value], ...] = ()
+
+    def __str__(self) -> str:
+        if self.shape == "steps":
+            return f"Schedule.steps({dict(self.listed)})"
+        return f"Schedule.{self.shape}({self.start}, {self.end}, over={self.over:_})"
 
     def __post_init__(self) -> None:
         check_choice("Schedule", self.shape, get_args(Shape))
@@ -329,10 +334,15 @@ def _plain(value: Any) -> Value:
     """
     if isinstance(value, Mapping):
         checked_weights(value)
-        return {name: value[name] if isinstance(value[name], int) else float(value[name]) for name in sorted(value)}
+        return {name: _number(value[name]) for name in sorted(value)}
     if not _is_number(value):
         raise ConfigError(f"Schedule: expected a dict of weights or a number of at least 0, got {value!r}")
-    return value if isinstance(value, int) else float(value)
+    return _number(value)
+
+
+def _number(value: Any) -> float:
+    """Return a number as Python's: NumPy's integers stay integers, for sizes and lengths."""
+    return int(value) if is_whole(value) else float(value)
 
 
 def _is_number(value: object) -> bool:

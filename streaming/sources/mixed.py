@@ -412,6 +412,11 @@ def _documents(one: Leaf) -> SampleSource:
     return one
 
 
+def _in_code(option: object) -> str:
+    """Return an option of packs as the user writes it: lengths by row are a schedule."""
+    return f"Schedule.steps({dict(option)})" if isinstance(option, (list, tuple)) else repr(option)
+
+
 def _check_packs(leaves: Mapping[str, Leaf]) -> None:
     """Refuse sources that could not form one tensor in a batch: packs beside samples, or packs of several kinds.
 
@@ -425,15 +430,15 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
     if others:
         raise ConfigError(
             f"sources: {some_names(sorted(packed))} are Packed and {some_names(others)} are not; pack all of them, "
-            f"Packed(…, length={next(iter(packed.values()))['length']}), or none"
+            f"Packed(…, length={_in_code(next(iter(packed.values()))['length'])}), or none"
         )
     first, options = next(iter(packed.items()))
     for name, other in packed.items():
         for option in options:
             if options[option] != other[option]:
                 raise ConfigError(
-                    f"sources: Packed {first!r} has {option}={options[option]!r}, but {name!r} has "
-                    f"{option}={other[option]!r}; packs of one batch must be alike: "
+                    f"sources: Packed {first!r} has {option}={_in_code(options[option])}, but {name!r} has "
+                    f"{option}={_in_code(other[option])}; packs of one batch must be alike: "
                     + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
                        "the width" if option == "dtype" else "give both the same")
                 )  # fmt: skip
