@@ -15,7 +15,7 @@ from shard_tools.running.templates import jinja
 from shard_tools.show.pages import stats_page
 from shard_tools.stats.report import StatsReport
 from shard_tools.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
-from shard_tools.stats.sketches import Distribution, Top
+from shard_tools.stats.sketches import WORDS, Distribution, Top
 from shard_tools.stats.totals import FieldTotals
 from shard_tools.verbs import emit
 from streaming.arguments import counted, format_bytes
@@ -116,7 +116,7 @@ def show_stats(report: StatsReport) -> None:
         for line in _shown(one):
             click.echo(f"{plain(name)}: {line}")
     for name, top in sorted(report.classes().items()):
-        many = f"{len(top.counts):,}" if top.is_exact else f"more than {len(top.counts):,}"
+        many = f"{len(top.counts):,}" if top.is_exact else f"more than {WORDS:,}"
         click.echo(f"classes of {plain(name)}: {many}: {_most(top)}")
     columns = sorted(totals.columns.items())
     _table(
@@ -180,7 +180,7 @@ def _frequent(top: Top) -> str:
     most = max(top.counts.values(), default=0)
     if most * _RARE >= top.num:
         return _most(top)
-    return f"{len(top.counts):,} different" if top.is_exact else f"more than {len(top.counts):,} different"
+    return f"{len(top.counts):,} different" if top.is_exact else f"more than {WORDS:,} different"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

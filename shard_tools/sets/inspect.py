@@ -195,6 +195,7 @@ def info(
                 fields[name] = _add(fields.get(name), name, present)
         progress.advance(num=1)
     late, views, broken = _beside(shards, storage)
+    unlike = shards_unlike_index(shards, urls, storage) if shards.scanned is None else ()
     return DataSetInfo(
         num_shards=len(shards.urls),
         num_samples=chunks.total_samples,
@@ -206,7 +207,7 @@ def info(
         index=_where(shards, urls),
         has_index=shards.scanned is None,
         fingerprint=chunks.fingerprint,
-        findings=(*findings, *broken, *(() if shards.scanned is not None else _compare(shards, urls, storage))),
+        findings=(*findings, *broken, *unlike),
     )
 
 
@@ -237,7 +238,7 @@ def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[V
     return columns, views, findings
 
 
-def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
+def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
     """Yield the shards that are not as the index describes them; one request each."""
 
     def size_of(url: str) -> int | None:

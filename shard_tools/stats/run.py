@@ -11,6 +11,7 @@ import numpy as np
 from shard_tools.convert.journal import note_at
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.sets.inspect import shards_unlike_index
 from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.stats.journal import TotalsJournal
 from shard_tools.stats.report import StatsReport, kinds_of
@@ -104,6 +105,7 @@ def stats(
         chunk_bytes=rows.byte_end - rows.byte_start, chunk_samples=rows.num_samples,
         has_index=shards.scanned is None, unfinished=tuple(mark.state for mark in shards.marks),
         beside=(*beside, *totals.late_errors),
+        gone=tuple(shards_unlike_index(shards, urls, storage)) if shards.scanned is None else (),
     )  # fmt: skip
     asked = {"where": options.where, "view": options.view, "subset": options.subset}
     return StatsReport(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shard_tools.running.report import Finding
 from shard_tools.stats.sketches import Top
 from shard_tools.stats.totals import Adjacent, FieldTotals, Totals
 from streaming.arguments import counted, format_bytes
@@ -59,6 +60,7 @@ class Facts:
         has_index: Whether there is a stored index.
         unfinished: Why the set is not whole, if it is not.
         beside: What cannot be read beside the index.
+        gone: Shards that are missing, or have another size than the index says.
     """
 
     urls: tuple[str, ...]
@@ -70,6 +72,7 @@ class Facts:
     has_index: bool
     unfinished: tuple[str, ...]
     beside: tuple[str, ...]
+    gone: tuple[Finding, ...] = ()
 
     @property
     def place(self) -> str:
@@ -102,6 +105,13 @@ def _not_whole(facts: Facts) -> Iterator[Surprise]:
             kind="no index", what="there is no index: all shards were read to list the samples",
             why="exact resume, random access and filters need one; so do sets of more than 1 GiB here",
             cure=f"`shard_tools index {facts.place}`",
+        )  # fmt: skip
+    if facts.gone:
+        first = facts.gone[0]
+        yield Surprise(
+            kind="gone",
+            what=f"{counted(len(facts.gone), 'shard')} not as the index says: {redact(first.shard)}: {first.what}",
+            why="training refuses such a set, or passes over the samples of a shard that was cut off", cure=first.cure,
         )  # fmt: skip
     for what in facts.beside:
         yield Surprise(

@@ -566,6 +566,9 @@ def test_a_missing_and_a_cut_shard_are_told(tmp_path: Path) -> None:
     report = report_of(f"{data}/{{000000..000003}}.tar")
     assert report.totals.num_unread == 10
     assert any(re.match("10 samples cannot be read: .*000002.tar", one.what) for one in report.found)
+    for url in (f"{data}/{{000000..000003}}.tar", data):  # a directory stands for what is listed in it
+        (gone,) = [one for one in report_of(url).found if one.kind == "gone"]
+        assert re.match("1 shard not as the index says: .*000002.tar: in the index, but not in the store", gone.what)
 
 
 def test_keys_that_are_not_utf8_and_empty_shards(tmp_path: Path) -> None:
