@@ -266,7 +266,9 @@ def test_packs_of_a_mixture_grow_together_and_weights_may_change(tmp_path: Path)
         assert batch["__source__"] == [name for name in packs["__source__"] for _ in range(each)]
         assert torch.equal(batch["source_ids"], packs["source_ids"].repeat_interleave(each))
         assert np.array_equal(np.sort(real_tokens(batch)), np.sort(real_tokens(packs)))
-    with pytest.raises(ConfigError, match=r"Packed 'code' has length=Schedule.steps\({0: 16, .*but 'web' has length=64"):
+    with pytest.raises(
+        ConfigError, match=r"Packed 'code' has length=Schedule.steps\({0: 16, .*but 'web' has length=64"
+    ):
         Mixture({"web": packed_of(tmp_path / "web", LENGTH), "code": packed_of(tmp_path / "code")})
 
 
