@@ -40,7 +40,10 @@ class Weighing:
         self, within: Mapping[str, Blend], leaves: Mapping[str, SampleSource | PackedDocuments], unit: Unit
     ) -> None:
         self._within, self._leaves, self.unit = within, leaves, unit
-        self._means: Units | None = None if unit == "samples" else lambda: self.units_per_sample
+
+    @property
+    def _means(self) -> Units | None:
+        return None if self.unit == "samples" else lambda: self.units_per_sample
 
     @cached_property
     def units_per_sample(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -792,3 +793,11 @@ def test_of_what_memory_holds_whole_nobody_looks_up_what_is_needed_at_once(
             found.append(take(loader, 5))
         assert len(looked) == (read_ahead == 0)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("unit", ["samples", "bytes"])
+def test_a_mixture_travels_to_other_processes_whatever_its_weights_count(sets: dict[str, SampleSet], unit: Any) -> None:
+    parts = {name: one.open() for name, one in sets.items()}
+    mixture = Mixture(parts, weights=dict.fromkeys(parts, 1), unit=unit)
+    for other in (pickle.loads(pickle.dumps(mixture)), copy.deepcopy(mixture)):
+        assert other.source.begun() == mixture.source.begun()
