@@ -45,8 +45,8 @@ class Decoding(Report):
     spread: float
 
 
-def some_samples(opened: OpenSet, storage: Storage) -> list[dict[str, bytes]]:
-    """Return samples of the middle shard, about 4 MiB: one request."""
+def some_samples(opened: OpenSet, storage: Storage) -> tuple[list[dict[str, bytes]], float]:
+    """Return samples of the middle shard, about 4 MiB: one request. And the mean bytes of their records."""
     position = len(opened.urls) // 2
     table = table_of(opened, position, storage)
     pieces = ShardPieces.of(opened.urls[position], table)
@@ -58,11 +58,19 @@ def some_samples(opened: OpenSet, storage: Storage) -> list[dict[str, bytes]]:
     for starts, sizes in zip(layout.starts.tolist(), layout.sizes.tolist(), strict=True):
         places = zip(layout.fields, starts, sizes, strict=True)
         found.append({name: bytes(buffer[at : at + size]) for name, at, size in places if at >= 0})
-    return found
+    return found, int(pieces.record_starts[pieces.bounds[stop]]) / max(1, len(found))
 
 
-def measure(samples: Sequence[Fields], *, seconds: float, cores: int) -> Decoding:
-    """Measure how fast samples are decoded, in a third of the time each way."""
+def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: float = 1.0) -> Decoding:
+    """Measure how fast samples are decoded, in a third of the time each way.
+
+    Args:
+        samples: What is decoded, again and again.
+        seconds: How long.
+        cores: Threads, and processes.
+        weight: Mean bytes of these samples as a multiple of those of the set: a giant among the few would stand for
+            many. Rates are of samples of the set's mean size.
+    """
     share_s = seconds / 3 / _ROUNDS
     one_thread = [decoded_per_s(samples, share_s) for _ in range(_ROUNDS)]
     with ThreadPoolExecutor(cores, thread_name_prefix="bench") as pool:
@@ -74,9 +82,9 @@ def measure(samples: Sequence[Fields], *, seconds: float, cores: int) -> Decodin
             _together(workers, samples, 0.0, cores)  # they start
             processes = [_together(workers, samples, share_s, cores) for _ in range(_ROUNDS)]
     return Decoding(
-        one_thread=median(one_thread),
-        threads=median(threads),
-        processes=median(processes) if processes else None,
+        one_thread=median(one_thread) * weight,
+        threads=median(threads) * weight,
+        processes=median(processes) * weight if processes else None,
         num=cores,
         spread=(max(threads) - min(threads)) / max(median(threads), 1e-9),
     )

@@ -55,8 +55,8 @@ class Measured:
 
     @property
     def most_bytes_per_s(self) -> float:
-        """The highest rate that was seen."""
-        return max(one.bytes_per_s for one in self.probes)
+        """The highest rate that was seen of reads as large as chunks, or larger."""
+        return max(self.best.bytes_per_s, self.probes[-1].bytes_per_s)
 
     @property
     def error_share(self) -> float:

@@ -142,10 +142,16 @@ def bench(
     )  # fmt: skip
     progress.advance(num=1)
     cores = num_cores()
-    samples = [sample for sample in decoding.some_samples(opened, storage) if sample]
+    samples, record_bytes = decoding.some_samples(opened, storage)
+    samples = [sample for sample in samples if sample]
     failing = decoding.failing_fields(samples)
     samples = [{name: data for name, data in sample.items() if name not in failing} for sample in samples]
-    decoded = decoding.measure(samples, seconds=_FOR_DECODING * options.seconds, cores=cores) if samples else None
+    weight = record_bytes / (chunks.total_bytes / chunks.total_samples)
+    decoded = (
+        decoding.measure(samples, seconds=_FOR_DECODING * options.seconds, cores=cores, weight=weight)
+        if samples
+        else None
+    )
     progress.advance(num=1)
     loops = _Loops(opened, storage_options or {}, options, progress, not_decoded=failing)
     baseline = loops.run(loops.settings)

@@ -20,6 +20,7 @@ from PIL import Image
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
+from shard_tools.bench import decoding
 from shard_tools.bench import judge as judging
 from shard_tools.bench.decoding import Decoding
 from shard_tools.bench.delivery import LoopRun
@@ -28,6 +29,7 @@ from shard_tools.bench.prices import BUILT_IN, cost_of, load_prices
 from shard_tools.bench.requests import Probe, UnreadRanges, probe
 from shard_tools.bench.run import BenchOptions, BenchReport, bench
 from shard_tools.cli import cli
+from shard_tools.sets.open_set import open_set
 from streaming import DataLoader, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.errors import ConfigError, IndexMissingError
@@ -315,3 +317,22 @@ def test_built_in_prices_say_their_date_and_that_others_differ() -> None:
     assert cost_of("https", 1, 1, None).for_requests is None
     table = load_prices(b'{"date": "today", "s3": {"per_1000_requests": 1}}', "p.json")
     assert (cost_of("s3", 2000, 10**9, table).for_requests, cost_of("s3", 2000, 10**9, table).internet) == (2.0, 0.0)
+
+
+def test_a_giant_among_the_few_that_are_decoded_does_not_stand_for_the_set(tmp_path: Path) -> None:
+    """Of 400 small images one has 4 megapixels, and lies where samples are taken from."""
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar") as writer:
+        for number in range(400):
+            size = (2048, 2048) if number == 3 else (32, 32)
+            pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
+            image = io.BytesIO()
+            Image.fromarray(pixels).save(image, "PNG")
+            writer.write({"__key__": f"{number:04d}", "png": image.getvalue()})
+    storage = Storage()
+    opened = open_set([f"{tmp_path}/"], storage, None)
+    samples, record_bytes = decoding.some_samples(opened, storage)
+    mean = opened.chunks.total_bytes / opened.chunks.total_samples
+    assert len(samples) < 40, "the giant takes the room of the others"
+    rates = decoding.measure(samples, seconds=0.6, cores=1, weight=record_bytes / mean)
+    alone = decoding.measure(samples, seconds=0.6, cores=1)
+    assert rates.one_thread > 5 * alone.one_thread
