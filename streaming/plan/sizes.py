@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -114,8 +115,10 @@ def steps_of(name: str, given: Any, example: str) -> list[tuple[int, Any]]:
     """Return an option as rows and its value from each on: a schedule of whole numbers, or anything else as it is.
 
     Raises:
-        ConfigError: It is another schedule; ``example`` shows one that is possible.
+        ConfigError: It is a dict, or another schedule; ``example`` shows one that is possible.
     """
+    if isinstance(given, Mapping):
+        raise ConfigError(f"{name}: numbers by row are a schedule; write Schedule.steps({dict(given)})")
     if not isinstance(given, Schedule):
         return [(0, given)]
     steps = given.segments()

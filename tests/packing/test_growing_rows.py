@@ -501,6 +501,7 @@ STEPS = Schedule.steps({0: 16, 9: 64})
 @pytest.mark.parametrize(
     ("length", "options", "words"),
     [
+        ({0: 16, 9: 64}, {}, r"length: numbers by row are a schedule; write Schedule.steps\({0: 16, 9: 64}\)"),
         (Schedule.linear(16, 64, over=100), {}, r"length: expected an integer, or Schedule.steps of integers"),
         (Schedule.steps({0: 16, 9: 64.5}), {}, r"length: expected an integer, or Schedule.steps of integers"),
         (Schedule.steps({0: 0, 9: 64}), {}, r"length: expected an integer, or Schedule.steps of integers"),
