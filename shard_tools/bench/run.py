@@ -142,16 +142,7 @@ def bench(
     )  # fmt: skip
     progress.advance(num=1)
     cores = num_cores()
-    samples, record_bytes = decoding.some_samples(opened, storage)
-    samples = [sample for sample in samples if sample]
-    failing = decoding.failing_fields(samples)
-    samples = [{name: data for name, data in sample.items() if name not in failing} for sample in samples]
-    weight = record_bytes / (chunks.total_bytes / chunks.total_samples)
-    decoded = (
-        decoding.measure(samples, seconds=_FOR_DECODING * options.seconds, cores=cores, weight=weight)
-        if samples
-        else None
-    )
+    decoded, failing = _decoded(opened, storage, options, cores)
     progress.advance(num=1)
     loops = _Loops(opened, storage_options or {}, options, progress, not_decoded=failing)
     baseline = loops.run(loops.settings)
@@ -185,6 +176,21 @@ def bench(
         cores=cores,
         seconds=time.monotonic() - began_s,
     )
+
+
+def _decoded(
+    opened: OpenSet, storage: Storage, options: BenchOptions, cores: int
+) -> tuple[Decoding | None, tuple[str, ...]]:
+    """Measure decoding alone, and name the fields that it leaves out because most samples cannot be decoded."""
+    samples, record_bytes = decoding.some_samples(opened, storage)
+    samples = [sample for sample in samples if sample]
+    failing = decoding.failing_fields(samples)
+    samples = [{name: data for name, data in sample.items() if name not in failing} for sample in samples]
+    if not samples:
+        return None, failing
+    weight = record_bytes / (opened.chunks.total_bytes / opened.chunks.total_samples)
+    seconds = _FOR_DECODING * options.seconds
+    return decoding.measure(samples, seconds=seconds, cores=cores, weight=weight), failing
 
 
 class _Loops:
