@@ -4,8 +4,9 @@ A format is a ``Source`` (``records.py``): a module that turns its files into re
 shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
 """
 
+from shard_tools.convert.base.records import Record, Skipped, Source, SourceOptions
 from shard_tools.convert.journal import TargetNotEmptyError
-from shard_tools.convert.records import Record, Skipped, Source, SourceOptions
+from shard_tools.convert.recode import ImageOptions
 from shard_tools.convert.run import ConvertOptions, ConvertReport, convert
 from shard_tools.convert.sources import SOURCE_KINDS, open_source
 
@@ -13,6 +14,7 @@ __all__ = [
     "SOURCE_KINDS",
     "ConvertOptions",
     "ConvertReport",
+    "ImageOptions",
     "Record",
     "Skipped",
     "Source",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shard_tools.convert.records import NUMBER_KEYS, Record, SourceOptions, number_key
+from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
 from shard_tools.write.filetypes import is_read_as
 from streaming.errors import ConfigError, DataError
 
@@ -23,10 +23,10 @@ _UNSAFE = re.compile(r"[^a-z0-9_-]+")
 
 def dump_json(value: object) -> bytes:
     """Encode compact JSON of :func:`plain_value`; numbers that JSON does not support (NaN, infinity) become null."""
-    return _json_of(value)[0]
+    return json_of(value)[0]
 
 
-def _json_of(value: object) -> tuple[bytes, str]:
+def json_of(value: object) -> tuple[bytes, str]:
     """Return JSON, and a remark if a number became null."""
     remark = ""
     try:
@@ -201,7 +201,7 @@ class RowMapper:
             elif column not in named and not self.named_only:
                 rest[column] = value
         if rest:
-            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else _json_of(rest)
+            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else json_of(rest)
             found.append((next(iter(rest)), "json", content))
             remarks += (remark,) if remark else ()
         if not found and not self.named_only:
@@ -274,7 +274,7 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     """
     last = extension.lower().rpartition(".")[2]
     if last == "json":
-        return _json_of(value)
+        return json_of(value)
     if last == "npy" and isinstance(value, list):
         try:
             remark = f"column {column!r}: NULL among the items of a list is stored as NaN" if _has_none(value) else ""
