@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS, NO_SIZE, look_at_image
 from shard_tools.convert.base.class_folders import ClassFolders
-from shard_tools.convert.base.pictures import IMAGE_EXTENSIONS, NO_SIZE, look_at_image
 from shard_tools.write.filetypes import ONE_FIELD
 
 

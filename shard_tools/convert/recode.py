@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageFile, TiffImagePlugin
 
-from shard_tools.convert.base.pictures import IMAGE_EXTENSIONS, TURNED
+from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS, TURNED
 from shard_tools.convert.base.records import Record, Skipped, Source
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.filetypes import plain_extension

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shard_tools.convert import lines, parquet, tars
+from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS
 from shard_tools.convert.base.files import find_files, is_local, places
-from shard_tools.convert.base.pictures import IMAGE_EXTENSIONS
 from shard_tools.convert.base.records import Source, SourceOptions
 from shard_tools.convert.base.zips import SUFFIX, ZipStorage, is_zip
 from shard_tools.convert.formats.audio import AUDIO_EXTENSIONS, AudioFolder

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.convert.base.rows import RowMapper, as_payload, safe_extension
-from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike
+from shard_tools.convert.base.rows import RowMapper, as_payload, choose_type, safe_extension
+from shard_tools.write.filetypes import file_type
 from streaming.errors import ConfigError, DataError
 
 LOOKED_AT = 10_000  # values of a binary column, to tell its type; later ones are compared with it while they are read
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class ArrowColumns:
             if not left:
                 break
             found |= look(left)
-        types = {name: _choose_type(name, found.get(name, Counter())) for name in binary}
+        types = {name: choose_type(name, found.get(name, Counter())) for name in binary}
         return replace(
             mapper,
             binary={
@@ -221,34 +219,3 @@ def _has_fine_times(kind: pa.DataType) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _choose_type(column: str, types: Mapping[str, int]) -> str:
-    """Return the extension of a binary column: by its name if most values agree, else by what all of them are.
-
-    Args:
-        column: Its name.
-        types: How many of the values looked at are of each type; ``""``: of none that is known.
-
-    Raises:
-        ConfigError: Most values are of known types, but not all of one.
-    """
-    counts = Counter(types)
-    num_values, num_unknown = counts.total(), counts[""]
-    known = [extension for extension, _ in counts.most_common() if extension]
-    named = column.lower().rpartition(".")[2]
-    if named in FILE_TYPES and 2 * sum(counts[one] for one in known if is_alike(one, named)) >= num_values:
-        return named
-    if 2 * num_unknown >= num_values:
-        return "bin"
-    told = ", ".join(f"{counts[one]:,} are {one or 'of no known type'}" for one, _ in counts.most_common())
-    if num_unknown or not all(is_alike(one, known[0]) for one in known):
-        raise ConfigError(
-            f"column {column!r}: of the first {num_values:,} values {told}; a column becomes one field: name it with "
-            f"--field {column}={known[0]}, or --field {column}=bin for bytes as they are"
-        )
-    if len(known) > 1:
-        _log.warning(
-            "column %r: of the first %s values %s: %s", column, f"{num_values:,}", told, ONE_FIELD % known[0],
-        )  # fmt: skip
-    return known[0]

@@ -6,18 +6,21 @@ import datetime as dt
 import decimal
 import io
 import json
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
-from shard_tools.write.filetypes import is_read_as
+from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, is_alike, is_read_as
 from streaming.errors import ConfigError, DataError
 
 DROP = "-"  # as the extension of a column: leave it out
+_log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^a-z0-9_-]+")
 
 
@@ -253,6 +256,36 @@ def unreadable(number: int, where: str, problem: DataError) -> Record:
 def safe_extension(column: str) -> str:
     """Make ``column`` a part of a field name."""
     return _UNSAFE.sub("_", column.lower()).strip("_") or "column"
+
+
+def choose_type(column: str, types: Counter[str]) -> str:
+    """Return the extension of a binary column: by its name if most values agree, else by what all of them are.
+
+    Args:
+        column: Its name.
+        types: How many of the values looked at are of each type; ``""``: of none that is known.
+
+    Raises:
+        ConfigError: Most values are of known types, but not all of one.
+    """
+    num_values, num_unknown = types.total(), types[""]
+    known = [extension for extension, _ in types.most_common() if extension]
+    named = column.lower().rpartition(".")[2]
+    if named in FILE_TYPES and 2 * sum(types[one] for one in known if is_alike(one, named)) >= num_values:
+        return named
+    if 2 * num_unknown >= num_values:
+        return "bin"
+    told = ", ".join(f"{types[one]:,} are {one or 'of no known type'}" for one, _ in types.most_common())
+    if num_unknown or not all(is_alike(one, known[0]) for one in known):
+        raise ConfigError(
+            f"column {column!r}: of the first {num_values:,} values {told}; a column becomes one field: name it with "
+            f"--field {column}={known[0]}, or --field {column}=bin for bytes as they are"
+        )
+    if len(known) > 1:
+        _log.warning(
+            "column %r: of the first %s values %s: %s", column, f"{num_values:,}", told, ONE_FIELD % known[0],
+        )  # fmt: skip
+    return known[0]
 
 
 def as_payload(value: object) -> bytes | None:

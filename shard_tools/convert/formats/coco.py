@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS, AnnotatedFile, AnnotatedImages, choose_part
 from shard_tools.convert.base.class_folders import numbered_classes
 from shard_tools.convert.base.files import SourceFile, list_files
-from shard_tools.convert.base.pictures import IMAGE_EXTENSIONS, AnnotatedFile, AnnotatedImages, choose_part
 from shard_tools.convert.base.records import NUMBER_KEYS, Skipped, SourceOptions
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage, redact, split_url

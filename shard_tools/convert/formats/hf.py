@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from shard_tools.convert.base.annotated import choose_part
 from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import SourceFile, find_files, identity_of, is_folder, is_local, open_stored
-from shard_tools.convert.base.pictures import choose_part
 from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper
 from streaming.errors import ConfigError, DataError, NotFoundError, StorageError

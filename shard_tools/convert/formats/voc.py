@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 from xml.parsers import expat
 
+from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS, AnnotatedFile, AnnotatedImages, choose_part
 from shard_tools.convert.base.class_folders import numbered_classes
 from shard_tools.convert.base.files import SourceFile, list_files
-from shard_tools.convert.base.pictures import IMAGE_EXTENSIONS, AnnotatedFile, AnnotatedImages, choose_part
 from shard_tools.convert.base.records import NUMBER_KEYS, Skipped, SourceOptions
 from shard_tools.running.engine import map_ordered
 from streaming.errors import ConfigError, DataError, NotFoundError
