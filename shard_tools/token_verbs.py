@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shard_tools import render
-from shard_tools.convert.records import TEXT_UNITS
+from shard_tools.convert.base.records import TEXT_UNITS
 from shard_tools.options import Command, names
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar

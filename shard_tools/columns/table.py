@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.convert.files import SourceFile, find_files
+from shard_tools.convert.base.files import SourceFile, find_files
+from shard_tools.convert.base.records import SourceOptions
 from shard_tools.convert.parquet import open_parquet
-from shard_tools.convert.records import SourceOptions
 from shard_tools.convert.sources import LAYOUTS, kind_of_name, open_source
 from streaming.errors import ConfigError
 from streaming.index.where import is_comparable

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from shard_tools.convert.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.base.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, SeenKeys, check_key

@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shard_tools.convert.files import SourceFile, find_files, identity_of, is_local, walk_folder
-from shard_tools.convert.journal import CLASSES
-from shard_tools.convert.records import (
+from shard_tools.convert.base.files import SourceFile, find_files, identity_of, is_local, walk_folder
+from shard_tools.convert.base.records import (
     NUMBER_KEYS,
     Record,
     Skipped,
@@ -21,6 +20,7 @@ from shard_tools.convert.records import (
     number_key,
     permutation,
 )
+from shard_tools.convert.journal import CLASSES
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.filetypes import ONE_FIELD, plain_extension
 from shard_tools.write.keys import WRONG_NAMES, wrong_names

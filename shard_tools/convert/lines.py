@@ -13,9 +13,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shard_tools.convert.files import FileSource, SourceFile, find_files, open_each, open_stored
-from shard_tools.convert.records import Record, SourceOptions, permutation
-from shard_tools.convert.rows import RowMapper, unreadable
+from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_each, open_stored
+from shard_tools.convert.base.records import Record, SourceOptions, permutation
+from shard_tools.convert.base.rows import RowMapper, unreadable
 from shard_tools.running.engine import map_ordered
 from streaming.arrays import sums
 from streaming.catalog.lines import MAX_LINE_BYTES, json_line, scan_lines

@@ -18,11 +18,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from shard_tools.convert.base.files import is_local
+from shard_tools.convert.base.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.base.rows import plain_value
 from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
-from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
-from shard_tools.convert.rows import plain_value
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
-from shard_tools.convert.records import Record, SourceOptions, permutation
-from shard_tools.convert.rows import RowMapper, as_payload, safe_extension
+from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_stored
+from shard_tools.convert.base.records import Record, SourceOptions, permutation
+from shard_tools.convert.base.rows import RowMapper, as_payload, safe_extension
 from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.storage import Storage, redact

@@ -11,9 +11,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
+from shard_tools.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.convert.images import save_classes
 from shard_tools.convert.pack import Destination, pack, refuse_overlap
-from shard_tools.convert.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.convert.sources import open_source
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from shard_tools.convert import lines, parquet, tars
-from shard_tools.convert.files import find_files, is_local
+from shard_tools.convert.base.files import find_files, is_local
+from shard_tools.convert.base.records import Source, SourceOptions
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
-from shard_tools.convert.records import Source, SourceOptions
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, local_path, redact
 from streaming.types import SHARD_SUFFIXES

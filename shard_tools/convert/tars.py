@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Generator, Iterator
 from functools import partial
 
-from shard_tools.convert.files import FileSource, SourceFile, find_files, is_folder
-from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
+from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder
+from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
 from streaming.catalog.listing import StorageAhead
 from streaming.catalog.unfinished import Marks

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shard_tools.convert.base.records import ShardOptions, permutation
 from shard_tools.convert.journal import carry_notes, whole_journal
 from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
-from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.engine import DEFAULT_MEMORY
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report

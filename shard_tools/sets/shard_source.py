@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shard_tools.convert.records import Record, Skipped, number_key
+from shard_tools.convert.base.records import Record, Skipped, number_key
 from shard_tools.sets.pieces import read_pieces
 from shard_tools.sets.selection import ShardPart, Taken
 from streaming.errors import DataError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
 
-from shard_tools.convert.records import Record
+from shard_tools.convert.base.records import Record
 from shard_tools.tokens.ids import TokenIds
 from shard_tools.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.write.columns import follow

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shard_tools.convert.files import is_local
+from shard_tools.convert.base.files import is_local
+from shard_tools.convert.base.records import TEXT_UNITS, Source
 from shard_tools.convert.pack import Destination, PackedTarget, PackingRun
-from shard_tools.convert.records import TEXT_UNITS, Source
 from shard_tools.convert.run import RecordOptions, check_columns
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report

@@ -9,8 +9,8 @@ from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from shard_tools.convert.records import Record, Skipped, Source
-from shard_tools.convert.rows import dump_json
+from shard_tools.convert.base.records import Record, Skipped, Source
+from shard_tools.convert.base.rows import dump_json
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.tokens.documents import Content, Document, Reading, SetTally

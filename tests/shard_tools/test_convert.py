@@ -25,8 +25,8 @@ from index_files import change_document
 from tars import write_tar
 
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
-from shard_tools.convert.records import TEXT_UNITS, permutation
-from shard_tools.convert.rows import dump_json, dump_npy
+from shard_tools.convert.base.records import TEXT_UNITS, permutation
+from shard_tools.convert.base.rows import dump_json, dump_npy
 from shard_tools.sets.reindex import index
 from shard_tools.write.filetypes import file_type
 from streaming.errors import (

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from shard_tools.convert.records import Skipped
+from shard_tools.convert.base.records import Skipped
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shard_tools.convert.records import NUMBER_KEYS, Record, SourceOptions, number_key
+from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
 from shard_tools.write.filetypes import is_read_as
 from streaming.errors import ConfigError, DataError
 
