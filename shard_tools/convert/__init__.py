@@ -1,7 +1,7 @@
 """Pack data in other formats into indexed tar shards: the command ``convert``, and ``pack``, which others use too.
 
-A format is a ``Source`` (``base/records.py``): a module that turns its files into records, and no more. It neither writes
-shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
+A format is a ``Source`` (``base/records.py``): a module that turns its files into records, and no more. It neither
+writes shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
 """
 
 from shard_tools.convert.base.records import Record, Skipped, Source, SourceOptions
