@@ -1,1 +1,1 @@
-"""Read what all sources read: files, records, rows, columns of Arrow, folders of classes. It knows no format's name."""
+"""What every source needs: files in any store, records, and the mapping of rows to fields; it knows no format."""

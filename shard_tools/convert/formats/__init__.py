@@ -1,1 +1,1 @@
-"""Read the formats of other programs: each module is one ``Source``, and knows no other and nothing of shards."""
+"""Read the formats of other programs, a module for each; nothing here writes shards or unpickles."""
