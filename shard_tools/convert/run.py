@@ -82,10 +82,9 @@ class RecordOptions(ShardOptions):
             num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
             allow_unfinished=self.allow_unfinished, part=self.part, config=self.config, **how,
         )  # fmt: skip
-        reader = open_source(source, storage, kind=self.kind, options=options)
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
-        return reader
+        return open_source(source, storage, kind=self.kind, options=options)
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
