@@ -14,10 +14,10 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.convert.files import SourceFile
-from shard_tools.convert.images import IMAGE_EXTENSIONS
+from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS
+from shard_tools.convert.base.files import SourceFile
+from shard_tools.convert.base.records import Record
 from shard_tools.convert.parquet import open_parquet
-from shard_tools.convert.records import Record
 from shard_tools.export.job import ExportJob
 from shard_tools.running.progress import NoProgress
 from shard_tools.sets.bad_list import BadList
