@@ -59,11 +59,13 @@ def show_convert(report: ConvertReport) -> None:
         f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
     )
     if report.classes:
-        click.echo(
-            f"classes: {len(report.classes):,} (field cls: numbers of {redact(report.classes_from)})"
+        field = "field cls: " if report.kind in {"images", "audio"} else ""
+        by = (
+            f"numbers of {redact(report.classes_from)}"
             if report.classes_from
-            else f"classes: {len(report.classes):,} (field cls: number by sorted name in this source)"
+            else "number by sorted name in this source"
         )
+        click.echo(f"classes: {len(report.classes):,} ({field}{by})")
     if report.shuffle_seed is not None:
         click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
     if report.skipped:
