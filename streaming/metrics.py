@@ -4,17 +4,74 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 from streaming.forks import in_children, renew_lock
+
+Told: TypeAlias = Callable[..., Mapping[str, Any]]
+"""Tells facts of one stretch of work. Called only if somebody looks, in the thread that did the work."""
+
+
+class Begun(Protocol):
+    """A stretch of work that somebody watches."""
+
+    def end(self, start_s: float, end_s: float, told: Told | None, args: tuple[Any, ...]) -> None:
+        """Note that it is over, in the thread that began it; times are of ``time.perf_counter``."""
+
+
+class Ask(Protocol):
+    """A request of the consumer for a batch that somebody watches: a context that lasts until it has one."""
+
+    def got(self, step: Mapping[str, Any]) -> None:
+        """Note which step's batch the consumer gets."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Observer:
+    """Watch what the threads of a loader do. This one does nothing. Thread-safe, and never raises.
+
+    Work is named as it is counted. None, as the result, says that nobody wants to know when it ends.
+    """
+
+    def begin(self, name: str) -> Begun | None:  # noqa: ARG002  for those who watch
+        """Note that this thread begins some work."""
+        return None
+
+    def asks(self) -> Ask | None:
+        """Note that the consumer asks for a batch."""
+        return None
+
+    def seen(self, lane: str, name: str, start_s: float, end_s: float, told: Told, *args: Any) -> None:
+        """Note work that was done elsewhere, by a process or a device that ``lane`` names."""
+
+
+class _Here(threading.local):
+    account: dict[str, float] | None = None
+
+
+_here = _Here()
+
+
+def account_here(account: dict[str, float] | None) -> None:
+    """Add what this thread counts by ``Metrics.count`` from now on to ``account`` as well; None: no more."""
+    _here.account = account
 
 
 class Metrics:
     """Named numbers that threads add to. Thread-safe; one addition takes about a quarter of a microsecond.
 
     Names end in their unit: ``_bytes``, ``_s`` (seconds), or none for a count.
+
+    Attributes:
+        observer: Watches the work that is timed. Whoever replaces it passes on to the one before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.observer = observer or Observer()
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         in_children(self, renew_lock)
@@ -25,15 +82,25 @@ class Metrics:
             # No addition is lost.
             self._values[name] = self._values.get(name, 0) + amount
 
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to the number called ``name``, and to the account of what this thread is doing, if there is one."""
+        self.add(name, amount)
+        account = _here.account
+        if account is not None:
+            account[name] = account.get(name, 0) + amount
+
     def peak(self, name: str, value: float) -> None:
         """Raise the number called ``name`` to ``value`` if that is larger."""
         with self._lock:
             # The largest value so far, whoever came first.
             self._values[name] = max(self._values.get(name, 0), value)
 
-    def timed(self, name: str) -> _Timed:
-        """Return a context manager that adds the seconds spent inside to the number called ``name``."""
-        return _Timed(self, name)
+    def timed(self, name: str, told: Told | None = None, *args: Any) -> Timed:
+        """Return a context manager that adds the seconds spent inside to the number called ``name``.
+
+        ``told(*args)`` has the facts for whoever watches.
+        """
+        return Timed(self, name, told, args)
 
     def get(self, name: str) -> float:
         """Return the number called ``name``; 0 if nothing has been added yet."""
@@ -48,17 +115,25 @@ class Metrics:
             return dict(self._values)
 
 
-class _Timed:
-    """See :meth:`Metrics.timed`. A class, because a generator takes three times as long."""
+class Timed:
+    """See :meth:`Metrics.timed`. A class, because a generator takes three times as long.
 
-    __slots__ = ("_metrics", "_name", "_start_s")
+    Attributes:
+        seconds: The time spent inside, once it is over.
+    """
 
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        self._metrics = metrics
-        self._name = name
+    __slots__ = ("_args", "_begun", "_metrics", "_name", "_start_s", "_told", "seconds")
+
+    def __init__(self, metrics: Metrics, name: str, told: Told | None, args: tuple[Any, ...]) -> None:
+        self._metrics, self._name, self._told, self._args = metrics, name, told, args
 
     def __enter__(self) -> None:
+        self._begun = self._metrics.observer.begin(self._name)
         self._start_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._metrics.add(self._name, time.perf_counter() - self._start_s)
+        end_s = time.perf_counter()
+        self.seconds = end_s - self._start_s
+        self._metrics.add(self._name, self.seconds)
+        if self._begun is not None:
+            self._begun.end(self._start_s, end_s, self._told, self._args)

@@ -163,7 +163,7 @@ class NodeCache:
                     os.unlink(path)
             return False
         if found is LookupResult.WHOLE:
-            self.metrics.add("cache_hits")
+            self.metrics.count("cache_hits")
             self.metrics.add("cache_hit_bytes", len(out))
         return found is LookupResult.WHOLE
 

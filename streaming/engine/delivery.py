@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -164,6 +164,10 @@ class Delivery(ABC):
         """
 
     @abstractmethod
+    def _told(self, number: int) -> Mapping[str, Any]:
+        """Tell of a batch that was built what it is made of, for whoever watches; in any thread, without the lock."""
+
+    @abstractmethod
     def _give_back(self) -> None:
         """Release everything that the reader holds; no thread uses it any more."""
 
@@ -284,7 +288,7 @@ class Delivery(ABC):
 
     def _build_here(self, number: int) -> Any:
         """Build, in the consumer's thread, a batch that was begun, here or by a builder that had to leave it."""
-        with self._metrics.timed("build_in_consumer_s"):
+        with self._metrics.timed("build_in_consumer_s", self._told, number):
             try:
                 value = self._build(number)
             except DrawSeenError:
@@ -302,12 +306,11 @@ class Delivery(ABC):
             raise obstacle
         if self._can_start():
             self._changed.notify_all()
-        started_s = time.perf_counter()
-        self._changed.wait(LOOK_UP_S, when=partial(self._consumer_has_work, number))
-        waited_s = time.perf_counter() - started_s
-        self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
+        waiting = self._metrics.timed("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s")
+        with waiting:
+            self._changed.wait(LOOK_UP_S, when=partial(self._consumer_has_work, number))
         if number == self._first:
-            self._metrics.add("first_batch_wait_s", waited_s)
+            self._metrics.add("first_batch_wait_s", waiting.seconds)
 
     def _consumer_has_work(self, number: int) -> bool:
         """Tell whether the consumer, which waits for a batch, can take it, build it, call ``_go_on``, or end."""
@@ -391,7 +394,7 @@ class Delivery(ABC):
         error: BaseException | None = None
         num_bytes = object_bytes = 0
         try:
-            with self._metrics.timed("build_s"):
+            with self._metrics.timed("build_s", self._told, number):
                 value = self._build(number)
             num_bytes = weigh(value)
             object_bytes = num_bytes - tensor_bytes(value)

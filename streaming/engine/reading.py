@@ -154,7 +154,8 @@ class PlanReader:
         Raises:
             MemoryLimitError: What is needed at once does not fit.
         """
-        demand = self.rooms.demand(plan, self.dp_rank)
+        with self._metrics.timed("plan_s"):
+            demand = self.rooms.demand(plan, self.dp_rank)
         demand.check(resumed=resumed)
         return lambda: self._read(plan, demand)
 

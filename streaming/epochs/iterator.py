@@ -19,6 +19,7 @@ from streaming.forks import Maker
 from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+from streaming.tracing.ranges import ProfilerRanges
 from streaming.types import BatchT
 
 NO_SOURCES_SEEN = (
@@ -120,7 +121,7 @@ class Loop(ABC):
 
     def __init__(self, shape: Shape, position: Position | None = None) -> None:
         self.position = Position() if position is None else position
-        self.metrics = Metrics()
+        self.metrics = Metrics(ProfilerRanges())
         self.shape = shape
         self.running: Run | None = None
         self.announce: Callable[[Loop, Place], None] | None = None
@@ -258,6 +259,7 @@ class Loop(ABC):
 
     def succeed(self, other: Loop) -> None:
         """Take the place of another loop over the same dataset: in its epoch, with the seed that it was given."""
+        self.metrics.observer = other.metrics.observer
         here, there = self.position, other.position
         self.set_epoch(there.place.epoch)
         seed, has_begun = there.next_seed, there.place.has_begun
@@ -312,6 +314,7 @@ class Batches(Generic[BatchT]):
         self._loop = loop
         self._watchdog = watchdog
         self._place: Place | None = None  # after the last batch handed out; None: not begun
+        self._was: Place | None = None  # before it
         self._run: Run | None = None
         self._is_over = False
         self._failure: str | None = None
@@ -327,7 +330,13 @@ class Batches(Generic[BatchT]):
         """Return the next batch. The position advances before the batch is returned."""
         self._maker.check()
         with self._asked:  # held until the position has advanced, so that no two threads begin, or take the same batch
-            return self._answer()
+            asked = self._loop.metrics.observer.asks()
+            if asked is None:
+                return self._answer()
+            with asked:
+                batch = self._answer()
+                asked.got(self._told())
+                return batch
 
     def _answer(self) -> BatchT:
         if self._is_over:
@@ -371,6 +380,11 @@ class Batches(Generic[BatchT]):
         self._loop.position.hold_back(change)
 
     @property
+    def metrics(self) -> Metrics:
+        """Where the loop counts, for wrappers that count with it."""
+        return self._loop.metrics
+
+    @property
     def has_ended(self) -> bool:
         """Whether it was superseded, or its loader was closed."""
         return self._turn.has_ended
@@ -391,11 +405,23 @@ class Batches(Generic[BatchT]):
         if place is None or run is None:
             place, run = self._begin()
         batch: BatchT = self._taken(run)
+        self._was = place
         after = self._place = self._loop.after_batch(place, run)
         self._is_over = after.epoch != place.epoch
         self._loop.position.advance(after)
         self._loop.metrics.add("batches")
         return batch
+
+    def _told(self) -> dict[str, Any]:
+        """Tell which step the batch handed out last is of, for whoever watches."""
+        loop, was, now = self._loop, self._was, self._place
+        if was is None or now is None:
+            return {}
+        row = loop.row_of(was)
+        return {
+            "epoch": was.epoch, "samples_seen": was.samples_seen, "row": row, "after": (now.epoch, now.samples_seen),
+            "global_batch_size": loop.shape.sizes.at(row),
+        }  # fmt: skip
 
     def _begin(self) -> tuple[Place, Run]:
         place, seed = self._loop.position.begin(self._turn)

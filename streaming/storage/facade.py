@@ -241,7 +241,7 @@ class Storage:
 
 def _count(metrics: Metrics, observer: Observer | None, name: str, amount: int) -> None:
     """Count under the name in ``metrics``, and tell the observer."""
-    metrics.add(_METRICS.get(name, name), amount)
+    metrics.count(_METRICS.get(name, name), amount)
     if observer is not None:
         observer(name, amount)
 

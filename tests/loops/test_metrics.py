@@ -16,7 +16,7 @@ from folders import ROOT
 from streaming import DataLoader
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
-_COUNTED = re.compile(r'metrics\.(?:add|peak|timed)\(\s*"([a-z_]+)"(?: if \w+ else "([a-z_]+)")?')
+_COUNTED = re.compile(r'metrics\.(?:add|count|peak|timed)\(\s*"([a-z_]+)"(?: if \w+ else "([a-z_]+)")?')
 
 
 def table() -> set[str]:

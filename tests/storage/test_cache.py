@@ -364,7 +364,7 @@ def test_a_counter_that_cannot_be_believed_is_made_anew(
     else:
         fd = os.open(usage, os.O_RDWR)
         with monkeypatch.context() as patch:
-            patch.setattr(space, "_boot_id", lambda: b"an earlier start of the machine")
+            patch.setattr(space, "boot_id", lambda: b"an earlier start of the machine")
             space._write(fd, 0)
         os.close(fd)
     reader.read(8)
