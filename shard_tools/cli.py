@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from shard_tools import render
-from shard_tools.bench_verb import bench_command
+from shard_tools.bench_verb import bench_command, trace_group
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.column_verbs import column_group, show_added, view_group
@@ -68,6 +68,7 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
         "diff": diff_command,
         "bench": bench_command,
         "stats": stats_command,
+        "trace": trace_group,
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

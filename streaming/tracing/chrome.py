@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from streaming.tracing.ranges import RANGES
-from streaming.tracing.recorder import CONSUMER, Recording, Span, StepTimes
+from streaming.tracing.recorder import CONSUMER, RANGES, Recording, Span, StepTimes
 
 FORMAT = 1
 """Number of the layout of ``shardstream``."""

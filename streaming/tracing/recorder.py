@@ -22,6 +22,12 @@ MOST_EVENTS = 200_000
 """Stretches of work and arrows that one trace holds: about 150 MB in memory, and 60 MB as a file."""
 LEAST_S = 20e-6
 """Shorter work of which nothing is told is left out: looks that found nothing to do."""
+RANGES = {
+    "plan_s": "plan", "fetch_s": "fetch", "build_s": "build", "build_in_consumer_s": "build",
+    "wait_for_fetch_s": "wait_for_fetch", "wait_for_build_s": "wait_for_build", "wait_for_batch_s": "wait_for_batch",
+    "exchange_s": "exchange", "copy_s": "copy",
+}  # fmt: skip
+"""Names of work, by the number that counts it."""
 CONSUMER = "consumer"
 _FETCH = "fetch_s"
 
