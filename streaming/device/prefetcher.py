@@ -73,6 +73,7 @@ class _Flight:
     watchdog: Watchdog
     metrics: Metrics
     where: str
+    done_s: float = 0.0
     stage: str = "hands out batches"
     ahead: deque[Copied] = field(default_factory=deque)
     held: deque[_Held] = field(default_factory=deque)
@@ -169,7 +170,8 @@ class _Flight:
     def _let_go(self) -> None:
         """Release the oldest source, whose copy is done."""
         held = self.held.popleft()
-        self.metrics.observer.seen(self.where, "copies", held.begun_s, time.perf_counter(), dict)
+        begun_s, self.done_s = max(held.begun_s, self.done_s), time.perf_counter()  # one copy after the other
+        self.metrics.observer.seen(self.where, "copies", begun_s, self.done_s, dict)
 
     def _pace(self) -> None:
         """Keep the host at most ``depth`` steps ahead of the device."""

@@ -75,7 +75,7 @@ def _work(span: Span, rank: int, lanes: dict[str, tuple[int, str]]) -> dict[str,
     name = RANGES.get(span.name, span.name)
     return {
         "ph": "X", "name": _SHOWN.get(name, name), "cat": _KINDS.get(name, name), "ts": _us(span.start_s),
-        "dur": max(_us(span.end_s - span.start_s), 0.001), "pid": rank, "tid": lanes[span.lane][0],
+        "dur": max(round(_us(span.end_s) - _us(span.start_s), 3), 0.001), "pid": rank, "tid": lanes[span.lane][0],
         "args": {key: value for key, value in span.facts.items() if value is not None},
     }  # fmt: skip
 
