@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -82,9 +81,12 @@ class MergeReport(Report):
 
     @property
     def worst(self) -> tuple[int, str, int] | None:
-        """The rank and cause that most steps waited for longest, and in how many; None without steps."""
-        found = Counter((step.rank, step.cause) for step in self.steps).most_common(1)
-        return None if not found else (*found[0][0], found[0][1])
+        """The rank and cause that were waited for longest in all, and in how many steps; None without steps."""
+        found = {(step.rank, step.cause): 0.0 for step in self.steps}
+        for step in self.steps:
+            found[step.rank, step.cause] += step.seconds
+        worst = max(found, key=lambda one: found[one], default=None)
+        return worst and (*worst, sum((step.rank, step.cause) == worst for step in self.steps))
 
 
 def merge_traces(paths: Sequence[str], out: str | None = None) -> MergeReport:

@@ -10,7 +10,8 @@ from streaming.tracing.recorder import CONSUMER
 
 STEP, OTHER = "your step", "other"
 CAUSES = (
-    STEP, "wait for bytes", "wait for a builder", "wait for a batch", "build", "exchange", "copy", "plan", OTHER,
+    STEP, "wait for bytes", "wait for a builder", "wait for a batch", "wait for the device", "build", "exchange",
+    "copy", "plan", OTHER,
 )  # fmt: skip
 """Names of what the consumer does, as they stand in the file."""
 

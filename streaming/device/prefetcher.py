@@ -184,7 +184,7 @@ class _Flight:
         """Block until ``event`` is done; a watchdog reports if that takes too long."""
         if event.query():
             return
-        with self._in_stage(stage):
+        with self._in_stage(stage), self.metrics.timed("wait_for_device_s"):
             self.watchdog.begin()
             try:
                 self.copier.wait(event)

@@ -34,6 +34,7 @@ from streaming.engine.source import Source
 from streaming.engine.status import PipelineStatus, status_lines
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DecodeError, MemoryLimitError
+from streaming.fetch.read import UnitKey
 from streaming.metrics import Metrics
 from streaming.plan.plan import Plan
 
@@ -110,6 +111,7 @@ class Pipeline(Delivery):
         self._num_built = 0
         self._groups = BatchGroups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
         self._group: Group | None = None
+        self._told_keys: dict[int, UnitKey] = {}
         self._start()
 
     # --- under the lock ---
@@ -297,12 +299,19 @@ class Pipeline(Delivery):
                 return {}
             low, high = block.rows.row_splits[number - block.first : number - block.first + 2].tolist()
             units, rows = np.unique(block.units[low:high], return_index=True)
-            ranges = [self._units.wanted(unit).key for unit in units.tolist()]
+            keys = [self._key_of(unit) for unit in units.tolist()]
         chunks = block.rows.chunk_ids[low:high][rows].tolist()
         return {
             "batch": number, "row": self._plan.row_of(number), "samples": high - low,
-            "made_of": dict(zip(ranges, chunks, strict=True)),
+            "made_of": dict(zip(keys, chunks, strict=True)),
         }  # fmt: skip
+
+    def _key_of(self, unit: int) -> UnitKey:
+        """Return what identifies a unit, for whoever watches; those of a window are asked for by each batch."""
+        key = self._told_keys.get(unit)
+        if key is None:
+            key = self._told_keys[unit] = self._units.wanted(unit).key
+        return key
 
     def _report(self, bad: BadSample) -> None:
         """Report a bad sample, by its key and location if they are known."""

@@ -31,6 +31,7 @@ _KINDS = {"hand_over": "consumer", "step": "consumer", "build_in_worker": "build
 _SHOWN = {
     "build_in_worker": "build", "hand_over": "next batch", "step": "your step", "wait_for_fetch": "wait for bytes",
     "wait_for_build": "wait for a builder", "wait_for_batch": "wait for a batch", "copies": "copy",
+    "wait_for_device": "wait for the device",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ LEAST_S = 20e-6
 RANGES = {
     "plan_s": "plan", "fetch_s": "fetch", "build_s": "build", "build_in_consumer_s": "build",
     "wait_for_fetch_s": "wait_for_fetch", "wait_for_build_s": "wait_for_build", "wait_for_batch_s": "wait_for_batch",
-    "exchange_s": "exchange", "copy_s": "copy",
+    "wait_for_device_s": "wait_for_device", "exchange_s": "exchange", "copy_s": "copy",
 }  # fmt: skip
 """Names of work, by the number that counts it."""
 CONSUMER = "consumer"
