@@ -16,10 +16,13 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import common
 import numpy as np
+from torch._C._profiler import _RecordFunctionFast
+from torch.profiler import record_function
 
 from streaming import DataLoader, StreamingDataset
 from streaming.metrics import Metrics, Observer
@@ -106,6 +109,21 @@ def calls_of_a_batch() -> tuple[float, float]:
     return min(one[0] for one in found), min(one[1] for one in found)
 
 
+def ranges_without_a_profiler() -> dict[str, float]:
+    """µs of one range, in torch's ways and ours."""
+
+    def with_range(make: Callable[[str], Any]) -> None:
+        with make("name"):
+            pass
+
+    calls: dict[str, Callable[[], Any]] = {
+        "record_function": lambda: with_range(record_function),
+        "_RecordFunctionFast": lambda: with_range(_RecordFunctionFast),
+        "ProfilerRanges.begin": partial(ProfilerRanges().begin, "fetch_s"),
+    }
+    return {name: min(timeit.repeat(call, number=20_000, repeat=9)) / 20_000 * 1e6 for name, call in calls.items()}
+
+
 def main() -> None:
     args = common.arguments(__doc__ or "")
     print(common.machine())
@@ -130,6 +148,8 @@ def main() -> None:
             print(f"{name:8} {who:15} a batch: {'; '.join(told)}", flush=True)
     before, now_us = calls_of_a_batch()
     print(f"calls of a batch: {before:.2f} µs before, {now_us:.2f} µs now, {now_us - before:+.2f} µs")
+    for name, us in ranges_without_a_profiler().items():
+        print(f"{name}, without a profiler: {us * 1000:,.0f} ns")
 
 
 if __name__ == "__main__":
