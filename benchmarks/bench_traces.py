@@ -1,16 +1,18 @@
 """What it costs to be watched: ranges for torch's profiler, a trace that is over, and one that is running.
 
-Run: ``python benchmarks/bench_traces.py [--rounds 15] [--data FOLDER]``. Tokens (2,048 uint16 as int64 [32, 2048]) and
-JSON records of 430 bytes (256 a batch), whole passes in this process, in turns: with nobody watching, with the ranges
-and no profiler (as every loader is), with a trace that ended after its first step, and with one that runs. Shares are
-medians over rounds of the CPU time of all threads, and of the wall time, against nobody in the same round. Then what a
-batch costs more, alone: the calls that a batch makes while nobody watches, against those of before, in µs.
+Run: ``python benchmarks/bench_traces.py [--rounds 12] [--data FOLDER]``. Tokens (2,048 uint16 as int64 [32, 2048]) and
+JSON records of 430 bytes (256 a batch), built in the consumer's thread. The watcher changes with every batch, at
+random: nobody; the ranges without a profiler, as every loader has them; a trace that is over; one that runs. Figures
+are of the CPU time that the consumer's thread takes for a batch, so that a noisy machine is unfair to all alike: the
+median, and the quarter that was disturbed least. Then what a batch costs more, alone: the calls that a batch makes while
+nobody watches, against those of before; and a range in torch's ways, without a profiler.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -44,35 +46,37 @@ def make_records(folder: str) -> None:
     )
 
 
-def nobody(loader: DataLoader[Any]) -> None:
-    loader._loop.metrics.observer = Observer()
+def watchers(loader: DataLoader[Any], beside: str) -> dict[str, Observer]:
+    """Who may watch, by name. The trace that is over stays, as if nothing had taken it away."""
+    metrics = loader._loop.metrics
+    ranges = metrics.observer
+    loader.trace(beside, steps=1)
+    over = loader._tracing
+    loader.close()
+    loader.trace(beside, steps=10_000)
+    assert over is not None
+    assert loader._tracing is not None
+    return {"nobody": Observer(), "ranges": ranges, "trace, over": over, "trace, running": loader._tracing}
 
 
-def over(loader: DataLoader[Any]) -> None:
-    loader.trace(os.path.join(tempfile.gettempdir(), "shardstream-bench-over.json"), steps=1)
-
-
-def running(loader: DataLoader[Any]) -> None:
-    loader.trace(os.path.join(tempfile.gettempdir(), "shardstream-bench-running.json"), steps=10_000)
-
-
-WATCHED: dict[str, Callable[[DataLoader[Any]], None]] = {
-    "nobody": nobody, "ranges": lambda _: None, "trace, over": over, "trace, running": running,
-}  # fmt: skip
-
-
-def seconds(folder: str, size: int, decode: Any, watch: Callable[[DataLoader[Any]], None]) -> tuple[float, float]:
-    """µs of CPU and of wall time per batch, from the first batches to the last: nothing is written in that time."""
-    with DataLoader(StreamingDataset(folder, decode=decode), size, num_threads=0) as loader:
-        watch(loader)
-        batches = iter(loader)
-        for _ in range(3):
-            next(batches)
-        count, begun = len(loader) - 3, (time.process_time(), time.perf_counter())
-        for _ in range(count):
-            next(batches)
-        ended = time.process_time(), time.perf_counter()
-        return (ended[0] - begun[0]) / count * 1e6, (ended[1] - begun[1]) / count * 1e6
+def batches_of(folder: str, size: int, decode: Any, found: dict[str, list[float]], seed: int) -> None:
+    """Enter µs of CPU of each batch of a pass, by who watched it."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as beside:
+        loader = DataLoader(StreamingDataset(folder, decode=decode, seed=seed), size, num_threads=0)
+        watching = watchers(loader, os.path.join(beside, "trace.json"))
+        metrics, batches = loader._loop.metrics, iter(loader)
+        metrics.observer = watching["nobody"]
+        next(batches)
+        for _ in range((len(loader) - 1) // len(watching)):
+            for who in chance.sample([*watching], len(watching)):
+                metrics.observer = watching[who]
+                begun_s = time.thread_time()
+                next(batches)
+                found.setdefault(who, []).append((time.thread_time() - begun_s) * 1e6)
+        metrics.observer = watching["ranges"]
+        del batches
+        loader.close()
 
 
 class _Before:
@@ -104,9 +108,13 @@ def calls_of_a_batch() -> tuple[float, float]:
             with metrics.timed("build_in_consumer_s", metrics.get, 1):
                 pass
 
-    number = 20_000
-    found = [[timeit.timeit(call, number=number) / number * 1e6 for call in (before, now)] for _ in range(25)]
-    return min(one[0] for one in found), min(one[1] for one in found)
+    found = [least_us(call) for call in (before, now)]
+    return found[0], found[1]
+
+
+def least_us(call: Callable[[], Any], number: int = 2_000) -> float:
+    """The least CPU time of a call, in µs."""
+    return min(timeit.repeat(call, timer=time.thread_time, number=number, repeat=200)) / number * 1e6
 
 
 def ranges_without_a_profiler() -> dict[str, float]:
@@ -121,7 +129,7 @@ def ranges_without_a_profiler() -> dict[str, float]:
         "_RecordFunctionFast": lambda: with_range(_RecordFunctionFast),
         "ProfilerRanges.begin": partial(ProfilerRanges().begin, "fetch_s"),
     }
-    return {name: min(timeit.repeat(call, number=20_000, repeat=9)) / 20_000 * 1e6 for name, call in calls.items()}
+    return {name: least_us(call) for name, call in calls.items()}
 
 
 def main() -> None:
@@ -132,20 +140,17 @@ def main() -> None:
         "records": (common.made_once(args.data, "traced-records", make_records), 256, None),
     }
     for name, (folder, size, decode) in sets.items():
-        found: dict[str, list[tuple[float, float]]] = {who: [] for who in WATCHED}
-        for turn in range(args.rounds + 1):
-            order = [*WATCHED][turn % len(WATCHED) :] + [*WATCHED][: turn % len(WATCHED)]
-            now = {who: seconds(folder, size, decode, WATCHED[who]) for who in order}
-            if turn:  # the first is for the page cache
-                for who in WATCHED:
-                    found[who].append(now[who])
-        for who, each in found.items():
-            told = []
-            for kind, what in enumerate(("CPU", "wall")):
-                own, base = ([one[kind] for one in some] for some in (each, found["nobody"]))
-                share = statistics.median(one / alone - 1 for one, alone in zip(own, base, strict=True))
-                told.append(f"{what} {statistics.median(own):6.1f} µs ({share:+.1%}, least {min(own):6.1f})")
-            print(f"{name:8} {who:15} a batch: {'; '.join(told)}", flush=True)
+        found: dict[str, list[float]] = {}
+        for turn in range(args.rounds):
+            batches_of(folder, size, decode, found, turn)
+        alone = statistics.quantiles(found["nobody"], n=4)
+        for who, each in sorted(found.items()):
+            low, middle, _ = statistics.quantiles(each, n=4)
+            print(
+                f"{name:8} {who:15} {middle:8.1f} µs of CPU a batch ({middle / alone[1] - 1:+.1%}), a quarter of "
+                f"{len(each)} up to {low:.1f} ({low / alone[0] - 1:+.1%})",
+                flush=True,
+            )
     before, now_us = calls_of_a_batch()
     print(f"calls of a batch: {before:.2f} µs before, {now_us:.2f} µs now, {now_us - before:+.2f} µs")
     for name, us in ranges_without_a_profiler().items():
