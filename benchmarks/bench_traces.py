@@ -4,8 +4,8 @@ Run: ``python benchmarks/bench_traces.py [--rounds 12] [--data FOLDER]``. Tokens
 JSON records of 430 bytes (256 a batch), built in the consumer's thread. The watcher changes with every batch, at
 random: nobody; the ranges without a profiler, as every loader has them; a trace that is over; one that runs. Figures
 are of the CPU time that the consumer's thread takes for a batch, so that a noisy machine is unfair to all alike: the
-median, and the quarter that was disturbed least. Then what a batch costs more, alone: the calls that a batch makes while
-nobody watches, against those of before; and a range in torch's ways, without a profiler.
+median, and the quarter that was disturbed least. Then what a batch costs more, alone: the calls that a batch makes
+while nobody watches, against those of before; and a range in torch's ways, without a profiler.
 """
 
 from __future__ import annotations
