@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shard_tools.show.base.page import Media, Page, PagePart
 from shard_tools.show.data import gallery, sample
+from shard_tools.show.run import page as run
 
 STEPS: tuple[PagePart, ...] = ()
 """Parts of the page of a sample that know the order of training."""
@@ -14,6 +15,7 @@ PAGES: tuple[Page, ...] = (
         path="/sample", title="Sample", template="sample.html", answer=sample.sample, asks=sample.ASKS, parts=STEPS,
         in_navigation=False,
     ),
+    Page(path="/run", title="Run", template="run.html", answer=run.run_page, asks=run.ASKS, needs="run"),
 )  # fmt: skip
 """All pages, in the order of the navigation and of ``--html``."""
 

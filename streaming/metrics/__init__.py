@@ -9,8 +9,8 @@ from __future__ import annotations
 from streaming.metrics.experiment import Headspace, headspace
 from streaming.metrics.exported import Export
 from streaming.metrics.plain import flat
-from streaming.metrics.server import Served, serve
+from streaming.metrics.server import LoaderSocket, serve
 from streaming.metrics.to_opentelemetry import opentelemetry
 from streaming.metrics.to_prometheus import prometheus
 
-__all__ = ["Export", "Headspace", "Served", "flat", "headspace", "opentelemetry", "prometheus", "serve"]
+__all__ = ["Export", "Headspace", "LoaderSocket", "flat", "headspace", "opentelemetry", "prometheus", "serve"]

@@ -51,7 +51,7 @@ def told(loader: Observed, begun_s: float) -> dict[str, Any]:
     }
 
 
-class Served:
+class LoaderSocket:
     """A socket on which a loader answers, until ``close``, the end of the process, or that of the loader.
 
     Attributes:
@@ -67,7 +67,7 @@ class Served:
         self._woken, self._wake = socket.socketpair()
         self._loader = weakref.ref(loader, self._lost)
         self._thread = threading.Thread(target=self._serve, name="shardstream-serve", daemon=True)
-        in_children(self, Served._leave_behind)
+        in_children(self, LoaderSocket._leave_behind)
         self._at_end = weakref.finalize(self, _unlink, path, self._number, os.getpid())
         self._thread.start()
 
@@ -122,7 +122,7 @@ class Served:
             return json.dumps({"format": FORMAT, "error": f"{type(error).__name__}: {error}"}).encode() + b"\n"
 
 
-def serve(loader: Observed, path: str | os.PathLike[str] = "run/rank{rank}.sock") -> Served:
+def serve(loader: Observed, path: str | os.PathLike[str] = "run/rank{rank}.sock") -> LoaderSocket:
     """Let ``shard_tools show --run PATH`` look at this loader while it trains.
 
     ::
@@ -145,7 +145,7 @@ def serve(loader: Observed, path: str | os.PathLike[str] = "run/rank{rank}.sock"
         ConfigError: Another process answers there, something else has that name, or the file cannot be made.
     """
     check_observed(loader, "serve")
-    return Served(loader, os.path.abspath(os.fspath(path).replace("{rank}", str(observe(loader).rank))))
+    return LoaderSocket(loader, os.path.abspath(os.fspath(path).replace("{rank}", str(observe(loader).rank))))
 
 
 def _listening(path: str) -> socket.socket:

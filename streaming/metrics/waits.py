@@ -48,12 +48,14 @@ def waits(now: Mapping[str, float], before: Mapping[str, float] | None = None) -
     inside_s, own_s = max(0.0, spent("in_loader_s") - spent("first_batch_s")), spent("consumer_s")
     left_s = inside_s
     by_cause: dict[str, float] = {}
-    # What belongs to first batches is taken off the causes in their order; where it is known, only what it waited.
-    first_s = spent("first_batch_wait_s" if "first_batch_wait_s" in now else "first_batch_s")
+    # What belongs to first batches is taken off: their waits, as far as these are known apart, off waits alone.
+    first_s, known = spent("first_batch_s"), "first_batch_wait_s" in now
+    first_wait_s = min(first_s, spent("first_batch_wait_s")) if known else first_s
+    first = {True: first_wait_s, False: first_s - first_wait_s}
     for name, words in CAUSES.items():
-        cause_s = spent(name)
-        gone_s = min(first_s, cause_s)
-        first_s -= gone_s
+        cause_s, is_wait = spent(name), name.startswith("wait_")
+        gone_s = min(first[is_wait], cause_s)
+        first[is_wait] -= gone_s
         by_cause[words] = min(left_s, cause_s - gone_s)
         left_s -= by_cause[words]
     by_cause[REST], by_cause[OWN] = left_s, own_s

@@ -63,7 +63,7 @@ def test_every_kind_of_loader_answers(kinds: dict[str, Any], kind: str, tmp_path
         assert found["numbers"]["batches"] >= 2
         assert found["samples_seen"] == 20
         assert 0 < found["headspace"] < 1
-        assert found["describe"] == loader.describe()
+        assert found["describe"] not in ("", "not running")
         assert (found["format"], found["pid"], found["host"]) == (1, os.getpid(), socket.gethostname())
         served.close()
         served.close()

@@ -31,7 +31,7 @@ class Subject:
         chosen: Options that choose samples or shape rows, as they were given: ``where``, ``view``, ``packed``, …
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
-        run: Address of a running job.
+        run: Addresses of a running job.
     """
 
     urls: tuple[str, ...]
@@ -40,7 +40,7 @@ class Subject:
     chosen: Mapping[str, Any] = field(default_factory=dict)
     state_url: str | None = None
     bad: tuple[str, ...] = ()
-    run: str | None = None
+    run: tuple[str, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -49,7 +49,7 @@ class Subject:
     def title(self) -> str:
         """What is shown, in words, without secrets."""
         if not self.urls:
-            return f"run {redact(self.run or '')}"
+            return f"run {some_names([redact(address) for address in self.run])}"
         return some_names([redact(url) for url in self.urls])
 
     @cached_property
@@ -115,7 +115,7 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
 
 def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
-    bad: Sequence[str] = (), run: str | None = None, **options: Any,
+    bad: Sequence[str] = (), run: Sequence[str] = (), **options: Any,
 ) -> Subject:  # fmt: skip
     """Open what is to be shown.
 
@@ -124,7 +124,7 @@ def open_subject(
         storage_options: How to reach the store.
         state_url: A saved ``state_dict`` (JSON).
         bad: Files of bad samples.
-        run: Address of a running job.
+        run: Addresses of a running job.
         options: As for :func:`~shard_tools.plan.sources.open_planned`.
 
     Raises:
@@ -138,12 +138,12 @@ def open_subject(
         is_mixture = len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)
         shown = {} if is_mixture else {"duplicate_keys": "keep"}  # of shards without an index: they are to be seen
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
-    elif run is None:
+    elif not run:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")
     elif chosen or state_url or bad:
         given = [*chosen, *(["state"] if state_url else []), *(["bad"] if bad else [])]
         raise ConfigError(f"--{given[0].replace('_', '-')}: has no effect without a URL; give one, or leave it out")
     return Subject(
         urls=tuple(urls), source=source, storage_options=dict(storage_options or {}), chosen=chosen,
-        state_url=state_url, bad=tuple(bad), run=run,
+        state_url=state_url, bad=tuple(bad), run=tuple(run),
     )  # fmt: skip
