@@ -20,15 +20,19 @@ from shard_tools.show.base.page import Content, Media, Page, Query
 from shard_tools.show.base.render import FILES, template
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.frames import Served, answered, as_text
-from streaming.errors import ConfigError, NotFoundError, ShardstreamError
+from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import redact_text
 
 _log = logging.getLogger("shard_tools.show")
 _JSON, _HTML = "application/json; charset=utf-8", "text/html; charset=utf-8"
 _ASSETS = {"/show.css": "text/css; charset=utf-8", "/show.js": "text/javascript; charset=utf-8"}
+_ASSETS |= {"/show.svg": "image/svg+xml"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _OPEN_RANGE_BYTES = 4 << 20  # of "all from here on": players ask again for more, and seldom watch to the end
-_STATUS = ((NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST))
+_STATUS = (
+    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST),
+    (DataError, HTTPStatus.UNPROCESSABLE_ENTITY),
+)  # fmt: skip
 _WORDS = {
     HTTPStatus.NOT_FOUND: "Not found",
     HTTPStatus.UNAUTHORIZED: "Who asks?",
