@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import webbrowser
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -13,8 +14,8 @@ from click.core import ParameterSource
 from shard_tools.options import as_storage_options, index_option, unfinished_option, with_storage_options
 from shard_tools.plan_verb import described_options, take_description
 from shard_tools.show.access import Access, check_host
-from shard_tools.show.base.page import Query
 from shard_tools.show.base.subject import Subject, open_subject
+from shard_tools.show.data.notes import check_tokenizer
 from shard_tools.show.file import page_file
 from shard_tools.show.run.attach import check_addresses
 from shard_tools.show.server import listen, need_server, serve
@@ -36,6 +37,7 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
     help="Running job to attach to: its socket file ('run/*.sock': of all ranks), or its metrics address.",
 )  # fmt: skip
 @click.option("--bad", multiple=True, metavar="FILE", help="List of bad samples (bad_samples_file, or verify's).")
+@click.option("--tokenizer", metavar="FILE", help="Tokenizer that made the tokens, to show them as text.")
 @click.option("--html", metavar="FILE", help="Write the pages into one file, and end.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, metavar="IP", help="Address to listen at; see --expose."
@@ -48,7 +50,8 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 @click.pass_context
 def show_command(
     context: click.Context, /, *, urls: tuple[str, ...], port: int, no_browser: bool, state_url: str | None,
-    run: tuple[str, ...], bad: tuple[str, ...], html: str | None, host: str, expose: bool, **arguments: Any,
+    run: tuple[str, ...], bad: tuple[str, ...], tokenizer: str | None, html: str | None, host: str, expose: bool,
+    **arguments: Any,
 ) -> None:  # fmt: skip
     """Look at samples, columns, and the order of training, in a web page.
 
@@ -69,12 +72,19 @@ def show_command(
     if html is not None:
         _check_file(context)
     subject = open_subject(
-        urls, storage_options=storage_options, state_url=state_url, bad=bad, run=run, **take_description(arguments)
+        urls,
+        storage_options=storage_options,
+        state_url=state_url,
+        bad=bad,
+        tokenizer=tokenizer,
+        run=run,
+        **take_description(arguments),
     )
     try:
+        check_tokenizer(subject)
         if html is not None:
             write_page(html, "")  # before the work
-            write_page(html, page_file(subject, PAGES, MEDIA, Query({})))
+            write_page(html, page_file(subject, PAGES, MEDIA))
         else:
             _serve(subject, host, port, opens=not no_browser)
     finally:
@@ -85,7 +95,7 @@ def _serve(subject: Subject, host: str, port: int, *, opens: bool) -> None:
     with listen(host, port) as listening:
         access = Access(host=host, port=listening.getsockname()[1])
 
-        def began() -> None:
+        def began(_: Callable[[], None]) -> None:
             click.echo(access.address)
             sys.stdout.flush()
             if opens:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,15 +21,19 @@ from shard_tools.show.base.page import Content, Media, Page, Query
 from shard_tools.show.base.render import FILES, template
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.frames import Served, answered, as_text
-from streaming.errors import ConfigError, NotFoundError, ShardstreamError
+from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import redact_text
 
 _log = logging.getLogger("shard_tools.show")
 _JSON, _HTML = "application/json; charset=utf-8", "text/html; charset=utf-8"
 _ASSETS = {"/show.css": "text/css; charset=utf-8", "/show.js": "text/javascript; charset=utf-8"}
+_ASSETS |= {"/show.svg": "image/svg+xml"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _OPEN_RANGE_BYTES = 4 << 20  # of "all from here on": players ask again for more, and seldom watch to the end
-_STATUS = ((NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST))
+_STATUS = (
+    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST),
+    (DataError, HTTPStatus.UNPROCESSABLE_ENTITY),
+)  # fmt: skip
 _WORDS = {
     HTTPStatus.NOT_FOUND: "Not found",
     HTTPStatus.UNAUTHORIZED: "Who asks?",
@@ -197,9 +202,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(
     subject: Subject, listening: socket.socket, access: Access, *, pages: Sequence[Page], media: Sequence[Media],
-    began: Callable[[], None],
+    began: Callable[[Callable[[], None]], None],
 ) -> None:  # fmt: skip
-    """Serve until SIGINT or SIGTERM; call ``began`` once connections are accepted."""
+    """Serve until SIGINT or SIGTERM; on another thread than the main one, which gets signals, until it is stopped.
+
+    Args:
+        subject: What is shown.
+        listening: The socket.
+        access: Who may ask.
+        pages: The pages.
+        media: What they show.
+        began: Called once, with a function that stops the server, before it accepts connections.
+    """
     import uvicorn  # noqa: PLC0415  an extra
 
     site = _Site(subject=subject, access=access, pages=pages, media=media)
@@ -214,12 +228,17 @@ def serve(
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             """Ask the server to end at a signal, while it runs."""
-            before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
-            began()
+            mine = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+            before = {one: signal.signal(one, self.handle_exit) for one in mine}
+            began(self.stop)
             try:
                 yield
             finally:
                 for one, handler in before.items():
                     signal.signal(one, handler)
+
+        def stop(self) -> None:
+            """End soon."""
+            self.should_exit = True
 
     Server(config).run(sockets=[listening])

@@ -31,6 +31,7 @@ class Subject:
         chosen: Options that choose samples or shape rows, as they were given: ``where``, ``view``, ``packed``, …
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
+        tokenizer: The tokenizer that made the tokens.
         run: Addresses of a running job.
     """
 
@@ -40,6 +41,7 @@ class Subject:
     chosen: Mapping[str, Any] = field(default_factory=dict)
     state_url: str | None = None
     bad: tuple[str, ...] = ()
+    tokenizer: str | None = None
     run: tuple[str, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
@@ -115,7 +117,7 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
 
 def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
-    bad: Sequence[str] = (), run: Sequence[str] = (), **options: Any,
+    bad: Sequence[str] = (), tokenizer: str | None = None, run: Sequence[str] = (), **options: Any,
 ) -> Subject:  # fmt: skip
     """Open what is to be shown.
 
@@ -124,6 +126,7 @@ def open_subject(
         storage_options: How to reach the store.
         state_url: A saved ``state_dict`` (JSON).
         bad: Files of bad samples.
+        tokenizer: The tokenizer that made the tokens.
         run: Addresses of a running job.
         options: As for :func:`~shard_tools.plan.sources.open_planned`.
 
@@ -140,10 +143,12 @@ def open_subject(
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
     elif not run:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")
-    elif chosen or state_url or bad:
-        given = [*chosen, *(["state"] if state_url else []), *(["bad"] if bad else [])]
+    elif given := [
+        *chosen,
+        *(name for name, one in (("state", state_url), ("bad", bad), ("tokenizer", tokenizer)) if one),
+    ]:
         raise ConfigError(f"--{given[0].replace('_', '-')}: has no effect without a URL; give one, or leave it out")
     return Subject(
         urls=tuple(urls), source=source, storage_options=dict(storage_options or {}), chosen=chosen,
-        state_url=state_url, bad=tuple(bad), run=tuple(run),
+        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=tuple(run),
     )  # fmt: skip
