@@ -27,7 +27,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
 
 from streaming import DataLoader, StreamingDataset
-from streaming.metrics import Metrics, Observer
+from streaming.counters import Metrics, Observer
 from streaming.tracing.ranges import ProfilerRanges
 
 TOKENS, RECORDS = 40_000, 200_000

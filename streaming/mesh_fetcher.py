@@ -20,6 +20,7 @@ from streaming.arguments import (
     seconds_or_none,
     shows,
 )
+from streaming.counters import Observation
 from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
 from streaming.engine.workers.ring import PageLocker
@@ -454,6 +455,15 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         file = TraceFile(path, mesh.rank, about)
         self._tracing = Recorder(metrics, number, partial(_place_of, weakref.ref(self)), file.write)
         weakref.finalize(self, self._tracing.close)
+
+    def _observed(self) -> Observation:
+        """Return what exporters read; from any thread, without looking for the mesh or opening anything."""
+        mesh, loop = self._finder.mesh, self._loop
+        place = loop.position.place
+        return Observation(
+            rank=mesh.rank, data_rank=mesh.data_rank, world_size=mesh.world_size, epoch=place.epoch,
+            samples_seen=place.samples_seen, numbers=loop.numbers(), readers=loop.numbers_elsewhere(),
+        )  # fmt: skip
 
     def describe(self) -> str:
         """Describe what the next batch is waiting for right now, one line per stage. May be called from any thread."""

@@ -45,7 +45,7 @@ class RankReport(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport(Report):
+class LongestWait(Report):
     """What a step waited for longest.
 
     Attributes:
@@ -77,7 +77,7 @@ class MergeReport(Report):
     path: str | None
     world_size: int
     ranks: tuple[RankReport, ...]
-    steps: tuple[StepReport, ...]
+    steps: tuple[LongestWait, ...]
 
     @property
     def worst(self) -> tuple[int, str, int] | None:
@@ -163,7 +163,7 @@ def _rank_report(first: Trace, trace: Trace, shift_us: float, causes: list[dict[
     )  # fmt: skip
 
 
-def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -> tuple[StepReport, ...]:
+def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -> tuple[LongestWait, ...]:
     """Return, for each step that all ranks took, who waited longest for what."""
     of = {
         trace.rank: dict(zip((step.key for step in trace.steps), causes[trace.rank], strict=True)) for trace in traces
@@ -175,7 +175,7 @@ def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -
         waits = [(*slowest(steps[key]), rank) for rank, steps in of.items()]
         cause, seconds, rank = max(waits, key=lambda one: one[1])
         found.append(
-            StepReport(epoch=key[0], samples_seen=key[1], rank=rank, cause=cause, seconds=round(seconds, 6))
+            LongestWait(epoch=key[0], samples_seen=key[1], rank=rank, cause=cause, seconds=round(seconds, 6))
         )  # fmt: skip
     return tuple(found)
 

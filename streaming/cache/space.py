@@ -20,7 +20,7 @@ import crc32c
 from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import Waiting, locked, try_lock, unlock
 from streaming.cache.paths import CachePaths, try_lock_existing
-from streaming.metrics import Metrics
+from streaming.counters import Metrics
 from streaming.platforms import boot_id
 
 LOW_WATER = 0.9

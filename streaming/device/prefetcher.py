@@ -30,6 +30,7 @@ from typing import Any, Generic, NamedTuple, Self
 import torch
 
 from streaming.arguments import checks_names, is_whole
+from streaming.counters import Metrics, Observation
 from streaming.device.account import BatchAccount, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
@@ -38,7 +39,6 @@ from streaming.epochs.position import Turn
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
-from streaming.metrics import Metrics
 from streaming.types import BatchT
 
 _END = object()
@@ -342,7 +342,7 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         self._noted = None
 
     def metrics(self) -> dict[str, Any]:
-        """Return the loader's metrics; their ``wait_s`` is the time this object waited for the loader."""
+        """Return the loader's metrics; ``consumer_s`` is then the time between two batches that this object takes."""
         numbers: dict[str, Any] = self.loader.metrics()
         return numbers
 
@@ -361,6 +361,11 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
                 f"{type(self.loader).__name__}, whose work nobody records"
             )
         trace(path, steps)
+
+    def _observed(self) -> Observation:
+        """Return what exporters read of the loader; from any thread."""
+        found: Observation = self.loader._observed()
+        return found
 
     def describe(self) -> str:
         """Describe what this object and the loader are doing. May be called from any thread."""

@@ -25,6 +25,7 @@ from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.engine.builders import Builder
 from streaming.engine.delivery import Delivery
 from streaming.engine.groups import BatchGroups, Group
@@ -35,7 +36,6 @@ from streaming.engine.status import PipelineStatus, status_lines
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DecodeError, MemoryLimitError
 from streaming.fetch.read import UnitKey
-from streaming.metrics import Metrics
 from streaming.plan.plan import Plan
 
 _BLOCKS_AHEAD = 16

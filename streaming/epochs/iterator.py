@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, Protocol, Self
 
+from streaming.counters import Metrics
 from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.position import Place, Position
 from streaming.epochs.watch import Watchdog
 from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
-from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.tracing.ranges import ProfilerRanges
@@ -216,6 +216,14 @@ class Loop(ABC):
     def report(self) -> dict[str, Any]:
         """Return all metrics and bad samples, by name."""
 
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of ``report`` that this process knows; from any thread."""
+        return self.metrics.snapshot()
+
+    def numbers_elsewhere(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of processes that read for this one, by data rank, as far as they answer at once."""
+        return {}
+
     def page_lock(self, locker: Any) -> None:  # noqa: B027  most have nothing to lock
         """Page-lock batches from now on, if the loop builds them itself; None turns this off."""
 
@@ -318,6 +326,7 @@ class Batches(Generic[BatchT]):
         self._run: Run | None = None
         self._is_over = False
         self._failure: str | None = None
+        self._handed_out_s: float | None = None
         self._asked = threading.RLock()
         self._turn = loop.position.open()
         loop.stop()
@@ -347,16 +356,30 @@ class Batches(Generic[BatchT]):
             self._turn.check()
         if self._failure is not None:
             raise IteratorEndedError(self._failure)
-        begun_s = time.thread_time()
+        begun_s, begun_thread_s = time.perf_counter(), time.thread_time()
         try:
             self._watchdog.begin()
-            return self._next()
+            batch = self._next()
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._watchdog.end()
-            self._loop.metrics.add("consumer_thread_s", time.thread_time() - begun_s)
+        self._count(begun_s, begun_thread_s)
+        return batch
+
+    def _count(self, begun_s: float, begun_thread_s: float) -> None:
+        """Count a batch that is about to be handed out, and how the consumer's time was spent since the last one."""
+        last_s, now_s = self._handed_out_s, time.perf_counter()
+        self._handed_out_s = now_s
+        spent = {
+            "batches": 1, "in_loader_s": now_s - begun_s, "consumer_thread_s": time.thread_time() - begun_thread_s
+        }  # fmt: skip
+        if last_s is None:
+            spent["first_batch_s"] = now_s - begun_s
+        else:
+            spent["consumer_s"] = begun_s - last_s
+        self._loop.metrics.add_each(spent)
 
     def hold_back(self, change: int) -> None:
         """Change the number of batches that were handed out but not yet received by training.
@@ -409,7 +432,6 @@ class Batches(Generic[BatchT]):
         after = self._place = self._loop.after_batch(place, run)
         self._is_over = after.epoch != place.epoch
         self._loop.position.advance(after)
-        self._loop.metrics.add("batches")
         return batch
 
     def _told(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from streaming.counters import Metrics
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.forks import in_children, never_free
-from streaming.metrics import Metrics
 from streaming.storage.adapters.object import OBJECT_SCHEMES
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,

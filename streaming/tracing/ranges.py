@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch.autograd.profiler
 from torch.profiler import record_function
 
-from streaming.metrics import Ask, Begun, Observer, Told
+from streaming.counters import Ask, Begun, Observer, Told
 from streaming.tracing.recorder import RANGES
 from streaming.types import override
 

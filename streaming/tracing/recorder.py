@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
+from streaming.counters import Ask, Begun, Metrics, Observer, Told, account_here
 from streaming.forks import in_children
-from streaming.metrics import Ask, Begun, Metrics, Observer, Told, account_here
 from streaming.types import override
 
 MOST_EVENTS = 200_000

@@ -25,8 +25,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from streaming import DataLoader, DevicePrefetcher, Mixture, Packed, StreamingDataset
+from streaming.counters import Metrics, account_here
 from streaming.errors import ConfigError, NotFoundError
-from streaming.metrics import Metrics, account_here
 from streaming.storage import Storage
 from streaming.storage.base.adapter import PassingError
 from streaming.tracing import recorder

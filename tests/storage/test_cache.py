@@ -29,8 +29,8 @@ from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
 from streaming.cache.key import EntryKey, normalized
 from streaming.cache.locks import try_lock, unlock
 from streaming.cache.paths import CachePaths
+from streaming.counters import Metrics
 from streaming.errors import ConfigError, TransferError
-from streaming.metrics import Metrics
 
 URL = "s3://bucket/train/000000.tar"
 BLOCK = 4096

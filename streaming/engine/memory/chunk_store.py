@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.mapped import FileMaps, NoMaps
 from streaming.engine.memory.row_table import RowTable
@@ -17,7 +18,6 @@ from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexFormatError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 
 IN_FLIGHT_BYTES = 128 << 20

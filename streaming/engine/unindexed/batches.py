@@ -22,12 +22,12 @@ from streaming.batches.build import BadSampleReport, BatchBuilder, Mask
 from streaming.batches.draw_watch import DrawSeenError
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.engine.builders import Crew
 from streaming.engine.delivery import Delivery
 from streaming.engine.unindexed.gather import Packing, alone, neighbors, pack_samples
 from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.unindexed.samples import RawSample, StreamSettings, samples_of
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.storage import Storage, redact
 

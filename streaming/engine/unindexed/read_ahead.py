@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from streaming.counters import Metrics
 from streaming.engine.threads.jobs import JobThreads
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.storage import Storage, redact
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, Recipe
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
 from streaming.engine.threads.stacks import state_of
@@ -38,7 +39,6 @@ from streaming.engine.workers.processes import Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.errors import ConfigError, WorkerDiedError
-from streaming.metrics import Metrics
 from streaming.storage import redact
 
 MAX_DEATHS = 3

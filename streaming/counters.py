@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from streaming.forks import in_children, renew_lock
@@ -89,6 +90,13 @@ class Metrics:
         if account is not None:
             account[name] = account.get(name, 0) + amount
 
+    def add_each(self, amounts: Mapping[str, float]) -> None:
+        """Add to several numbers at once, which takes the lock once."""
+        with self._lock:
+            # No addition is lost, and nobody sees some of these without the others.
+            for name, amount in amounts.items():
+                self._values[name] = self._values.get(name, 0) + amount
+
     def peak(self, name: str, value: float) -> None:
         """Raise the number called ``name`` to ``value`` if that is larger."""
         with self._lock:
@@ -137,3 +145,26 @@ class Timed:
         self._metrics.add(self._name, self.seconds)
         if self._begun is not None:
             self._begun.end(self._start_s, end_s, self._told, self._args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What exporters read of a loader at one moment. Making one changes nothing, and is allowed in any thread.
+
+    Attributes:
+        rank: Rank of this process.
+        data_rank: Its data-parallel rank.
+        world_size: Number of ranks.
+        epoch: The epoch in progress, or the next one.
+        samples_seen: Samples of this epoch that training has received, over all ranks.
+        numbers: The numbers of ``loader.metrics()``.
+        readers: With ``remote_group``: the numbers of each data rank's reader; those that do not answer are missing.
+    """
+
+    rank: int
+    data_rank: int
+    world_size: int
+    epoch: int
+    samples_seen: int
+    numbers: Mapping[str, float]
+    readers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
