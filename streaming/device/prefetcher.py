@@ -23,14 +23,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Self
 
 import torch
 
 from streaming.arguments import checks_names, is_whole
-from streaming.counters import Metrics, Observation
+from streaming.counters import Observation
 from streaming.device.account import BatchAccount, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
@@ -71,7 +71,6 @@ class _Flight:
     depth: int
     account: BatchAccount
     watchdog: Watchdog
-    metrics: Metrics
     where: str
     done_s: float = 0.0
     stage: str = "hands out batches"
@@ -171,7 +170,7 @@ class _Flight:
         """Release the oldest source, whose copy is done."""
         held = self.held.popleft()
         begun_s, self.done_s = max(held.begun_s, self.done_s), time.perf_counter()  # one copy after the other
-        self.metrics.observer.seen(self.where, "copies", begun_s, self.done_s, dict)
+        self.account.metrics.observer.seen(self.where, "copies", begun_s, self.done_s, dict)
 
     def _pace(self) -> None:
         """Keep the host at most ``depth`` steps ahead of the device."""
@@ -184,7 +183,7 @@ class _Flight:
         """Block until ``event`` is done; a watchdog reports if that takes too long."""
         if event.query():
             return
-        with self._in_stage(stage), self.metrics.timed("wait_for_device_s"):
+        with self._in_stage(stage), self.account.metrics.timed("wait_for_device_s"):
             self.watchdog.begin()
             try:
                 self.copier.wait(event)
@@ -201,20 +200,23 @@ class _Flight:
 
     def _pull(self) -> None:
         """Take one batch from the loader and start its copies."""
+        before, self.stage = self.stage, "waits for the loader"
         try:
-            with self._in_stage("waits for the loader"):
-                batch = next(self.source, _END)
+            batch = next(self.source, _END)
             if batch is _END:
                 self.ended = True
                 return
             self.account.pulled()
-            with self._in_stage("starts the copies of a batch"), self.metrics.timed("copy_s"):
+            self.stage = "starts the copies of a batch"
+            with self.account.metrics.timed("copy_s"):
                 copied = self.copier.issue(batch)
         except Exception as error:  # noqa: BLE001  raised in its place, after the batches before it
             self.ended, self.has_failed, self.failure = True, True, error
         else:
             self.held.append(_Held(copied.event, (batch, copied.staged), time.perf_counter()))
             self.ahead.append(replace(copied, staged=()))
+        finally:
+            self.stage = before
 
 
 @checks_names()
@@ -288,7 +290,7 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
             account=self._noted or HeldBack(source), watchdog=self._watchdog(),
-            metrics=source.metrics if isinstance(source, Batches) else Metrics(), where=f"copies to {self.device}",
+            where=f"copies to {self.device}",
         )  # fmt: skip
         return _DeviceBatches(self, flight, turn)
 
@@ -487,8 +489,10 @@ class _DeviceBatches(Generic[BatchT]):
         if self._failure is not None:
             raise IteratorEndedError(self._failure)
         self._turn.has_begun = True
-        asked = self._flight.metrics.observer.asks()
-        with nullcontext() if asked is None else asked:
+        asked = self._flight.account.metrics.observer.asks()
+        if asked is None:
+            return self._next()
+        with asked:
             return self._next()
 
     def _next(self) -> BatchT:
