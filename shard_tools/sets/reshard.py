@@ -142,7 +142,7 @@ class ReshardReport(Report):
 
 
 def reshard(
-    source: str,
+    source: str | Sequence[str],
     target: str,
     *,
     options: ReshardOptions | None = None,
@@ -155,7 +155,7 @@ def reshard(
     checked against the index. Deterministic and resumable, like :func:`shard_tools.convert.convert`.
 
     Args:
-        source: Shards, as for ``StreamingDataset``.
+        source: Shards, as for ``StreamingDataset``; several, one after the other.
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: Options of the new shards.
         storage_options: Options of both stores.
@@ -172,12 +172,15 @@ def reshard(
     options = options or ReshardOptions()
     storage = Storage(storage_options)
     place = Destination.of(target)
-    refuse_overlap(source, place)
-    warn_of_nesting(source, place)
+    sources = [source] if isinstance(source, str) else list(source)
+    for one in sources:
+        refuse_overlap(one, place)
+        warn_of_nesting(one, place)
+    source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
     twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
     shards = open_set(
-        [source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
+        sources, storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
         allow_unfinished=options.allow_unfinished,
     )  # fmt: skip
     late = shards.late_columns(storage, {*options.columns, *([options.sort] if options.sort is not None else [])})
