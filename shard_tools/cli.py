@@ -16,6 +16,7 @@ from shard_tools import render
 from shard_tools.bench_verb import bench_command
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
+from shard_tools.clean_verb import clean_command
 from shard_tools.column_verbs import column_group, show_added, view_group
 from shard_tools.columns.lift import lift_all
 from shard_tools.config_file import load_config
@@ -49,6 +50,7 @@ from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_eng
 from shard_tools.running.progress import progress_bar
 from shard_tools.sets.bad_list import load_bad_list, records_of
 from shard_tools.sets.copy import copy
+from shard_tools.sets.field_changes import FieldChanges
 from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
 from shard_tools.sets.reindex import index
 from shard_tools.sets.repair import repair
@@ -72,6 +74,7 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
         "column": column_group,
         "view": view_group,
         "plan": plan_command,
+        "clean": clean_command,
         "diff": diff_command,
         "export": export_command,
         "bench": bench_command,
@@ -301,6 +304,15 @@ def verify_command(
     "--drop-missing", type=names, default=(), metavar="EXT,...", help="Leave out samples that lack one of these fields."
 )
 @click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
+@click.option("--drop-fields", type=names, default=(), metavar="EXT,...", help="Leave out these fields.")
+@click.option("--rename", type=PAIR, multiple=True, metavar="EXT=NEW", help="Give a field another name.")
+@click.option(
+    "--add",
+    type=PAIR,
+    multiple=True,
+    metavar="EXT=COLUMN",
+    help="Make a field from the values of a column, late or not.",
+)
 @click.option(
     "--dedupe", is_flag=True, help="Merge samples with the same key; of a field that occurs twice, keep the first."
 )
@@ -347,6 +359,7 @@ def reshard_command(
       shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl' --drop-missing jpg,txt
       shard_tools reshard shards/ good/ --where "score >= 0.3" --columns score
       shard_tools reshard scattered/ whole/ --dedupe
+      shard_tools reshard shards/ renamed/ --rename jpeg=jpg --drop-fields pdf --add txt=caption
     """
     places, target = places_and_target(sources)
     if seed is not None and not shuffle:
@@ -355,6 +368,7 @@ def reshard_command(
         shuffle_seed=(seed or 0) if shuffle else None,
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         drop_missing=tuple(name.lstrip(".") for name in drop_missing),
+        changes=_changes(arguments),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
     with progress_bar("reshard", "samples") as progress:
@@ -362,6 +376,16 @@ def reshard_command(
             places, target, options=options, storage_options=as_storage_options(arguments), progress=progress
         )
     emit(report, as_json=as_json, for_people=render.show_reshard)
+
+
+def _changes(arguments: dict[str, Any]) -> FieldChanges:
+    """Take the options that change fields."""
+    rename, drop, add = (arguments.pop(name) for name in ("rename", "drop_fields", "add"))
+    return FieldChanges(
+        rename=tuple((old.lstrip("."), new.lstrip(".").lower()) for old, new in rename),
+        drop=tuple(name.lstrip(".") for name in drop),
+        add=tuple((name.lstrip(".").lower(), column) for name, column in add),
+    )
 
 
 @cli.command("repair")

@@ -39,6 +39,7 @@ VERBS = (
     "bench",
     "stats",
     "export",
+    "clean",
 )
 
 
