@@ -12,6 +12,7 @@ from shard_tools.options import (
     SIZE,
     as_storage_options,
     json_option,
+    quiet_option,
     typed_option,
     unfinished_option,
     with_storage_options,
@@ -27,6 +28,7 @@ _SHOWN_SHARDS = 5
 
 
 @click.command("diff")
+@quiet_option
 @click.argument("a")
 @click.argument("b")
 @click.option("--index", "index_a", metavar="URL", help="Location of A's index. Default: beside the shards.")

@@ -9,10 +9,13 @@ from typing import Any
 import click
 
 from shard_tools import render
-from streaming.errors import ConfigError, ShardstreamError
-from streaming.storage import redact_text
+from shard_tools.running.switches import is_on
+from streaming.errors import ConfigError, DataError, ReadOnlyError, ShardstreamError
+from streaming.storage import redact, redact_text
 
 _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
+_JUDGES = frozenset({"verify", "diff", "index", "repair", "info"})
+"""Commands whose exit code 1 is a finding, so that another one says that they could not look."""
 
 
 class ToolGroup(click.Group):
@@ -30,9 +33,13 @@ class ToolGroup(click.Group):
         except ShardstreamError as error:
             if ctx.meta.get(_DEBUG):
                 raise
+            if isinstance(error, ReadOnlyError):
+                _tell_dry_run(ctx, error)
+                return None
             render.show_error(error)
             _tell_program(ctx, error, str(error))
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+            is_blind = ctx.invoked_subcommand in _JUDGES and not isinstance(error, DataError)
+            ctx.exit(2 if isinstance(error, ConfigError) else 3 if is_blind else 1)
         except click.ClickException as error:
             vars(error)["message"] = redact_text(error.message)  # a command line may name a URL
             _tell_program(ctx, error, error.format_message())
@@ -49,6 +56,17 @@ class ToolGroup(click.Group):
             ctx.exit(130)
 
 
+def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
+    """Tell what would have been written, had this not been a dry run."""
+    work = getattr(stopped, "work", "")
+    if ctx.meta.get(_AS_JSON):
+        told = {"dry_run": True, "work": work, "first": {"action": stopped.action, "url": redact(stopped.url)}}
+        click.echo(render.as_json(told, indent=2))
+        return
+    said = f"Would do: {work}. " if work else ""
+    click.echo(f"{said}Would first {stopped.action} {redact(stopped.url)}. Dry run: nothing was written.")
+
+
 def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
     """Print a failure as a JSON object on standard output if ``--json`` was given."""
     if ctx.meta.get(_AS_JSON):
@@ -61,7 +79,7 @@ def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> No
     """Print a result as JSON, or with its renderer."""
     if as_json:
         click.echo(render.as_json(result.as_dict(), indent=2))
-    else:
+    elif not is_on("quiet"):
         for_people(result)
 
 
