@@ -12,18 +12,31 @@ from typing import Any
 
 import click
 
-from shard_tools import render
-from shard_tools.bench_verb import bench_command, trace_group
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
-from shard_tools.clean_verb import clean_command
-from shard_tools.column_verbs import column_group, show_added, view_group
 from shard_tools.columns.lift import lift_all
-from shard_tools.config_file import load_config
+from shard_tools.commands.bench import bench_command, trace_group
+from shard_tools.commands.clean import clean_command
+from shard_tools.commands.column import column_group, show_added, view_group
+from shard_tools.commands.diff import diff_command
+from shard_tools.commands.export import export_command
+from shard_tools.commands.plan import plan_command
+from shard_tools.commands.show import show_command
+from shard_tools.commands.stats import stats_command
+from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
-from shard_tools.diff_verb import diff_command
-from shard_tools.export_verb import export_command
-from shard_tools.options import (
+from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
+from shard_tools.running.progress import progress_bar
+from shard_tools.sets.bad_list import load_bad_list, records_of
+from shard_tools.sets.copy import copy
+from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
+from shard_tools.sets.reindex import index
+from shard_tools.sets.repair import repair
+from shard_tools.sets.rewrite.field_changes import FieldChanges
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.terminal import render
+from shard_tools.terminal.config_file import load_config
+from shard_tools.terminal.options import (
     COUNT,
     KEEP_ORDER,
     PAIR,
@@ -45,20 +58,7 @@ from shard_tools.options import (
     with_storage_options,
     writing_options,
 )
-from shard_tools.plan_verb import plan_command
-from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
-from shard_tools.running.progress import progress_bar
-from shard_tools.sets.bad_list import load_bad_list, records_of
-from shard_tools.sets.copy import copy
-from shard_tools.sets.field_changes import FieldChanges
-from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.sets.reindex import index
-from shard_tools.sets.repair import repair
-from shard_tools.sets.reshard import ReshardOptions, reshard
-from shard_tools.show_verb import show_command
-from shard_tools.stats_verb import stats_command
-from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
-from shard_tools.verbs import ToolGroup, emit, finish
+from shard_tools.terminal.verbs import ToolGroup, emit, finish
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO

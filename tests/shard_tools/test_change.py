@@ -14,7 +14,7 @@ from forked import Forked
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.sets.clean import clean
-from shard_tools.sets.field_changes import FieldChanges
+from shard_tools.sets.rewrite.field_changes import FieldChanges
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
 

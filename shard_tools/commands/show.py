@@ -11,8 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shard_tools.options import as_storage_options, index_option, unfinished_option, with_storage_options
-from shard_tools.plan_verb import described_options, take_description
+from shard_tools.commands.plan import described_options, take_description
+from shard_tools.commands.stats import write_page
 from shard_tools.show.access import Access, check_host
 from shard_tools.show.base.subject import Subject, open_subject
 from shard_tools.show.data.notes import check_tokenizer
@@ -20,7 +20,7 @@ from shard_tools.show.file import page_file
 from shard_tools.show.run.attach import check_addresses
 from shard_tools.show.server import listen, need_server, serve
 from shard_tools.show.table import MEDIA, PAGES
-from shard_tools.stats_verb import write_page
+from shard_tools.terminal.options import as_storage_options, index_option, unfinished_option, with_storage_options
 
 _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 

@@ -11,10 +11,10 @@ from shard_tools.columns.join import JoinOptions, Missing, join_column
 from shard_tools.columns.lift import lift_column
 from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
 from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
-from shard_tools.options import COUNT, SIZE, names, on_named, on_shards, writing_options
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
-from shard_tools.verbs import emit
+from shard_tools.terminal.options import COUNT, SIZE, names, on_named, on_shards, writing_options
+from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted
 from streaming.storage import Storage
 

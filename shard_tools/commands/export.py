@@ -8,7 +8,9 @@ import click
 
 from shard_tools.export.job import ExportOptions
 from shard_tools.export.run import FORMATS, ExportReport, export
-from shard_tools.options import (
+from shard_tools.running.engine import DEFAULT_WORKERS
+from shard_tools.running.progress import progress_bar
+from shard_tools.terminal.options import (
     COUNT,
     PAIR,
     as_storage_options,
@@ -20,9 +22,7 @@ from shard_tools.options import (
     with_storage_options,
     writing_options,
 )
-from shard_tools.running.engine import DEFAULT_WORKERS
-from shard_tools.running.progress import progress_bar
-from shard_tools.verbs import emit
+from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted
 
 _SHOWN = 3

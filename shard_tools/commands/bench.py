@@ -8,7 +8,9 @@ import click
 
 from shard_tools.bench.prices import load_prices
 from shard_tools.bench.run import BenchOptions, BenchReport, bench
-from shard_tools.options import (
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
@@ -17,10 +19,8 @@ from shard_tools.options import (
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
+from shard_tools.terminal.verbs import emit
 from shard_tools.trace.merge import MergeReport, RankReport, merge_traces
-from shard_tools.verbs import emit
 from streaming.arguments import counted, format_bytes
 from streaming.storage import Storage
 

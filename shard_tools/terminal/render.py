@@ -21,7 +21,7 @@ from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
 from shard_tools.sets.repair import RepairReport
-from shard_tools.sets.reshard import ReshardReport
+from shard_tools.sets.rewrite.reshard import ReshardReport
 from shard_tools.tokens.run import TokenizeReport
 from streaming.arguments import counted, format_bytes
 from streaming.storage import redact, redact_text

@@ -7,7 +7,9 @@ from typing import Any
 import click
 
 from shard_tools.diff.compare import ChangedSample, DiffOptions, DiffReport, diff
-from shard_tools.options import (
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.terminal.options import (
     SECRET_PAIR,
     SIZE,
     as_storage_options,
@@ -17,9 +19,7 @@ from shard_tools.options import (
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
-from shard_tools.verbs import emit, finish
+from shard_tools.terminal.verbs import emit, finish
 from streaming.arguments import counted, format_bytes
 from streaming.storage import Storage
 

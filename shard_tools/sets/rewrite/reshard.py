@@ -15,10 +15,10 @@ from shard_tools.running.engine import DEFAULT_MEMORY
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import BadList, load_bad_list
-from shard_tools.sets.field_changes import ChangedSource, FieldChanges
 from shard_tools.sets.open_set import OpenSet, open_set
-from shard_tools.sets.selection import Deduplicated, Taken, deduplicated, select, sorted_order
-from shard_tools.sets.shard_source import ShardSource
+from shard_tools.sets.rewrite.field_changes import ChangedSource, FieldChanges
+from shard_tools.sets.rewrite.selection import Deduplicated, Taken, deduplicated, select, sorted_order
+from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.arguments import counted, parse_bytes
 from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError

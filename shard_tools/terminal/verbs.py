@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from shard_tools import render
 from shard_tools.running.switches import is_on
+from shard_tools.terminal import render
 from streaming.errors import ConfigError, DataError, ReadOnlyError, ShardstreamError
 from streaming.storage import redact, redact_text
 
