@@ -30,6 +30,7 @@ from shard_tools.show.data.workers import Workers
 from streaming.errors import DecodeError
 
 MARKUP = '<script>window.ran = 1; alert(1)</script><img src=x onerror="window.ran = 1; alert(2)">"\'&{{ 7*7 }}'
+KEY = "<img src=x onerror=alert(2)><script>alert(3)<b>\"'&{{ 7*7 }}"
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" onload="window.ran = 1"><script>window.ran = 1</script></svg>'
 
 
@@ -77,7 +78,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jpeg(),
     )
     for number in range(12):
-        key = f"{number:02d}{MARKUP.replace('/', '').replace('.', '')}"
+        key = f"{number:02d}{KEY}"
         deep = b"[" * 100_000 if number == 0 else json.dumps({MARKUP: [MARKUP, {"bbox": [0, 0, 1e308, -1]}]}).encode()
         fields = {
             "jpg": bad[number % len(bad)], "txt": MARKUP.encode() * 3, "json": deep, "svg": SVG,
@@ -88,7 +89,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         files += [(f"{key}.{name}", data) for name, data in fields.items()]
     write_tar(folder / "0.tar", files)
     assert CliRunner().invoke(cli, ["index", str(folder)]).exit_code == 0
-    for column, field in (("text", "txt"), ("json.width", "cls")):
+    for column, field in (("text", "txt"), ("json.width", "txt")):
         done = CliRunner().invoke(cli, ["column", "add", str(folder), column, "--lift", field])
         assert done.exit_code == 0, done.output
     return folder
@@ -174,7 +175,7 @@ def test_a_value_that_takes_too_much_memory_costs_its_worker_at_most() -> None:
             workers.decode("tensor", 384, header + b"x")
         found = workers.decode("tensor", 384, npz_bomb())
         assert found.picture == b""
-        assert "not unpacked" in found.facts["arrays"][0]["dtype"]
+        assert found.facts["arrays"] == [{"name": "a", "dtype": "float64", "shape": [1 << 30]}]  # and not its values
         with pytest.raises(DecodeError, match="more than"):
             workers.known(("a",), "image", 384, 1 << 40, lambda: b"")
     finally:
@@ -275,7 +276,7 @@ def test_hostile_data_in_a_browser(shown: Shown, tab: Callable[..., Tab]) -> Non
     assert page.evaluate("window.ran") is None
     assert page.evaluate("getComputedStyle(document.body).display") != "none"
     assert sum("Content Security Policy" in error for error in seen.errors) >= 4
-    page = seen.open(f"{shown.root}/value?number=3&field=html")
+    page = seen.open(f"{shown.root}/value?number=3&field=txt")
     assert page.evaluate("document.querySelectorAll('script, img').length") == 0
     assert page.evaluate("window.ran") is None
     assert seen.dialogs == []
@@ -381,9 +382,10 @@ def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) ->
     keys.press("Enter")
     page.wait_for_url("**/sample?number=*")
     assert page.locator("h1").text_content() == below
+    number = int(page.url.rpartition("=")[2])
     keys.press("n")
-    page.wait_for_load_state()
-    assert page.locator("h1").text_content() > below
+    page.wait_for_url(f"**/sample?number={number + 1}")
+    assert page.locator("h1").text_content() == f"shapes/{number + 1:04d}"
     keys.press("1")
     page.wait_for_url(f"{pretty.root}/")
     keys.press("/")
@@ -402,7 +404,7 @@ def test_pages_can_be_read_without_scripts(pretty: Shown, tab: Callable[..., Tab
     seen = tab(java_script_enabled=False)
     page = seen.open(pretty.address)
     assert page.locator("article").count() == gallery_rows(pretty)
-    page.get_by_role("link", name="shapes/0003").click()
+    page.get_by_role("link", name="shapes/0003", exact=True).click()
     assert page.locator("h1").text_content() == "shapes/0003"
     page.get_by_role("button", name="Check its bytes now").click()
     assert "they are what the index promises" in page.content()
