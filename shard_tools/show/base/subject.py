@@ -32,7 +32,7 @@ class Subject:
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
         tokenizer: The tokenizer that made the tokens.
-        run: Address of a running job.
+        run: Addresses of a running job.
     """
 
     urls: tuple[str, ...]
@@ -42,7 +42,7 @@ class Subject:
     state_url: str | None = None
     bad: tuple[str, ...] = ()
     tokenizer: str | None = None
-    run: str | None = None
+    run: tuple[str, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -51,7 +51,7 @@ class Subject:
     def title(self) -> str:
         """What is shown, in words, without secrets."""
         if not self.urls:
-            return f"run {redact(self.run or '')}"
+            return f"run {some_names([redact(address) for address in self.run])}"
         return some_names([redact(url) for url in self.urls])
 
     @cached_property
@@ -117,7 +117,7 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
 
 def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
-    bad: Sequence[str] = (), tokenizer: str | None = None, run: str | None = None, **options: Any,
+    bad: Sequence[str] = (), tokenizer: str | None = None, run: Sequence[str] = (), **options: Any,
 ) -> Subject:  # fmt: skip
     """Open what is to be shown.
 
@@ -127,7 +127,7 @@ def open_subject(
         state_url: A saved ``state_dict`` (JSON).
         bad: Files of bad samples.
         tokenizer: The tokenizer that made the tokens.
-        run: Address of a running job.
+        run: Addresses of a running job.
         options: As for :func:`~shard_tools.plan.sources.open_planned`.
 
     Raises:
@@ -142,7 +142,7 @@ def open_subject(
         is_mixture = len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)
         shown = {} if is_mixture else {"duplicate_keys": "keep"}  # of shards without an index: they are to be seen
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
-    elif run is None:
+    elif not run:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")
     elif given := [
         *chosen,
@@ -151,5 +151,5 @@ def open_subject(
         raise ConfigError(f"--{given[0].replace('_', '-')}: has no effect without a URL; give one, or leave it out")
     return Subject(
         urls=tuple(urls), source=source, storage_options=dict(storage_options or {}), chosen=chosen,
-        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=run,
+        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=tuple(run),
     )  # fmt: skip
