@@ -75,6 +75,7 @@ NOT_RUN = {
     ("reshard", "--max-bytes"): "test_reshard.py::test_as_a_command",
     ("reshard", "--sort"): "test_curriculum.py::test_what_it_reads_is_said_and_sorted_shards_cure_it",
     ("reshard", "--where"): "test_reshard.py::test_as_a_command",
+    ("show", ""): "test_show.py::test_the_command_prints_one_line_serves_and_ends_with_0",
     ("verify", "--decode"): "test_recheck.py::test_as_commands",
 }
 

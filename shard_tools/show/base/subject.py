@@ -12,7 +12,7 @@ from shard_tools.plan.sources import MIXTURE_SUFFIX, open_planned
 from shard_tools.show.base.samples import SampleSet
 from streaming.arguments import some_names
 from streaming.errors import ConfigError
-from streaming.storage import Storage, redact
+from streaming.storage import Storage, redact, redact_text
 
 if TYPE_CHECKING:
     from streaming.sources.mixed import AnySource
@@ -28,7 +28,7 @@ class Subject:
         urls: As the user wrote them; they may contain secrets.
         source: What training reads of it, a ``Source``; None: there is only a job.
         storage_options: How to reach the store, for sets that do not say it themselves.
-        chosen: Options that choose samples or shape rows, as they were given: ``where``, ``view``, ``packed``, …
+        chosen: Options that choose samples or shape rows, to be shown, without secrets: ``where``, ``view``, …
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
         tokenizer: The tokenizer that made the tokens.
@@ -135,7 +135,8 @@ def open_subject(
         IndexMissingError: There is no index, and the set is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
     """
-    chosen = {name: value for name, value in options.items() if value is not None}
+    given_options = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: redact_text(one) if isinstance(one, str) else one for name, one in given_options.items()}
     source = None
     if urls:
         is_mixture = len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)

@@ -85,7 +85,9 @@ class FieldShown:
     @property
     def is_short(self) -> bool:
         """Whether it is a word or a number, which needs no lines of its own."""
-        return self.form == "text" and not self.is_cut and len(self.text) <= _SHORT and "\n" not in self.text
+        if self.kind == "text" or self.form != "text":
+            return False
+        return not self.is_cut and len(self.text) <= _SHORT and "\n" not in self.text
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -106,11 +108,13 @@ def fields_of(
         StorageError: It cannot be read.
     """
     wanted: list[Wanted] = []
+    pictured = 0
     for place, located in places:
         for name, (start, stop) in located.fields.items():
             count = min(_num_bytes(name, stop - start, notes, amount), stop - start)
             wanted.append(Wanted(place.shard, start, start + count))
-    heads = iter(read_all(within, wanted))
+            pictured += stop - start if kind_of(name) in _PICTURES and stop - start <= MOST_BYTES else 0
+    heads = iter(read_all(within, wanted, pictured))
     shown = []
     for place, located in places:
         mine = {name: next(heads) for name in located.fields}

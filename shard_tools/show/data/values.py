@@ -9,7 +9,7 @@ from typing import Final
 from shard_tools.show.base.page import Content, Query
 from shard_tools.show.base.samples import SamplePlace, SampleSet
 from shard_tools.show.base.subject import Subject
-from shard_tools.show.data.workers import Decoded, Workers
+from shard_tools.show.data.workers import Decoded, DecodingWorkers
 from shard_tools.stats.kinds import kind_of
 from streaming.errors import ConfigError, NotFoundError
 
@@ -39,7 +39,7 @@ def value(subject: Subject, query: Query) -> Content:
     within = subject.set_of(query.text("source"))
     number, name = query.some_number("number"), query.text("field")
     if number is None or not name:
-        raise ConfigError("/value: expected number and field, such as number=0&field=jpg")
+        raise ConfigError("/value: expected the number of a sample and a field of it")
     place = within.place(number)
     located = within.locate(place)
     if name not in located.fields:
@@ -91,6 +91,6 @@ def decoded(
         raise NotFoundError(
             f"view: there are pictures of images and arrays, not of the field {name!r}; view=raw has it"
         )
-    workers: Workers = subject.keep("workers", Workers)
+    workers: DecodingWorkers = subject.keep("workers", DecodingWorkers)
     url = within.source.urls[place.shard]
     return workers.known((url, *span), kind, pixels, span[1] - span[0], lambda: within.source.storage.read(url, *span))
