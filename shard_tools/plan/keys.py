@@ -31,11 +31,13 @@ class Places:
         splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
         shards: int64 [n], shard of each sample, among those of its set.
         numbers: int64 [n], its number in the shard.
+        pieces: int64 [n, 3]; of documents in packs the first token, one past the last, and all of the document; else 0.
     """
 
     splits: Int64Array
     shards: Int64Array
     numbers: Int64Array
+    pieces: Int64Array
 
     @classmethod
     def of(
@@ -57,7 +59,8 @@ class Places:
         ranges = [(number_of(chunk, one.url), one.first_sample + one.lead)
                   for chunk, one in ((chunk, source.chunk(chunk)) for chunk in chunks.tolist())]  # fmt: skip
         shards, firsts = np.array(ranges, np.int64).reshape(-1, 2).T
-        return cls(splits=rows.splits, shards=shards[which], numbers=firsts[which] + rows.samples)
+        pieces = np.stack([rows.starts, rows.stops, rows.lengths], axis=1)
+        return cls(splits=rows.splits, shards=shards[which], numbers=firsts[which] + rows.samples, pieces=pieces)
 
 
 def keys_at(dataset: Any, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 import numpy as np
@@ -92,8 +93,19 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Rows of steps, as the plan has them; int64 [n] each."""
+class Rows:
+    """Rows of steps, as the plan has them; int64 [n] each.
+
+    Attributes:
+        steps: Step of each row.
+        ranks: Data rank that gets it.
+        chunk_ids: Chunk in the dataset.
+        offsets: Its number in the chunk.
+        passes: Pass of the stream.
+        seeds: Seed of the order.
+        lanes: Lane that it comes from.
+        places: Its place in the lane, in that pass.
+    """
 
     steps: Int64Array
     ranks: Int64Array
@@ -101,12 +113,16 @@ class _Rows:
     offsets: Int64Array
     passes: Int64Array
     seeds: Int64Array
+    lanes: Int64Array
+    places: Int64Array
 
-    def where(self, rows: Any) -> _Rows:
-        return _Rows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+    def where(self, rows: Any) -> Rows:
+        """Return some of the rows."""
+        return Rows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
 
     @classmethod
-    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """Return the rows of several parts, one after the other."""
         empty = np.zeros(0, np.int64)
         return cls(
             **{
@@ -114,6 +130,31 @@ class _Rows:
                 for name in cls.__dataclass_fields__
             }
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What stands in a row: where it is stored, and the keys of the samples that it is made of.
+
+    Attributes:
+        leaf: Name of its set among those of the mixture; "": there is one set.
+        source: Its ``__source__`` in batches; None: they have none.
+        number: Its number in the dataset, or in the source.
+        shard: URL of its shard.
+        chunk: Number of its chunk in the set.
+        keys: The key of each of its samples; None: the index has no sample table.
+        samples: The number in the shard of each.
+        pieces: Of documents in packs the first token, one past the last, and all of the document; else zeros.
+    """
+
+    leaf: str
+    source: str | None
+    number: int
+    shard: str
+    chunk: int
+    keys: tuple[str | None, ...]
+    samples: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +170,7 @@ class PlannedRun:
         global_batch_size: G.
         num_ranks: R, the number of data ranks.
         last_batch: How the tail is treated.
-        ramp: Batch sizes by row, of which ``global_batch_size`` is the first; None: a constant size.
+        keys: Returns the keys of a set's shards.
 
     Raises:
         StateError: The state belongs to another dataset or mixture.
@@ -141,6 +182,7 @@ class PlannedRun:
     global_batch_size: int | Sizes
     num_ranks: int
     last_batch: LastBatch
+    keys: Callable[[Any], KeysOfShards] = attrgetter("shard_keys")
     _plans: dict[int, list[tuple[int, Plan]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -152,6 +194,31 @@ class PlannedRun:
             self._mixture.deal.check_shape(self._shape)
         if not self.batches_of(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
+
+    @classmethod
+    def begun(cls, planned: AnySource, options: PlanOptions, **more: Any) -> Self:
+        """Return a run that begins with these options, of which there is no state; ``more`` as the class has it.
+
+        Raises:
+            ConfigError: Training would refuse the options.
+        """
+        ordered: Any = options.ordered(planned)
+        num_samples = int(ordered.chunk_samples.sum())
+        if not num_samples:
+            raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
+        shape = options.shape
+        order = ordered.order_settings(shape.sizes.size_for_lanes)
+        ledger = ordered.begun(shape.global_batch_size, order) if ordered.names else None
+        state = LoaderState(
+            epoch=0, samples_seen=0, order=order, fingerprint=ordered.fingerprint, num_samples=num_samples,
+            epoch_size=shape.epoch_size, ledger=ledger, batch_sizes=shape.sizes, **ordered.items.facts(),
+        )  # fmt: skip
+        made = cls(
+            planned=ordered, state=state, global_batch_size=shape.sizes, num_ranks=shape.num_ranks,
+            last_batch=shape.last_batch, **more,
+        )  # fmt: skip
+        shape.check_enough(made.num_samples)
+        return made
 
     @property
     def _mixture(self) -> MixedSource:
@@ -247,12 +314,13 @@ class PlannedRun:
             if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
                 orders = orders.under(order)
-            self._plans[epoch] = []
+            found = []
             for plan in Plan.of_epoch(
                 self._shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
             ):
-                self._plans[epoch].append((number, plan))
+                found.append((number, plan))
                 number += plan.num_batches
+            self._plans[epoch] = found
         return self._plans[epoch]
 
     @cached_property
@@ -270,7 +338,7 @@ class PlannedRun:
         return sums([len(one.chunk_samples) for _, one in self._sets])
 
     @cached_property
-    def _has_samples(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether rows are samples, and not made of several."""
         return self.planned.items.first_numbers(self.planned.chunk_samples) is not None
 
@@ -297,7 +365,7 @@ class PlannedRun:
         if not steps or steps.start < 0 or len(steps) * self._shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
-        return self._report(self._told(_Rows.joined([self._batch(step) for step in steps])))
+        return self._report(self._told(Rows.joined([self.rows_of(step) for step in steps])))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
         """Find the steps that contain the samples with this key; of a document in several packs, the step of each.
@@ -319,7 +387,7 @@ class PlannedRun:
         found = [self._rows_with(*place, looked_at) for place in places]
         if not any(is_delivered for _, is_delivered in found):
             raise NotFoundError(self._why_left_out(key, places))
-        rows = _Rows.joined([row for rows, _ in found for row in rows])
+        rows = Rows.joined([row for rows, _ in found for row in rows])
         report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
         left_out: tuple[int, ...] = ()
         if steps is None and not (self.state.epoch_size or self.is_endless):
@@ -388,7 +456,7 @@ class PlannedRun:
                 f"batches before it had another size. Give the size that they had, or steps from {first + begun:,} on"
             )
 
-    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[_Rows], bool]:
+    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[Rows], bool]:
         """Find the rows of steps that hold a sample of a set, and whether the set delivers it at all."""
         one = self._sets[number][1]
         within = one.chunk_with(shard, row)
@@ -402,7 +470,7 @@ class PlannedRun:
             delivered |= bool(offsets)
             batches = {batch for offset in offsets for batch, _ in plan.when(chunk, offset, first=low, last=high)}
             for batch in sorted(batches):
-                found = self._batch(first + batch)
+                found = self.rows_of(first + batch)
                 found = found.where(np.flatnonzero(found.chunk_ids == chunk))
                 rows.append(found.where(self._holds(found, shard, row)))
         return rows, delivered or not steps
@@ -425,7 +493,7 @@ class PlannedRun:
         passes = range(
             (begin + low * size) // plan.samples_per_pass, (begin + high * size) // plan.samples_per_pass + 1
         )
-        if self._has_samples:
+        if self.has_samples:
             passes = passes[:1]  # samples stand where they are
         chunks, offsets = np.full(count, chunk), np.arange(count)
         found: set[int] = set()
@@ -435,27 +503,32 @@ class PlannedRun:
             found.update(rows[(places.shards == shard) & (places.numbers == row)].tolist())
         return sorted(found)
 
-    def _holds(self, rows: _Rows, shard: int, row: int) -> Any:
+    def _holds(self, rows: Rows, shard: int, row: int) -> Any:
         """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
         seed = int(rows.seeds[0]) if len(rows.seeds) else 0
         places = self._places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
-    def _batch(self, step: int) -> _Rows:
-        """Return the rows of a global batch."""
+    def rows_of(self, step: int) -> Rows:
+        """Return the rows of a global batch, without padding, in the order in which ranks get them.
+
+        Raises:
+            ConfigError: There is no such step, or it lies before the state, in batches of another size.
+        """
         self._check_known(step)
-        plan, number = self._plan_of(step)
+        plan, number = self.plan_of(step)
         found = plan.rank_batches(number, number + 1, 0)
         count = int(found.valid.sum())
         shape = replace(plan.shape, num_ranks=self.num_ranks)
-        return _Rows(
+        _, lanes, places = plan.dealt(found.positions[found.valid])
+        return Rows(
             steps=np.full(count, step), ranks=shape.rank_of(np.arange(count), max(count, 1)),
             chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],
-            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed),
+            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed), lanes=lanes, places=places,
         )  # fmt: skip
 
-    def _plan_of(self, step: int) -> tuple[Plan, int]:
+    def plan_of(self, step: int) -> tuple[Plan, int]:
         """Return the plan of a step, and its number there."""
         epoch, first = self.epoch_at(step)
         number, plan = next(one for one in reversed(self.plans_of(epoch)) if first + one[0] <= step)
@@ -467,20 +540,20 @@ class PlannedRun:
         row = self.state.epoch * self.num_samples + self.state.samples_seen
         return self.planned.items.facts(self.state, row).get("lengths")
 
-    def _rows_each(self, step: int) -> int:
+    def rows_each(self, step: int) -> int:
         """Return how many rows each pack of a step makes."""
         if self._lengths is None:
             return 1
-        plan, number = self._plan_of(step)
+        plan, number = self.plan_of(step)
         return int(self._sets[0][1].rules.length // self._lengths.at(plan.row_of(number)))
 
     def _report(self, rows: Sequence[StepRow]) -> StepReport:
         per_epoch = None if self.is_endless else self.batches_of(self.state.epoch)
         return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
 
-    def _told(self, rows: _Rows) -> list[StepRow]:
-        """Describe rows."""
-        told: list[tuple[str | None, int, str, tuple[str | None, ...]]] = [(None, 0, "", ())] * len(rows.steps)
+    def described(self, rows: Rows) -> list[Described]:
+        """Return what stands in rows; reads the keys of their samples."""
+        told: list[Described | None] = [None] * len(rows.steps)
         names = getattr(self.planned, "shown_names", {"": ""})
         numbered = getattr(self.planned, "numbered", {})
         sources = np.searchsorted(self._first_chunks, rows.chunk_ids, side="right") - 1
@@ -491,28 +564,35 @@ class PlannedRun:
                 some = rows.where(at)
                 within = some.chunk_ids - self._first_chunks[source]
                 places = self._places_of(some.chunk_ids, some.offsets, some.passes, seed)
-                keys, splits = keys_of(one.shard_keys, places.shards, places.numbers), places.splits.tolist()
+                keys, splits = keys_of(self.keys(one), places.shards, places.numbers), places.splits.tolist()
                 owner = numbered.get(name)
                 starts = np.cumsum(one.chunk_samples) - one.chunk_samples
                 numbers = starts[within] + some.offsets
                 if owner is not None:
                     numbers = owner.numbers_of(places.shards, places.numbers)
-                for row, number, url, low, high in zip(
-                    at.tolist(), numbers.tolist(), one.urls_of(within), splits[:-1], splits[1:], strict=True
-                ):
-                    told[row] = (names[name] or None, number, url, tuple(keys[low:high]))
-        return [self._row(rows, at, *one) for at, one in enumerate(told)]
+                samples, pieces = places.numbers.tolist(), list(map(tuple, places.pieces.tolist()))
+                for row, number, url, chunk, low, high in zip(
+                    at.tolist(), numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:],
+                    strict=True,
+                ):  # fmt: skip
+                    told[row] = Described(
+                        leaf=name, source=names[name] or None, number=number, shard=url, chunk=chunk,
+                        keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
+                    )  # fmt: skip
+        return [one for one in told if one is not None]
 
-    def _row(
-        self, rows: _Rows, at: int, source: str | None, number: int, shard: str, keys: tuple[str | None, ...]
-    ) -> StepRow:
+    def _told(self, rows: Rows) -> list[StepRow]:
+        """Describe rows for reports."""
+        return [self._row(rows, at, one) for at, one in enumerate(self.described(rows))]
+
+    def _row(self, rows: Rows, at: int, one: Described) -> StepRow:
         step = int(rows.steps[at])
         epoch, first = self.epoch_at(step)
-        is_sample = self._has_samples
+        is_sample = self.has_samples
         return StepRow(
-            step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=source, number=number,
-            shard=shard, key=keys[0] if is_sample else None, keys=None if is_sample else keys,
-            num_rows=self._rows_each(step),
+            step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=one.source,
+            number=one.number, shard=one.shard, key=one.keys[0] if is_sample else None,
+            keys=None if is_sample else one.keys, num_rows=self.rows_each(step),
         )  # fmt: skip
 
 

@@ -213,6 +213,12 @@ class Plan:
         """Return the row of the run at which a batch begins."""
         return self.first_row + batch * self.global_batch_size
 
+    def dealt(self, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return pass, lane and place in the lane of stream positions, int64 [n] each."""
+        passes, within = np.divmod(positions, self.samples_per_pass)
+        places, lanes = np.divmod(within, self.settings.lanes)
+        return passes, lanes, places
+
     def batch_size(self, batch: int, dp_rank: int) -> int:
         """Return the number of rows, including padding, of one rank in one batch."""
         self._check_range(batch, batch + 1, dp_rank)
@@ -376,8 +382,7 @@ class Plan:
             stream = np.arange(cut.starts[index], cut.stops[index], dtype=np.int64)
             lane = stream % self.samples_per_pass % self.settings.lanes
             chosen = stream[np.argsort(lane, kind="stable")[slots[rows]]]
-            passes[rows], within = np.divmod(chosen, self.samples_per_pass)
-            places[rows], lanes[rows] = np.divmod(within, self.settings.lanes)
+            passes[rows], lanes[rows], places[rows] = self.dealt(chosen)
         return passes, lanes, places
 
     def _rows(self, first: int, last: int, dp_rank: int) -> _RowPlaces:
