@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow.compute as pc
 
 from shard_tools.running.engine import map_ordered
 from streaming.errors import IndexMissingError
+from streaming.lru_cache import LruCache
 from streaming.platforms import num_cores
 from streaming.types import Int64Array
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from streaming.sources.keys import KeysOfShards
 
 _T = TypeVar("_T")
+_BLOCK = 4096  # keys that are kept together: steps that follow each other are in the same chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +64,62 @@ class Places:
         shards, firsts = np.array(ranges, np.int64).reshape(-1, 2).T
         pieces = np.stack([rows.starts, rows.stops, rows.lengths], axis=1)
         return cls(splits=rows.splits, shards=shards[which], numbers=firsts[which] + rows.samples, pieces=pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptKeys:
+    """Keys of shards, of which those that were read last are kept. ``KeysOfShards``.
+
+    Attributes:
+        known: Reads them.
+        kept: Blocks of keys, by their shards, the shard and the block; others may share it.
+    """
+
+    known: KeysOfShards
+    kept: LruCache[tuple[int, int, int], Any]
+
+    @classmethod
+    def cache(cls, num_bytes: int) -> LruCache[tuple[int, int, int], Any]:
+        """Return what keeps so many bytes of keys."""
+        return LruCache(num_bytes, _size_of)
+
+    @property
+    def home(self) -> object:
+        """See ``KeysOfShards``."""
+        return self.known.home
+
+    @property
+    def filled(self) -> list[int]:
+        """See ``KeysOfShards``."""
+        return self.known.filled
+
+    @property
+    def num_threads(self) -> int:
+        """See ``KeysOfShards``."""
+        return self.known.num_threads
+
+    def column(
+        self, shard: int, only: tuple[int, int] | None = None, turns: AbstractContextManager[Any] | None = None
+    ) -> Any:
+        """See ``KeysOfShards``."""
+        if only is None:
+            return self.known.column(shard, None, turns)
+        low, high = only[0] // _BLOCK, -(-only[1] // _BLOCK)
+        read: dict[str, Any] = {}
+
+        def block(number: int) -> Any:
+            if not read:
+                read["all"] = self.known.column(shard, (number * _BLOCK, high * _BLOCK), turns)
+                read["from"] = number
+            return read["all"].slice((number - read["from"]) * _BLOCK, _BLOCK)
+
+        blocks = [self.kept.of((id(self.home), shard, number), partial(block, number)) for number in range(low, high)]
+        found = blocks[0] if len(blocks) == 1 else pa.concat_arrays(blocks)
+        return found.slice(only[0] - low * _BLOCK, only[1] - only[0])
+
+
+def _size_of(keys: Any) -> int:
+    return int(keys.nbytes) + 200
 
 
 def keys_at(dataset: Any, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:

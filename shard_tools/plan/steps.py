@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import click
 import numpy as np
@@ -103,6 +103,7 @@ class Rows:
         offsets: Its number in the chunk.
         passes: Pass of the stream.
         seeds: Seed of the order.
+        positions: Position in the stream.
         lanes: Lane that it comes from.
         places: Its place in the lane, in that pass.
     """
@@ -113,6 +114,7 @@ class Rows:
     offsets: Int64Array
     passes: Int64Array
     seeds: Int64Array
+    positions: Int64Array
     lanes: Int64Array
     places: Int64Array
 
@@ -190,44 +192,43 @@ class PlannedRun:
             _check_set(self.planned, self.state)
         else:
             _check_mixture(self.planned, self.state.ledger)
-            object.__setattr__(self, "planned", self._mixture.cut_as(self.state.ledger))
-            self._mixture.deal.check_shape(self._shape)
+            object.__setattr__(self, "planned", self.mixture.cut_as(self.state.ledger))
+            self.mixture.deal.check_shape(self.shape)
         if not self.batches_of(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
     @classmethod
-    def begun(cls, planned: AnySource, options: PlanOptions, **more: Any) -> Self:
-        """Return a run that begins with these options, of which there is no state; ``more`` as the class has it.
+    def begun(cls, planned: AnySource, shape: Shape, **more: Any) -> Self:
+        """Return a run that begins, in batches of a shape, of which there is no state; ``more`` as the class has it.
 
         Raises:
-            ConfigError: Training would refuse the options.
+            ConfigError: Training would refuse the shape.
         """
-        ordered: Any = options.ordered(planned)
-        num_samples = int(ordered.chunk_samples.sum())
+        num_samples = int(planned.chunk_samples.sum())
         if not num_samples:
             raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
-        shape = options.shape
-        order = ordered.order_settings(shape.sizes.size_for_lanes)
-        ledger = ordered.begun(shape.global_batch_size, order) if ordered.names else None
+        order, mixture = planned.order_settings(shape.sizes.size_for_lanes), cast("MixedSource", planned)
         state = LoaderState(
-            epoch=0, samples_seen=0, order=order, fingerprint=ordered.fingerprint, num_samples=num_samples,
-            epoch_size=shape.epoch_size, ledger=ledger, batch_sizes=shape.sizes, **ordered.items.facts(),
+            epoch=0, samples_seen=0, order=order, fingerprint=planned.fingerprint, num_samples=num_samples,
+            ledger=mixture.begun(shape.global_batch_size, order) if planned.names else None,
+            epoch_size=shape.epoch_size, batch_sizes=shape.sizes, **planned.items.facts(),
         )  # fmt: skip
         made = cls(
-            planned=ordered, state=state, global_batch_size=shape.sizes, num_ranks=shape.num_ranks,
+            planned=planned, state=state, global_batch_size=shape.sizes, num_ranks=shape.num_ranks,
             last_batch=shape.last_batch, **more,
         )  # fmt: skip
         shape.check_enough(made.num_samples)
         return made
 
     @property
-    def _mixture(self) -> MixedSource:
+    def mixture(self) -> MixedSource:
+        """What the run reads, where that is a mixture."""
         mixture: Any = self.planned
         found: MixedSource = mixture
         return found
 
     @cached_property
-    def _shape(self) -> Shape:
+    def shape(self) -> Shape:
         """The shape of the global batches: with a single rank, they are that rank's."""
         sizes, was = Sizes.of(self.global_batch_size), self.state.batch_sizes
         if was is not None:
@@ -241,7 +242,7 @@ class PlannedRun:
         """Samples of an epoch."""
         if self.state.epoch_size is not None:
             return self.state.epoch_size
-        return self._orders.samples_per_pass
+        return self.orders.samples_per_pass
 
     @property
     def is_endless(self) -> bool:
@@ -254,7 +255,7 @@ class PlannedRun:
     def _before(self) -> tuple[int, bool]:
         """Batches of the state's epoch before its place, and whether they end there."""
         row, seen = self.state.epoch * self.num_samples, min(self.state.samples_seen, self.num_samples)
-        whole, begun = (self._shape.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
+        whole, begun = (self.shape.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
         return begun, whole == begun or seen == self.num_samples
 
     def batches_of(self, epoch: int) -> int:
@@ -262,16 +263,16 @@ class PlannedRun:
         row, size = epoch * self.num_samples, self.num_samples
         before, fits = self._before
         if fits or epoch != self.state.epoch:
-            return self._shape.sizes.batches(row, size, self.last_batch)
+            return self.shape.sizes.batches(row, size, self.last_batch)
         seen = self.state.samples_seen
-        return before + self._shape.sizes.batches(row + seen, size - seen, self.last_batch)
+        return before + self.shape.sizes.batches(row + seen, size - seen, self.last_batch)
 
     def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
         first = epoch = 0
         while True:
             count = self.batches_of(epoch)
-            settled = self._shape.sizes.next_change(epoch * self.num_samples) is None
+            settled = self.shape.sizes.next_change(epoch * self.num_samples) is None
             yield epoch, first, count, settled and (self._before[1] or epoch > self.state.epoch)
             first, epoch = first + count, epoch + 1
 
@@ -310,13 +311,13 @@ class PlannedRun:
         if epoch not in self._plans:
             before, fits = self._before
             number, start = (0, 0) if fits or epoch != self.state.epoch else (before, self.state.samples_seen)
-            order, seed, orders = self.state.order, self.state.next_seed, self._orders
+            order, seed, orders = self.state.order, self.state.next_seed, self.orders
             if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
                 orders = orders.under(order)
             found = []
             for plan in Plan.of_epoch(
-                self._shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
+                self.shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
             ):
                 found.append((number, plan))
                 number += plan.num_batches
@@ -324,10 +325,10 @@ class PlannedRun:
         return self._plans[epoch]
 
     @cached_property
-    def _orders(self) -> Orders:
+    def orders(self) -> Orders:
         """Return the orders, of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
         order, ledger = self.state.order, self.state.ledger
-        return self.planned.orders(order) if ledger is None else self._mixture.orders(order, ledger)
+        return self.planned.orders(order) if ledger is None else self.mixture.orders(order, ledger)
 
     @cached_property
     def _sets(self) -> list[tuple[str, Any]]:
@@ -362,7 +363,7 @@ class PlannedRun:
             ConfigError: There are no samples, or more than a million; or a step lies before the state, in batches of
                 another size.
         """
-        if not steps or steps.start < 0 or len(steps) * self._shape.sizes.most > _MAX_ROWS:
+        if not steps or steps.start < 0 or len(steps) * self.shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
         return self._report(self._told(Rows.joined([self.rows_of(step) for step in steps])))
@@ -432,13 +433,13 @@ class PlannedRun:
         ledger, row = self.state.ledger, self.state.samples_seen
         if ledger is None:
             raise AssertionError("a run without end is of a mixture")
-        size = self._shape.at(row).global_batch_size
+        size = self.shape.at(row).global_batch_size
         names = {self._sets[number][0] for number in numbers}
-        shares = self._mixture.drawing.forecast(ledger).drawn(row, size)
-        ahead = [self._mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
-        orders: Any = self._orders
+        shares = self.mixture.drawing.forecast(ledger).drawn(row, size)
+        ahead = [self.mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
+        orders: Any = self.orders
         known = orders.known_from * self.state.order.lanes
-        first = self._shape.sizes.batches(0, known, "partial") if fits else begun
+        first = self.shape.sizes.batches(0, known, "partial") if fits else begun
         return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
 
     def _check_known(self, step: int) -> None:
@@ -452,7 +453,7 @@ class PlannedRun:
         if not fits and first <= step < first + begun:
             raise ConfigError(
                 f"--step {step}: the state stands at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
-                f"where no batch of {self._shape.at(self.state.epoch * self.num_samples).global_batch_size:,} ends: "
+                f"where no batch of {self.shape.at(self.state.epoch * self.num_samples).global_batch_size:,} ends: "
                 f"batches before it had another size. Give the size that they had, or steps from {first + begun:,} on"
             )
 
@@ -510,22 +511,26 @@ class PlannedRun:
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
-    def rows_of(self, step: int) -> Rows:
-        """Return the rows of a global batch, without padding, in the order in which ranks get them.
+    def rows_of(self, step: int, dp_rank: int | None = None) -> Rows:
+        """Return the rows of a global batch, without padding, in the order in which ranks get them; or those of one.
 
         Raises:
             ConfigError: There is no such step, or it lies before the state, in batches of another size.
         """
         self._check_known(step)
-        plan, number = self.plan_of(step)
-        found = plan.rank_batches(number, number + 1, 0)
+        whole, number = self.plan_of(step)
+        plan = whole if dp_rank is None else whole.among(self.num_ranks)
+        found = plan.rank_batches(number, number + 1, dp_rank or 0)
         count = int(found.valid.sum())
         shape = replace(plan.shape, num_ranks=self.num_ranks)
-        _, lanes, places = plan.dealt(found.positions[found.valid])
+        ranks = shape.rank_of(np.arange(count), max(count, 1)) if dp_rank is None else np.full(count, dp_rank)
+        positions = found.positions[found.valid]
+        _, lanes, places = plan.dealt(positions)
         return Rows(
-            steps=np.full(count, step), ranks=shape.rank_of(np.arange(count), max(count, 1)),
+            steps=np.full(count, step), ranks=ranks,
             chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],
-            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed), lanes=lanes, places=places,
+            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed), positions=positions,
+            lanes=lanes, places=places,
         )  # fmt: skip
 
     def plan_of(self, step: int) -> tuple[Plan, int]:

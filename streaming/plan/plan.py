@@ -17,7 +17,8 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -189,6 +190,13 @@ class Plan:
             start += here.num_batches * here.global_batch_size
             if shape.sizes.next_change(here.first_row) is None or not here.num_batches or start >= here.num_samples:
                 return
+
+    def among(self, dp_world_size: int) -> Self:
+        """Return the same batches, dealt to another number of ranks; what is known of lanes is shared."""
+        made = copy(self)
+        made.shape = replace(self.shape, num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1))
+        made.dp_world_size, made._looked = made.shape.num_ranks, (-1, {})
+        return made
 
     @property
     def passes(self) -> range:
