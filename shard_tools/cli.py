@@ -46,6 +46,7 @@ from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samp
 from shard_tools.sets.reindex import index
 from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
+from shard_tools.show_verb import show_command
 from shard_tools.stats_verb import stats_command
 from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.verbs import ToolGroup, emit, finish
@@ -68,6 +69,7 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
         "diff": diff_command,
         "bench": bench_command,
         "stats": stats_command,
+        "show": show_command,
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -13,6 +13,7 @@ from infra import DeviceMesh
 from shard_tools.options import (
     COUNT,
     SIZE,
+    Command,
     as_storage_options,
     index_option,
     json_option,
@@ -76,6 +77,38 @@ class ObjectType(click.ParamType):  # type: ignore[type-arg]
 RAMP, OBJECT = RampType(), ObjectType()
 
 
+def described_options(command: Command) -> Command:
+    """Add the options that choose samples and shape rows; see :func:`take_description`."""
+    decorators = (
+        click.option(
+            "--length",
+            type=RAMP,
+            metavar="T|0:T,ROW:T…",
+            help="Packs of T tokens, Packed(…, length=T); of several, from which row of the run on.",
+        ),
+        click.option("--padded", is_flag=True, help="With --length: padded packs, batches by size."),
+        click.option(
+            "--packed",
+            type=OBJECT,
+            help='Further options of Packed, such as \'{"column": "frames", "field": null}\'.',
+        ),
+        click.option(
+            "--balanced",
+            type=OBJECT,
+            metavar="COLUMN|JSON",
+            help="As Balanced(…, by=COLUMN) has it, or with the options of a JSON object.",
+        ),
+        click.option("--curriculum", type=OBJECT, help="A Curriculum with these options, as in a mixture's file."),
+        click.option("--where", metavar="CONDITION", help="Only the samples that match; see docs/filters.md."),
+        click.option("--view", metavar="NAME", help="Only the samples of a saved view."),
+        click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line."),
+        click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000."),
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
 @click.command("plan")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--dp", type=COUNT, default=1, show_default=True, help="Data-parallel size.")
@@ -89,25 +122,6 @@ RAMP, OBJECT = RampType(), ObjectType()
     "--batch-size", type=RAMP, help="Samples per batch and data rank; of a ramp, from which row of the run on."
 )
 @click.option("--global-batch-size", type=RAMP, help="Samples per batch over all ranks; likewise.")
-@click.option(
-    "--length",
-    type=RAMP,
-    metavar="T|0:T,ROW:T…",
-    help="Plan for packs of T tokens, Packed(…, length=T); of several, from which row of the run on.",
-)
-@click.option("--padded", is_flag=True, help="With --length: padded packs, batches by size.")
-@click.option(
-    "--packed",
-    type=OBJECT,
-    help='Further options of Packed, such as \'{"column": "frames", "field": null}\'.',
-)
-@click.option(
-    "--balanced",
-    type=OBJECT,
-    metavar="COLUMN|JSON",
-    help="Plan for Balanced(…, by=COLUMN), or with the options of a JSON object.",
-)
-@click.option("--curriculum", type=OBJECT, help="Plan for Curriculum with these options, as in a mixture's file.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Shuffled (default), or in storage order.")
 @click.option("--lanes", type=COUNT, help="Parts of an epoch that are read in parallel. Default: as the loader.")
 @click.option(
@@ -138,10 +152,7 @@ RAMP, OBJECT = RampType(), ObjectType()
     "--when", is_flag=True, help="Show the steps of --key: within --step, or in the state's epoch and the next one."
 )
 @click.option("--thorough", is_flag=True, help="With --when: read all keys, for sets with duplicate keys.")
-@click.option("--where", metavar="CONDITION", help="Plan only for the samples that match; see docs/filters.md.")
-@click.option("--view", metavar="NAME", help="Plan for a saved view.")
-@click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line.")
-@click.option("--subset", metavar="A..B", help="Plan for a range of the stored samples: 0%..80%, or 1000..2000.")
+@described_options
 @click.option(
     "--plot", metavar="FILE.png", help="Also plot the bytes and memory of every data rank (needs matplotlib)."
 )
@@ -192,7 +203,7 @@ def plan_command(
     _check_effect(context, is_run=bool(is_run), when=when)
     sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
     mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()), data_axes=("dp", "fsdp"))
-    planned = open_planned(urls, storage_options=storage_options, **_described(arguments))
+    planned = open_planned(urls, storage_options=storage_options, **take_description(arguments))
     memory_limit = arguments.pop("memory_limit")
     options = PlanOptions(
         mesh=mesh, global_batch_size=Sizes.chosen(batch_size, global_batch_size, mesh.data_world_size),
@@ -233,8 +244,8 @@ def _check_effect(context: click.Context, *, is_run: bool, when: bool) -> None:
         raise click.UsageError("--thorough is for --when, which looks keys up. Leave it out.")
 
 
-def _described(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove what describes the dataset from ``arguments``; return it as a mixture's file describes a source.
+def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove :func:`described_options` from ``arguments``; return them as a mixture's file describes a source.
 
     Raises:
         UsageError: Options of packs contradict each other.

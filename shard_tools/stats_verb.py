@@ -71,7 +71,7 @@ def stats_command(
         raise click.UsageError("--journal has no effect without --all. Leave it out.")
     if html is not None:
         jinja("--html", "show")  # before the work
-        _write(html, "")
+        write_page(html, "")
     options = StatsOptions(limit=None if everything else limit, subset=parse_subset(subset), **arguments)
     with progress_bar("stats", "shards") as progress:
         report = stats(
@@ -79,12 +79,12 @@ def stats_command(
             progress=progress,
         )  # fmt: skip
     if html is not None:
-        _write(html, stats_page(report))
+        write_page(html, stats_page(report))
     emit(report, as_json=as_json, for_people=show_stats)
 
 
-def _write(path: str, text: str) -> None:
-    """Write a local file.
+def write_page(path: str, text: str) -> None:
+    """Write the local file of ``--html``.
 
     Raises:
         ConfigError: It cannot be written.
