@@ -19,6 +19,7 @@ from shard_tools.running.report import Report
 from streaming.arguments import some_names
 from streaming.arrays import sums
 from streaming.errors import ConfigError, NotFoundError, StateError
+from streaming.mixing.forecast import drawn_before
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
@@ -29,6 +30,7 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
+    from streaming.packing.rules import PackRules
     from streaming.sources.keys import KeysOfShards
     from streaming.sources.mixed import AnySource, MixedSource
 
@@ -143,6 +145,7 @@ class Described:
         source: Its ``__source__`` in batches; None: they have none.
         number: Its number in the dataset, or in the source.
         shard: URL of its shard.
+        shard_number: Number of the shard in the set.
         chunk: Number of its chunk in the set.
         keys: The key of each of its samples; None: the index has no sample table.
         samples: The number in the shard of each.
@@ -153,6 +156,7 @@ class Described:
     source: str | None
     number: int
     shard: str
+    shard_number: int
     chunk: int
     keys: tuple[str | None, ...]
     samples: tuple[int, ...]
@@ -342,6 +346,17 @@ class PlannedRun:
     def has_samples(self) -> bool:
         """Whether rows are samples, and not made of several."""
         return self.planned.items.first_numbers(self.planned.chunk_samples) is not None
+
+    @property
+    def pack_rules(self) -> PackRules | None:
+        """The rules of packs; None: rows are samples."""
+        found: PackRules | None = getattr(self._sets[0][1], "rules", None)
+        return found
+
+    def drawn_before(self, plan: Plan, row: int) -> dict[str, int]:
+        """Count the samples of each source of a mixture before a row of the run."""
+        orders: Any = plan.orders
+        return drawn_before(orders, row)
 
     @cached_property
     def _shard_numbers(self) -> list[dict[str, int]]:
@@ -575,14 +590,16 @@ class PlannedRun:
                 numbers = starts[within] + some.offsets
                 if owner is not None:
                     numbers = owner.numbers_of(places.shards, places.numbers)
-                samples, pieces = places.numbers.tolist(), list(map(tuple, places.pieces.tolist()))
+                samples, shards = places.numbers.tolist(), places.shards.tolist()
+                pieces = list(map(tuple, places.pieces.tolist()))
                 for row, number, url, chunk, low, high in zip(
                     at.tolist(), numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:],
                     strict=True,
                 ):  # fmt: skip
                     told[row] = Described(
-                        leaf=name, source=names[name] or None, number=number, shard=url, chunk=chunk,
-                        keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
+                        leaf=name, source=names[name] or None, number=number, shard=url,
+                        shard_number=shards[low], chunk=chunk, keys=tuple(keys[low:high]),
+                        samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
                     )  # fmt: skip
         return [one for one in told if one is not None]
 
@@ -648,21 +665,30 @@ def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
         )
 
 
+def read_state(url: str, storage: Storage) -> LoaderState:
+    """Return a saved ``loader.state_dict()`` (JSON).
+
+    Raises:
+        StateError: The file holds no state.
+    """
+    try:
+        content = json.loads(bytes(storage.read(url)))
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{redact(url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
+    if not isinstance(content, Mapping):
+        raise StateError(f"{redact(url)}: expected an object, as loader.state_dict() gives it")
+    return LoaderState.from_dict(content)
+
+
 def open_run(planned: AnySource, state_url: str, *, storage: Storage, options: PlanOptions) -> PlannedRun:
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
         StateError: The file holds no state, or that of another dataset or mixture.
     """
-    try:
-        content = json.loads(bytes(storage.read(state_url)))
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"{redact(state_url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
-    if not isinstance(content, Mapping):
-        raise StateError(f"{redact(state_url)}: expected an object, as loader.state_dict() gives it")
     return PlannedRun(
         planned=planned,
-        state=LoaderState.from_dict(content),
+        state=read_state(state_url, storage),
         global_batch_size=options.global_batch_size,
         num_ranks=options.mesh.data_world_size,
         last_batch=options.last_batch,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from shard_tools.plan.report import parse_ramp
+from shard_tools.show.base.page import Query
 from streaming.arguments import MAX_SEED
 from streaming.errors import ConfigError
 from streaming.plan.order import MAX_LANES, MAX_WINDOW
@@ -17,9 +17,7 @@ MAX_WORLD = 2**20
 """More data ranks than any job has."""
 _MOST = 2**50
 _MOST_SIZE = 2**31 - 1
-_YES = {"1": True, "true": True, "0": False, "false": False}
-STATES = ("on", "off")
-"""Values of ``state``: whether a page takes the run of the saved state."""
+_SHUFFLED = {"default": None, "on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,79 +74,69 @@ class Asked:
     first: int = 0
 
 
-NAMES = (*(field.name for field in fields(RunAsked)), "rank", "epoch", "step", "first")
-"""Names of all that can be asked."""
+OF_THE_RUN = (
+    "world", "global_batch_size", "batch_size", "seed", "shuffle", "lanes", "window", "epoch_size", "last_batch",
+    "state",
+)  # fmt: skip
+"""Parameters that say which run is meant."""
+OF_THE_STEP = ("epoch", "step", "rank", "first")
+"""Parameters that say which place in it."""
 
 
-def asked_of(query: Mapping[str, str]) -> Asked:
-    """Return what an address asks; a name without a value is taken as not given.
+def run_asked(query: Query) -> RunAsked:
+    """Return the run that an address asks for.
 
     Raises:
-        ConfigError: A value is wrong; the message names it, with what is expected.
+        ConfigError: A value is wrong; the message names it, and says what is expected.
     """
-    given = {name: text.strip() for name, text in query.items() if name in NAMES and text.strip()}
-
-    def number(name: str, least: int, most: int, what: str) -> int | None:
-        return None if name not in given else _number(name, given[name], least, most, what)
-
-    world = number("world", 1, MAX_WORLD, "the number of data ranks") or 1
-    rank = number("rank", 0, MAX_WORLD - 1, "a data rank") or 0
-    if rank >= world:
-        cure = f"give a rank from 0 to {world - 1}, or world={rank + 1} or more"
-        raise ConfigError(f"rank: expected one of the data ranks of world={world}, got {rank}; {cure}")
-    last_batch: Any = _choice("last_batch", given.get("last_batch", "drop"), get_args(LastBatch))
-    run = RunAsked(
-        world=world, last_batch=last_batch,
-        global_batch_size=_sizes("global_batch_size", given), batch_size=_sizes("batch_size", given),
-        seed=number("seed", 0, MAX_SEED, "a seed"), lanes=number("lanes", 1, MAX_LANES, "a number of lanes"),
-        window=number("window", 0, MAX_WINDOW, "a window in samples"),
-        epoch_size=number("epoch_size", 1, _MOST, "a number of samples"),
-        shuffle=_YES[_choice("shuffle", given["shuffle"].lower(), tuple(_YES))] if "shuffle" in given else None,
-        state=_choice("state", given.get("state", "on"), STATES) == "on",
+    last_batch: Any = query.choice("last_batch", *get_args(LastBatch))
+    found = RunAsked(
+        world=_number(query, "world", 1, MAX_WORLD, "the number of data ranks") or 1, last_batch=last_batch,
+        global_batch_size=_sizes(query, "global_batch_size"), batch_size=_sizes(query, "batch_size"),
+        seed=_number(query, "seed", 0, MAX_SEED, "the seed of the order"),
+        lanes=_number(query, "lanes", 1, MAX_LANES, "the number of lanes"),
+        window=_number(query, "window", 0, MAX_WINDOW, "the window in samples"),
+        epoch_size=_number(query, "epoch_size", 1, _MOST, "the samples of an epoch"),
+        shuffle=_SHUFFLED[query.choice("shuffle", *_SHUFFLED)], state=query.choice("state", "on", "off") == "on",
     )  # fmt: skip
-    if run.global_batch_size is not None and run.batch_size is not None:
+    if found.global_batch_size is not None and found.batch_size is not None:
         raise ConfigError(
             "batch_size: it was given beside global_batch_size; give rows per rank (batch_size) or over all ranks "
             "(global_batch_size), and leave the other out"
         )
+    return found
+
+
+def asked_of(query: Query) -> Asked:
+    """Return the step that an address asks for.
+
+    Raises:
+        ConfigError: A value is wrong; the message names it, and says what is expected.
+    """
+    run = run_asked(query)
+    rank = _number(query, "rank", 0, MAX_WORLD - 1, "the number of a data rank") or 0
+    if rank >= run.world:
+        cure = f"give a rank from 0 to {run.world - 1}, or world={rank + 1} or more"
+        raise ConfigError(f"rank: expected one of the data ranks of world={run.world}, got {rank}; {cure}")
     return Asked(
-        run=run, rank=rank, epoch=number("epoch", 0, _MOST, "an epoch"), step=number("step", 0, _MOST, "a step"),
-        first=number("first", 0, _MOST, "the row to begin with") or 0,
+        run=run, rank=rank, epoch=_number(query, "epoch", 0, _MOST, "the number of an epoch"),
+        step=_number(query, "step", 0, _MOST, "the number of a batch in its epoch"),
+        first=_number(query, "first", 0, _MOST, "the row that the page begins with") or 0,
     )  # fmt: skip
 
 
-def _number(name: str, text: str, least: int, most: int, what: str) -> int:
-    """Return a number in an address.
-
-    Raises:
-        ConfigError: It is none, or out of range.
-    """
-    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(most)) + 3
-    if not is_number or not least <= int(text) <= most:
-        raise ConfigError(
-            f"{name}: expected {what}, a whole number from {least} to {most:,}, got {_short(text)}; give one, or leave "
-            f"{name} out"
-        )
-    return int(text)
+def _number(query: Query, name: str, least: int, most: int, what: str) -> int | None:
+    try:
+        return query.some_number(name, least=least, most=most)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give {what}, or leave {name} out") from error
 
 
-def _sizes(name: str, given: Mapping[str, str]) -> int | Schedule | None:
-    text = given.get(name)
-    if text is None or ":" not in text:
-        return None if text is None else _number(name, text, 1, _MOST_SIZE, "rows of a batch")
-    if len(text) > 10_000:
-        raise ConfigError(f"{name}: expected a ramp such as 0:256,1000000:512, got {len(text):,} characters")
+def _sizes(query: Query, name: str) -> int | Schedule | None:
+    text = query.text(name).strip()
+    if ":" not in text:
+        return _number(query, name, 1, _MOST_SIZE, "the rows of a batch, or a ramp such as 0:256,1000000:512")
     try:
         return parse_ramp(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-def _choice(name: str, text: str, known: tuple[str, ...]) -> str:
-    if text not in known:
-        raise ConfigError(f"{name}: expected one of {', '.join(known)}, got {_short(text)}; give one, or leave it out")
-    return text
-
-
-def _short(text: str) -> str:
-    return ascii(text if len(text) <= 40 else f"{text[:40]}…")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shard_tools.plan.keys import KeptKeys
 from shard_tools.plan.steps import PlannedRun
@@ -17,7 +17,6 @@ from streaming.plan.state import LoaderState
 if TYPE_CHECKING:
     from streaming.sources.mixed import AnySource
 
-_T = TypeVar("_T")
 DEFAULT_SIZE = 64
 """Rows of a global batch if nothing says how many: as many as a person looks through."""
 _KEPT_RUNS = 8

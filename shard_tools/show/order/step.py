@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shard_tools.plan.steps import Described, PlannedRun, Rows
 from shard_tools.show.order.asked import Asked
 from shard_tools.show.order.runs import At, Runs
-from shard_tools.show.order.why import Place, why_here
+from shard_tools.show.order.why import Place, Why, why_here
 from streaming.batches.bad_file import shown_url
 from streaming.plan.plan import Plan
 
+if TYPE_CHECKING:
+    from streaming.packing.rules import PackRules
+
+NUM_COLOURS = 8
 SHOWN_ROWS = 128
 """Rows on a page; further ones are on the next."""
 
@@ -30,8 +32,7 @@ class Document:
         size: Its tokens there.
         first: The first of them, in the document.
         whole: Tokens of the document.
-        colour: Number of its colour, so that neighbours differ.
-        is_bad: A list names it.
+        bad: Why a list names it; "": none does.
     """
 
     key: str | None
@@ -40,8 +41,14 @@ class Document:
     size: int
     first: int
     whole: int
-    colour: int
-    is_bad: bool
+    bad: str
+
+    @property
+    def words(self) -> str:
+        """What it is."""
+        name = f"number {self.number}" if self.key is None else self.key
+        part = f"tokens {self.first:,} to {self.first + self.size - 1:,} of {self.whole:,}"
+        return f"{name}: {f'all {self.size:,} tokens' if self.size == self.whole else part}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,8 @@ class Row:
         pass_number: The pass over its source.
         lane: Its lane.
         chunk: Number of its chunk in its source.
-        shard: URL of its shard.
+        shard: URL of its shard, without secrets.
+        shard_number: Number of the shard in its set.
         why: Why it is there, in words.
         bad: Why a list names it; "": none does.
     """
@@ -75,12 +83,25 @@ class Row:
     lane: int
     chunk: int
     shard: str
-    why: tuple[str, ...]
+    shard_number: int
+    why: Why
     bad: str
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        if self.documents:
+            return f"pack {self.sample}"
+        return f"sample {self.sample}" if self.key is None else self.key
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a list names it, or a document in it."""
+        return bool(self.bad) or any(one.bad for one in self.documents)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        named = {"keys": [one.key for one in self.documents]} if self.length else {"key": self.key}
+        named = {"keys": [one.key for one in self.documents]} if self.documents else {"key": self.key}
         return {**named, "source": self.source, "pass": self.pass_number, "lane": self.lane, "chunk": self.chunk}
 
 
@@ -116,8 +137,8 @@ class Step:
         return {"rank": self.asked.rank, "rows": [row.as_dict() for row in self.rows]}
 
 
-Bad = Mapping[tuple[str, str], str]
-"""Why a sample is bad, by its shard (as lists show it) and key."""
+Bad = Mapping[tuple[str, str, int], str]
+"""Why a sample is bad, by its shard (as lists show it), its key, and its number there."""
 
 
 def step_of(runs: Runs, asked: Asked, *, bad: Bad | None = None, most: int | None = None) -> Step:
@@ -189,7 +210,7 @@ class _Rows:
 
     def row(self, at: int, number: int, one: Described) -> Row:
         """Return a row: the ``at``-th of these, by its description."""
-        rows, is_pack = self.rows, not self.run.has_samples
+        rows, rules = self.rows, self.run.pack_rules
         size, share = self.batch
         pass_number = int(rows.passes[at]) if self.drawn is None else int(self.drawn.passes[one.leaf])
         place = Place(
@@ -198,50 +219,37 @@ class _Rows:
             offset=int(rows.offsets[at]), chunk_id=int(rows.chunk_ids[at]), pass_number=pass_number,
         )  # fmt: skip
         where = shown_url(one.shard)
-        documents = self._documents(one, where) if is_pack else ()
-        bad = "" if is_pack else self._why_bad(where, one.keys[0])
+        documents = () if rules is None else self._documents(one, where, rules)
+        bad = "" if documents else self._why_bad(where, one.keys[0], one.samples[0])
         return Row(
-            number=number, sample=one.number, key=None if is_pack else one.keys[0], documents=documents,
-            length=self._length(documents) if is_pack else 0, source=one.source, leaf=one.leaf, pass_number=pass_number,
-            lane=place.lane, chunk=one.chunk, shard=one.shard, bad=bad,
+            number=number, sample=one.number, key=None if documents else one.keys[0], documents=documents,
+            length=_length(documents, rules), source=one.source, leaf=one.leaf, pass_number=pass_number,
+            lane=place.lane, chunk=one.chunk, shard=where, shard_number=one.shard_number, bad=bad,
             why=why_here(self.run, self.plan, place, one, self.drawn),
         )  # fmt: skip
 
-    def _why_bad(self, where: str, key: str | None) -> str:
-        return "" if key is None else self.bad.get((where, key), "")
+    def _why_bad(self, where: str, key: str | None, number: int) -> str:
+        return self.bad.get((where, key or "", number), "")
 
-    def _documents(self, one: Described, where: str) -> tuple[Document, ...]:
+    def _documents(self, one: Described, where: str, rules: PackRules) -> tuple[Document, ...]:
+        """Return what a pack is made of: end to end; in a padded pack each as long as the longest."""
         found, start = [], 0
-        multiple = self.run.pack_multiple
-        for place, (key, number, piece) in enumerate(zip(one.keys, one.samples, one.pieces, strict=True)):
+        longest = max((stop - first for first, stop, _ in one.pieces), default=0)
+        for key, number, piece in zip(one.keys, one.samples, one.pieces, strict=True):
             first, stop, whole = piece
             made = Document(
-                key=key, number=number, start=start, size=stop - first, first=first, whole=whole, colour=place % 8,
-                is_bad=bool(self._why_bad(where, key)),
+                key=key, number=number, start=start, size=stop - first, first=first, whole=whole,
+                bad=self._why_bad(where, key, number),
             )  # fmt: skip
             found.append(made)
-            start += -(-made.size // multiple) * multiple
+            start += longest if rules.padded else -(-made.size // rules.multiple) * rules.multiple
         return tuple(found)
 
-    def _length(self, documents: tuple[Document, ...]) -> int:
-        """Return the tokens of a pack, with padding."""
-        end = max((one.start + one.size for one in documents), default=0)
-        return max(self.run.pack_length, end, 1)
 
-
-def row_counts(step: Step) -> dict[str, int]:
-    """Count the described rows of each source or group, most first; {}: there is one set."""
-    names = [row.leaf for row in step.rows if row.leaf]
-    found = {name: names.count(name) for name in dict.fromkeys(names)}
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def lanes_of(rows: Rows) -> tuple[int, int]:
-    """Return the first and the last lane of some rows."""
-    lanes = np.unique(rows.lanes)
-    return (int(lanes[0]), int(lanes[-1])) if len(lanes) else (0, 0)
-
-
-def json_of(step: Step) -> dict[str, Any]:
-    """Return the JSON-able form of a step."""
-    return step.as_dict()
+def _length(documents: tuple[Document, ...], rules: PackRules | None) -> int:
+    """Return the tokens of a pack, with padding; 0: it is a sample."""
+    if rules is None:
+        return 0
+    if rules.padded:
+        return len(documents) * max((one.size for one in documents), default=0)
+    return rules.length

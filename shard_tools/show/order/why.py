@@ -1,0 +1,116 @@
+"""Say in words why a sample is in a batch, and why this rank gets it: what the plan decided, in its order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shard_tools.plan.steps import Described, PlannedRun
+from streaming.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shard_tools.show.order.step import Drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a row of a rank comes from, in numbers of the plan.
+
+    Attributes:
+        rank: The data rank.
+        num_ranks: How many there are.
+        size: Rows of the global batch.
+        share: The rank's part of them, sorted by lane: the first, and one past the last.
+        number: Number of the row among the rank's.
+        lane: Its lane.
+        place: Its place in the lane, in its pass.
+        position: Its position in the stream of the run.
+        offset: Its place in the chunk.
+        chunk_id: Number of the chunk in the dataset.
+        pass_number: The pass over its source.
+    """
+
+    rank: int
+    num_ranks: int
+    size: int
+    share: tuple[int, int]
+    number: int
+    lane: int
+    place: int
+    position: int
+    offset: int
+    chunk_id: int
+    pass_number: int
+
+
+Why = tuple[tuple[str, str], ...]
+"""Names and sentences."""
+
+
+def why_here(run: PlannedRun, plan: Plan, place: Place, one: Described, drawn: Drawn | None) -> Why:
+    """Return why a row is there: its source, its pass, its lane, its chunk, and why the rank gets it."""
+    found = [("source", _source(run, one, drawn))] if drawn is not None else []
+    found += [
+        ("pass", _pass(run, plan, place, one, drawn)),
+        ("lane", _lane(plan, place)),
+        ("chunk", _chunk(run, plan, place, one)),
+        ("rank", _rank(place)),
+    ]
+    return tuple(found)
+
+
+def _source(run: PlannedRun, one: Described, drawn: Drawn) -> str:
+    kind = "group" if one.source is None else "source"
+    share = drawn.shares.get(one.leaf, 0.0)
+    said = f"The {kind} {one.leaf} is to give {share:.2%} of the rows at this step."
+    if not run.mixture.is_endless:
+        said = f"The {kind} {one.leaf} gives {share:.2%} of the samples of an epoch."
+    return f"{said} {drawn.samples.get(one.leaf, 0):,} of it came before this step."
+
+
+def _pass(run: PlannedRun, plan: Plan, place: Place, one: Described, drawn: Drawn | None) -> str:
+    order = f"seed {plan.settings.seed}" if plan.settings.shuffle else "the order in which they are stored"
+    if drawn is None:
+        rows = "packs" if run.pack_rules is not None else "samples"
+        said = f"Pass {place.pass_number}: each pass holds every one of the {plan.samples_per_pass:,} {rows} once"
+        return f"{said}, in {'an order of its own, by ' if plan.settings.shuffle else ''}{order}."
+    return (
+        f"{one.leaf} has gone through {drawn.passes[one.leaf]:.2f} passes of its {run.mixture.sizes[one.leaf]:,} "
+        f"{'packs' if run.pack_rules is not None else 'samples'} before this step: it is in pass {place.pass_number}."
+    )
+
+
+def _lane(plan: Plan, place: Place) -> str:
+    settings = plan.settings
+    due = f"It is due at row {place.position:,} of the run"
+    if settings.lanes == 1:
+        return f"{due}; there is one lane."
+    return (
+        f"{due}. Rows are dealt to {settings.lanes:,} lanes in turn, which are read side by side: this is number "
+        f"{place.place:,} of lane {place.lane:,}."
+    )
+
+
+def _chunk(run: PlannedRun, plan: Plan, place: Place, one: Described) -> str:
+    count = int(run.planned.chunk_samples[place.chunk_id])
+    what = "group of documents" if run.pack_rules is not None else "chunk"
+    said = f"It is number {place.offset:,} of the {count:,} in {what} {one.chunk:,}."
+    window = plan.settings.window
+    if window:
+        said += (
+            f" Chunks follow each other in the lane in shuffled order; within it, the window moves a sample by fewer "
+            f"than {window:,} places, so that neighbours of the shard do not come together."
+        )
+    elif not plan.settings.shuffle:
+        said += " Chunks follow each other as they are stored."
+    return said
+
+
+def _rank(place: Place) -> str:
+    if place.num_ranks == 1:
+        return f"There is one data rank, which gets all {place.size:,} rows, sorted by lane."
+    low, high = place.share
+    return (
+        f"The {place.size:,} rows of the batch, sorted by lane, are cut into {place.num_ranks:,} equal parts: rank "
+        f"{place.rank:,} gets rows {low:,} to {high - 1:,}, and this is row {low + place.number:,}."
+    )
