@@ -13,8 +13,8 @@ from click.core import ParameterSource
 from shard_tools.options import as_storage_options, index_option, unfinished_option, with_storage_options
 from shard_tools.plan_verb import described_options, take_description
 from shard_tools.show.access import Access, check_host
-from shard_tools.show.base.page import Query
 from shard_tools.show.base.subject import Subject, open_subject
+from shard_tools.show.data.notes import check_tokenizer
 from shard_tools.show.file import page_file
 from shard_tools.show.server import listen, need_server, serve
 from shard_tools.show.table import MEDIA, PAGES
@@ -32,6 +32,7 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 @click.option("--state", "state_url", metavar="FILE", help="Saved state_dict (JSON) of the run whose order is shown.")
 @click.option("--run", metavar="ADDRESS", help="Running job to attach to: its socket file, or its metrics address.")
 @click.option("--bad", multiple=True, metavar="FILE", help="List of bad samples (bad_samples_file, or verify's).")
+@click.option("--tokenizer", metavar="FILE", help="Tokenizer that made the tokens, to show them as text.")
 @click.option("--html", metavar="FILE", help="Write the pages into one file, and end.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, metavar="IP", help="Address to listen at; see --expose."
@@ -44,7 +45,8 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 @click.pass_context
 def show_command(
     context: click.Context, /, *, urls: tuple[str, ...], port: int, no_browser: bool, state_url: str | None,
-    run: str | None, bad: tuple[str, ...], html: str | None, host: str, expose: bool, **arguments: Any,
+    run: str | None, bad: tuple[str, ...], tokenizer: str | None, html: str | None, host: str, expose: bool,
+    **arguments: Any,
 ) -> None:  # fmt: skip
     """Look at samples, columns, and the order of training, in a web page.
 
@@ -64,12 +66,19 @@ def show_command(
     if html is not None:
         _check_file(context)
     subject = open_subject(
-        urls, storage_options=storage_options, state_url=state_url, bad=bad, run=run, **take_description(arguments)
+        urls,
+        storage_options=storage_options,
+        state_url=state_url,
+        bad=bad,
+        tokenizer=tokenizer,
+        run=run,
+        **take_description(arguments),
     )
     try:
+        check_tokenizer(subject)
         if html is not None:
             write_page(html, "")  # before the work
-            write_page(html, page_file(subject, PAGES, MEDIA, Query({})))
+            write_page(html, page_file(subject, PAGES, MEDIA))
         else:
             _serve(subject, host, port, opens=not no_browser)
     finally:

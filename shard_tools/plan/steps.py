@@ -338,6 +338,11 @@ class PlannedRun:
     def _sets(self) -> list[tuple[str, Any]]:
         return list(sets_of(self.planned))
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the sets, in the order of their numbers; that of a single one is ""."""
+        return [name for name, _ in self._sets]
+
     @cached_property
     def _first_chunks(self) -> Int64Array:
         return sums([len(one.chunk_samples) for _, one in self._sets])
@@ -398,12 +403,10 @@ class PlannedRun:
             IndexMissingError: A shard that could hold it has no sample table.
         """
         places, by_order = self._places(key, thorough=thorough)
-        looked_at = self._searched([number for number, *_ in places]) if steps is None else steps
-        self._check_known(looked_at.start)
-        found = [self._rows_with(*place, looked_at) for place in places]
-        if not any(is_delivered for _, is_delivered in found):
+        looked_at = self.searched([number for number, *_ in places]) if steps is None else steps
+        rows = self.rows_at(places, looked_at)
+        if rows is None:
             raise NotFoundError(self._why_left_out(key, places))
-        rows = Rows.joined([row for rows, _ in found for row in rows])
         report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
         left_out: tuple[int, ...] = ()
         if steps is None and not (self.state.epoch_size or self.is_endless):
@@ -411,6 +414,22 @@ class PlannedRun:
             epochs = range(self.state.epoch + (begun > 0 and not fits), self.state.epoch + 2)
             left_out = tuple(epoch for epoch in epochs if epoch not in {row.epoch for row in report.rows})
         return replace(report, left_out=left_out, looked_at=(looked_at.start, looked_at.stop), by_order=by_order)
+
+    def rows_at(self, places: Sequence[tuple[int, int, int]], steps: range) -> Rows | None:
+        """Return the rows of steps that hold some samples; None: none of them is ever delivered.
+
+        Args:
+            places: Of each sample the number of its set, its shard, and its number there.
+            steps: Where to look.
+
+        Raises:
+            ConfigError: The steps lie before the state, in batches of another size.
+        """
+        self._check_known(steps.start)
+        found = [self._rows_with(*place, steps) for place in places]
+        if not any(is_delivered for _, is_delivered in found):
+            return None
+        return Rows.joined([row for rows, _ in found for row in rows])
 
     def _places(self, key: str, *, thorough: bool) -> tuple[list[tuple[int, int, int]], bool]:
         """Find samples with a key: number of the set, shard, number in it; and whether only their order was used.
@@ -439,8 +458,13 @@ class PlannedRun:
             "because it has no value of the column that groups are made by"
         )
 
-    def _searched(self, numbers: Sequence[int]) -> range:
-        """Return the default range of steps to search."""
+    def searched(self, numbers: Sequence[int], *, is_whole: bool = True) -> range:
+        """Return the default range of steps to search.
+
+        Args:
+            numbers: Numbers of the sets in which samples are looked for.
+            is_whole: Of a run without end, from its first step on; else from about a pass of the sets before the state.
+        """
         begun, fits = self._before
         if not self.is_endless:
             first = self.first_step(self.state.epoch)
@@ -454,8 +478,10 @@ class PlannedRun:
         ahead = [self.mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self.orders
         known = orders.known_from * self.state.order.lanes
-        first = self.shape.sizes.batches(0, known, "partial") if fits else begun
-        return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
+        first, passed = self.shape.sizes.batches(0, known, "partial") if fits else begun, round(max(ahead, default=0))
+        if not is_whole:
+            first = max(first, self.at_step - passed)
+        return range(first, max(first, self.at_step + 2 * passed + 1))
 
     def _check_known(self, step: int) -> None:
         """Refuse steps of the state's epoch before its place if batches there had other sizes.

@@ -70,7 +70,7 @@ class Served:
 
     def _rendered(self, name: str, **values: Any) -> str:
         return template(name).render(
-            frame="served.html", is_file=False, subject=self.subject, to=address,
+            frame="served.html", is_file=False, subject=self.subject, to=address, src=str,
             pages=[] if self.subject is None else [
                 one for one in self.pages if one.in_navigation and one.fits(self.subject)
             ], **values,

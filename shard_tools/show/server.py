@@ -17,18 +17,22 @@ from urllib.parse import parse_qsl
 from shard_tools.running.templates import jinja
 from shard_tools.show.access import HEADERS, Access, Refusal
 from shard_tools.show.base.page import Content, Media, Page, Query
-from shard_tools.show.base.render import FILES, template
+from shard_tools.show.base.render import FILES, STYLES, template
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.frames import Served, answered, as_text
-from streaming.errors import ConfigError, NotFoundError, ShardstreamError
+from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import redact_text
 
 _log = logging.getLogger("shard_tools.show")
 _JSON, _HTML = "application/json; charset=utf-8", "text/html; charset=utf-8"
 _ASSETS = {"/show.css": "text/css; charset=utf-8", "/show.js": "text/javascript; charset=utf-8"}
+_ASSETS |= {"/show.svg": "image/svg+xml"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _OPEN_RANGE_BYTES = 4 << 20  # of "all from here on": players ask again for more, and seldom watch to the end
-_STATUS = ((NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST))
+_STATUS = (
+    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST),
+    (DataError, HTTPStatus.UNPROCESSABLE_ENTITY),
+)  # fmt: skip
 _WORDS = {
     HTTPStatus.NOT_FOUND: "Not found",
     HTTPStatus.UNAUTHORIZED: "Who asks?",
@@ -133,11 +137,10 @@ class _Site:
         return StreamingResponse(pieces, status, headers, media_type=found.media_type)
 
     def _asset(self, request: Any, path: str, query: Query) -> Any:  # noqa: ARG002  as all that answer
-        with open(os.path.join(FILES, path[1:]), encoding="utf-8") as file:
-            text = file.read()
         if path.endswith(".css"):
-            text = template("style.css").render() + text
-        return self._response(text, _ASSETS[path])
+            return self._response("".join(template(one).render() for one in STYLES), _ASSETS[path])
+        with open(os.path.join(FILES, path[1:]), encoding="utf-8") as file:
+            return self._response(file.read(), _ASSETS[path])
 
     def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  as all that answer
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from shard_tools.show.base.page import Media, Page, PagePart
-from shard_tools.show.data import gallery, sample
+from shard_tools.show.data import bad, columns, gallery, sample, values
 from shard_tools.show.order import pages as order
 
-STEPS: tuple[PagePart, ...] = ()
-"""Parts of the page of a sample that know the order of training."""
+OF_A_SAMPLE: tuple[PagePart, ...] = ()
+"""What is told of one sample, beside what is stored."""
 
 PAGES: tuple[Page, ...] = (
     Page(path="/", title="Samples", template="gallery.html", answer=gallery.gallery, asks=gallery.ASKS, in_file=True),
     Page(
-        path="/sample", title="Sample", template="sample.html", answer=sample.sample, asks=sample.ASKS, parts=STEPS,
-        in_navigation=False,
+        path="/columns", title="Columns", template="columns.html", answer=columns.columns, asks=columns.ASKS,
+        in_file=True,
     ),
     Page(
         path="/step", title="Step", template="step.html", answer=order.step_page, asks=order.STEP_ASKS, in_file=True
     ),
+    Page(
+        path="/sample", title="Sample", template="sample.html", answer=sample.sample, asks=sample.ASKS,
+        parts=OF_A_SAMPLE, in_navigation=False,
+    ),
+    Page(path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS),
 )  # fmt: skip
 """All pages, in the order of the navigation and of ``--html``."""
 
-MEDIA: tuple[Media, ...] = ()
+MEDIA: tuple[Media, ...] = (Media(path="/value", answer=values.value, asks=values.ASKS),)
 """The bytes that they show."""

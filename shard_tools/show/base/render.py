@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from shard_tools.running.report import plain
@@ -13,16 +14,23 @@ from shard_tools.running.templates import Template, jinja
 from streaming.arguments import format_bytes
 
 FILES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "templates")
+STYLES = ("style.css", "show.css", "order.css")
+"""The styles of the pages of ``show``."""
 FRAME = "page.html"
 """The frame of a page that is a file of its own."""
 
 
-def render(name: str, **values: Any) -> str:
-    """Return a page that is a file: a template, the style, and a policy that allows this style alone."""
-    style = template("style.css").render()
+def render(name: str, /, styles: Sequence[str] = ("style.css",), **values: Any) -> str:
+    """Return a page that is a file: a template, its style, and a policy that allows this style alone."""
+    style = as_markup("".join(template(one).render() for one in styles))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-    return template(name).render(policy=policy, frame=FRAME, **values)
+    return template(name).render(policy=policy, frame=FRAME, style=style, is_file=True, **values)
+
+
+def as_markup(text: str) -> str:
+    """Return text that a template made as one that others do not escape again."""
+    return _environment().filters["safe"](text)  # type: ignore[no-any-return]
 
 
 @functools.cache

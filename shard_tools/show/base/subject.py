@@ -31,6 +31,7 @@ class Subject:
         chosen: Options that choose samples or shape rows, as they were given: ``where``, ``view``, ``packed``, …
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
+        tokenizer: The tokenizer that made the tokens.
         run: Address of a running job.
     """
 
@@ -40,6 +41,7 @@ class Subject:
     chosen: Mapping[str, Any] = field(default_factory=dict)
     state_url: str | None = None
     bad: tuple[str, ...] = ()
+    tokenizer: str | None = None
     run: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
@@ -61,6 +63,14 @@ class Subject:
     def sets(self) -> dict[str, SampleSet]:
         """The sets that hold the samples, by their name in batches (``""``: the only one); documents of packs."""
         return {} if self.source is None else {name: SampleSet(one) for name, one in sorted(_sets(self.source).items())}
+
+    @cached_property
+    def bad_lists(self) -> tuple[str, ...]:
+        """Files of bad samples that the user names, else those that the sets would write and that are there."""
+        if self.bad or self.source is None:
+            return self.bad
+        named = dict.fromkeys(self.source.bad_files.values())
+        return tuple(one for one in named if "{" not in one and self.storage.exists(one))
 
     def set_of(self, name: str) -> SampleSet:
         """Return the set that is a source of this name; the first one for ``""``.
@@ -115,7 +125,7 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
 
 def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
-    bad: Sequence[str] = (), run: str | None = None, **options: Any,
+    bad: Sequence[str] = (), tokenizer: str | None = None, run: str | None = None, **options: Any,
 ) -> Subject:  # fmt: skip
     """Open what is to be shown.
 
@@ -124,6 +134,7 @@ def open_subject(
         storage_options: How to reach the store.
         state_url: A saved ``state_dict`` (JSON).
         bad: Files of bad samples.
+        tokenizer: The tokenizer that made the tokens.
         run: Address of a running job.
         options: As for :func:`~shard_tools.plan.sources.open_planned`.
 
@@ -140,10 +151,12 @@ def open_subject(
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
     elif run is None:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")
-    elif chosen or state_url or bad:
-        given = [*chosen, *(["state"] if state_url else []), *(["bad"] if bad else [])]
+    elif given := [
+        *chosen,
+        *(name for name, one in (("state", state_url), ("bad", bad), ("tokenizer", tokenizer)) if one),
+    ]:
         raise ConfigError(f"--{given[0].replace('_', '-')}: has no effect without a URL; give one, or leave it out")
     return Subject(
         urls=tuple(urls), source=source, storage_options=dict(storage_options or {}), chosen=chosen,
-        state_url=state_url, bad=tuple(bad), run=run,
+        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=run,
     )  # fmt: skip

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from shard_tools.plan.steps import read_state
-from shard_tools.sets.bad_list import load_bad_list
+from shard_tools.sets.bad_list import BadList, load_bad_list
 from shard_tools.show.base.page import Query, address
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.order.asked import OF_THE_RUN, OF_THE_STEP, asked_of
 from shard_tools.show.order.bars import Cell, PackBar, cells_of, pack_bar
 from shard_tools.show.order.runs import Runs
 from shard_tools.show.order.step import NUM_COLOURS, SHOWN_ROWS, Bad, Row, Step, step_of
+from streaming.storage import redact_text
 
 STEP_ASKS = (*OF_THE_STEP, *OF_THE_RUN)
 _MOST_RANKS = 16  # that have a link of their own
@@ -39,12 +40,20 @@ def runs_of(subject: Subject) -> Runs:
 
 
 def bad_of(subject: Subject) -> Bad:
-    """Return why samples are in the lists of bad samples, by shard, key and number in the shard."""
+    """Return why samples are in the lists of bad samples."""
 
     def made() -> Bad:
-        listed = load_bad_list(subject.bad, subject.storage) if subject.bad else None
-        records = [one for some in (listed.by_shard.values() if listed else ()) for one in some]
-        return {(one.url, one.key, one.sample_in_shard): f"{one.stage}: {one.reason}" for one in records}
+        lists = subject.bad_lists
+        listed = load_bad_list(lists, subject.storage) if lists else BadList(by_shard={})
+        samples: dict[tuple[str, str], str] = {}
+        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        for one in (record for some in listed.by_shard.values() for record in some):
+            reason = redact_text(f"{one.stage}: {one.reason}")
+            if one.key:
+                samples[one.url, one.key] = reason
+            elif one.byte_end > one.byte_start >= 0:
+                ranges.setdefault(one.url, []).append((one.byte_start, one.byte_end, reason))
+        return Bad(samples=samples, ranges=ranges)
 
     return subject.keep("bad of the order", made)
 
@@ -138,9 +147,14 @@ class StepPage:
         known = [name for name in self.subject.sets if row.leaf == name or row.leaf.startswith(f"{name}/")]
         return max(known, key=len, default="")
 
+    def _sample(self, name: str, number: int) -> str:
+        """Return the address of a sample, of the run that is shown."""
+        kept = {name: value for name, value in self.query.given.items() if name in (*OF_THE_RUN, "epoch")}
+        return address("/sample", source=name, number=str(number), **kept)
+
     def sample(self, row: Row) -> str:
         """Return the address of a row's sample."""
-        return address("/sample", source=self.set_name(row), number=str(row.sample))
+        return self._sample(self.set_name(row), row.sample)
 
     @cached_property
     def _numbers(self) -> dict[tuple[str, int, int], int]:
@@ -160,7 +174,7 @@ class StepPage:
         """Return the address of a document of a pack."""
         name = self.set_name(row)
         number = self._numbers[name, row.shard_number, row.documents[at].number]
-        return address("/sample", source=name, number=str(number))
+        return self._sample(name, number)
 
     @property
     def form(self) -> list[tuple[str, str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shard_tools.plan.steps import Described, PlannedRun, Rows
@@ -11,6 +11,7 @@ from shard_tools.show.order.asked import Asked
 from shard_tools.show.order.runs import At, Runs
 from shard_tools.show.order.why import Place, Why, why_here
 from streaming.batches.bad_file import shown_url
+from streaming.fetch.read import FetchRange
 from streaming.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -137,8 +138,24 @@ class Step:
         return {"rank": self.asked.rank, "rows": [row.as_dict() for row in self.rows]}
 
 
-Bad = Mapping[tuple[str, str, int], str]
-"""Why a sample is bad, by its shard (as lists show it), its key, and its number there."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """Why samples are bad, as lists say it.
+
+    Attributes:
+        samples: The reason, by shard (as lists show it) and key.
+        ranges: Of what has no key: bytes of a shard, and the reason.
+    """
+
+    samples: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    ranges: Mapping[str, Sequence[tuple[int, int, str]]] = field(default_factory=dict)
+
+    def why(self, shard: str, key: str | None, wanted: FetchRange) -> str:
+        """Return why a sample of a chunk is bad; "": no list names it."""
+        for start, stop, reason in self.ranges.get(shard, ()):
+            if start < wanted.byte_end and stop > wanted.byte_start:
+                return f"its chunk, {reason}"
+        return self.samples.get((shard, key or ""), "") if self.samples else ""
 
 
 def step_of(runs: Runs, asked: Asked, *, bad: Bad | None = None, most: int | None = None) -> Step:
@@ -162,7 +179,8 @@ def step_of(runs: Runs, asked: Asked, *, bad: Bad | None = None, most: int | Non
     begin = plan.row_of(number)
     stop = min(begin + plan.global_batch_size, (plan.epoch + 1) * plan.num_samples)
     share = plan.among(at.run.num_ranks).shape.share(stop - begin, asked.rank)
-    made = _Rows(at.run, plan, some, Drawn.before(at.run, plan, begin), bad or {}, (stop - begin, share), asked.rank)
+    drawn = Drawn.before(at.run, plan, begin)
+    made = _Rows(at.run, plan, some, drawn, bad or Bad(), (stop - begin, share), asked.rank)
     found = [made.row(row, first + row, one) for row, one in enumerate(at.run.described(some))]
     return Step(
         asked=asked, at=at, size=stop - begin, share=share, first=first, rows=tuple(found),
@@ -218,9 +236,9 @@ class _Rows:
             lane=int(rows.lanes[at]), place=int(rows.places[at]), position=int(rows.positions[at]),
             offset=int(rows.offsets[at]), chunk_id=int(rows.chunk_ids[at]), pass_number=pass_number,
         )  # fmt: skip
-        where = shown_url(one.shard)
-        documents = () if rules is None else self._documents(one, where, rules)
-        bad = "" if documents else self._why_bad(where, one.keys[0], one.samples[0])
+        where, chunk = shown_url(one.shard), self.run.planned.chunk(place.chunk_id)
+        documents = () if rules is None else self._documents(one, where, rules, chunk)
+        bad = "" if documents else self.bad.why(where, one.keys[0], chunk)
         return Row(
             number=number, sample=one.number, key=None if documents else one.keys[0], documents=documents,
             length=_length(documents, rules), source=one.source, leaf=one.leaf, pass_number=pass_number,
@@ -228,10 +246,9 @@ class _Rows:
             why=why_here(self.run, self.plan, place, one, self.drawn),
         )  # fmt: skip
 
-    def _why_bad(self, where: str, key: str | None, number: int) -> str:
-        return self.bad.get((where, key or "", number), "")
-
-    def _documents(self, one: Described, where: str, rules: PackRules) -> tuple[Document, ...]:
+    def _documents(
+        self, one: Described, where: str, rules: PackRules, chunk: FetchRange
+    ) -> tuple[Document, ...]:  # fmt: skip
         """Return what a pack is made of: end to end; in a padded pack each as long as the longest."""
         found, start = [], 0
         longest = max((stop - first for first, stop, _ in one.pieces), default=0)
@@ -239,7 +256,7 @@ class _Rows:
             first, stop, whole = piece
             made = Document(
                 key=key, number=number, start=start, size=stop - first, first=first, whole=whole,
-                bad=self._why_bad(where, key, number),
+                bad=self.bad.why(where, key, chunk),
             )  # fmt: skip
             found.append(made)
             start += longest if rules.padded else -(-made.size // rules.multiple) * rules.multiple
