@@ -358,9 +358,9 @@ class PlannedRun:
         found: PackRules | None = getattr(self._sets[0][1], "rules", None)
         return found
 
-    def drawn_before(self, plan: Plan, row: int) -> dict[str, int]:
+    def drawn_before(self, row: int) -> dict[str, int]:
         """Count the samples of each source of a mixture before a row of the run."""
-        orders: Any = plan.orders
+        orders: Any = self.orders
         return drawn_before(orders, row)
 
     @cached_property
@@ -448,10 +448,14 @@ class PlannedRun:
         what = redact(self.planned.urls[0])
         raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
 
+    def why_left_out(self, number: int, shard: int, row: int) -> str:
+        """Return why a sample of a set is never delivered, where the set knows; else ""."""
+        return self._sets[number][1].why_left_out(shard, row) or ""
+
     def _why_left_out(self, key: str, places: Sequence[tuple[int, int, int]]) -> str:
         """Return why samples that are there are not delivered."""
         for number, shard, row in places:
-            if why := self._sets[number][1].why_left_out(shard, row):
+            if why := self.why_left_out(number, shard, row):
                 return f"--key: {key!r} {why}"
         return (
             f"--key: {key!r} is in the shards, but the set leaves it out: by where=, view=, subset= or exclude=, or "

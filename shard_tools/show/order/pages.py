@@ -15,11 +15,14 @@ from shard_tools.show.base.page import Query, address
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.order.asked import OF_THE_RUN, OF_THE_STEP, asked_of
 from shard_tools.show.order.bars import Cell, PackBar, cells_of, pack_bar
+from shard_tools.show.order.coming import Coming, Comings, comings
 from shard_tools.show.order.runs import Runs
 from shard_tools.show.order.step import NUM_COLOURS, SHOWN_ROWS, Bad, Row, Step, step_of
+from streaming.errors import ShardstreamError
 from streaming.storage import redact_text
 
 STEP_ASKS = (*OF_THE_STEP, *OF_THE_RUN)
+COMING_ASKS = ("epoch", *OF_THE_RUN)
 _MOST_RANKS = 16  # that have a link of their own
 
 
@@ -198,6 +201,41 @@ class StepPage:
         """What the address says beside the form."""
         asked = {name for name, _, _ in self.form} | {"format", "first", "token"}
         return [(name, value) for name, value in self.query.given.items() if name not in asked]
+
+
+def coming_part(subject: Subject, query: Query, sample: Any) -> ComingPart:
+    """Return the steps in which the sample of a page comes; what keeps them from being found is told there."""
+    place = sample.place
+    try:
+        asked = asked_of(query)
+        found = comings(runs_of(subject), asked.run, asked.epoch, sample.source, place.shard, place.row)
+    except ShardstreamError as error:
+        return ComingPart(comings=None, problem=redact_text(str(error)), query=query)
+    return ComingPart(comings=found, problem="", query=query)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComingPart:
+    """The steps in which a sample comes, with their addresses; or what keeps them from being found.
+
+    Attributes:
+        comings: The steps; None: there is a problem.
+        problem: It, in words.
+        query: The address of the sample's page.
+    """
+
+    comings: Comings | None
+    problem: str
+    query: Query
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {"problem": self.problem} if self.comings is None else self.comings.as_dict()
+
+    def to(self, one: Coming) -> str:
+        """Return the address of a step."""
+        kept = {name: value for name, value in self.query.given.items() if name in OF_THE_RUN}
+        return address("/step", **{**kept, "epoch": one.epoch, "step": one.step, "rank": one.rank})
 
 
 def step_page(subject: Subject, query: Query) -> StepPage:

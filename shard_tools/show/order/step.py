@@ -179,7 +179,7 @@ def step_of(runs: Runs, asked: Asked, *, bad: Bad | None = None, most: int | Non
     begin = plan.row_of(number)
     stop = min(begin + plan.global_batch_size, (plan.epoch + 1) * plan.num_samples)
     share = plan.among(at.run.num_ranks).shape.share(stop - begin, asked.rank)
-    drawn = Drawn.before(at.run, plan, begin)
+    drawn = Drawn.before(at.run, begin)
     made = _Rows(at.run, plan, some, drawn, bad or Bad(), (stop - begin, share), asked.rank)
     found = [made.row(row, first + row, one) for row, one in enumerate(at.run.described(some))]
     return Step(
@@ -203,11 +203,11 @@ class Drawn:
     shares: Mapping[str, float]
 
     @classmethod
-    def before(cls, run: PlannedRun, plan: Plan, row: int) -> Drawn | None:
+    def before(cls, run: PlannedRun, row: int) -> Drawn | None:
         """Count, by the orders and the ledger of the run; None: there is one set."""
         if run.state.ledger is None:
             return None
-        counts = run.drawn_before(plan, row)
+        counts = run.drawn_before(row)
         forecast = run.mixture.drawing.forecast(run.state.ledger)
         passes = {name: one.read(counts[name]) for name, one in forecast.passes.items()}
         drawn = forecast.drawn(row, 1)
