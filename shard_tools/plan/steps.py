@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import click
 import numpy as np
 
-from shard_tools.plan.keys import Places, all_places, keys_of, places_by_order
+from shard_tools.plan.keys import Places, all_places, keys_of_all, places_by_order
 from shard_tools.plan.report import PlanOptions
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
@@ -602,36 +602,42 @@ class PlannedRun:
         return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
 
     def described(self, rows: Rows) -> list[Described]:
-        """Return what stands in rows; reads the keys of their samples."""
+        """Return what stands in rows; reads the keys of their samples, those of all sets side by side."""
         told: list[Described | None] = [None] * len(rows.steps)
-        names = getattr(self.planned, "shown_names", {"": ""})
-        numbered = getattr(self.planned, "numbered", {})
         sources = np.searchsorted(self._first_chunks, rows.chunk_ids, side="right") - 1
+        groups: list[tuple[int, Int64Array, Places]] = []  # number of the set, places among the rows, samples
         for seed in np.unique(rows.seeds).tolist():
             for source in np.unique(sources).tolist():
-                name, one = self._sets[source]
                 at = np.flatnonzero((sources == source) & (rows.seeds == seed))
                 some = rows.where(at)
-                within = some.chunk_ids - self._first_chunks[source]
-                places = self._places_of(some.chunk_ids, some.offsets, some.passes, seed)
-                keys, splits = keys_of(self.keys(one), places.shards, places.numbers), places.splits.tolist()
-                owner = numbered.get(name)
-                starts = np.cumsum(one.chunk_samples) - one.chunk_samples
-                numbers = starts[within] + some.offsets
-                if owner is not None:
-                    numbers = owner.numbers_of(places.shards, places.numbers)
-                samples, shards = places.numbers.tolist(), places.shards.tolist()
-                pieces = list(map(tuple, places.pieces.tolist()))
-                for row, number, url, chunk, low, high in zip(
-                    at.tolist(), numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:],
-                    strict=True,
-                ):  # fmt: skip
-                    told[row] = Described(
-                        leaf=name, source=names[name] or None, number=number, shard=url,
-                        shard_number=shards[low], chunk=chunk, keys=tuple(keys[low:high]),
-                        samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
-                    )  # fmt: skip
+                if len(at):
+                    groups.append((source, at, self._places_of(some.chunk_ids, some.offsets, some.passes, seed)))
+        wanted = [(self.keys(self._sets[source][1]), one.shards, one.numbers) for source, _, one in groups]
+        for (source, at, places), keys in zip(groups, keys_of_all(wanted), strict=True):
+            for row, found in zip(at.tolist(), self._described(source, rows.where(at), places, keys), strict=True):
+                told[row] = found
         return [one for one in told if one is not None]
+
+    def _described(
+        self, source: int, rows: Rows, places: Places, keys: Sequence[str | None]
+    ) -> Iterator[Described]:  # fmt: skip
+        """Yield what stands in rows of one set, by the places and keys of their samples."""
+        name, one = self._sets[source]
+        shown = getattr(self.planned, "shown_names", {"": ""})[name] or None
+        owner = getattr(self.planned, "numbered", {}).get(name)
+        within, splits = rows.chunk_ids - self._first_chunks[source], places.splits.tolist()
+        numbers = (np.cumsum(one.chunk_samples) - one.chunk_samples)[within] + rows.offsets
+        if owner is not None:
+            numbers = owner.numbers_of(places.shards, places.numbers)
+        samples, shards = places.numbers.tolist(), places.shards.tolist()
+        pieces = list(map(tuple, places.pieces.tolist()))
+        for number, url, chunk, low, high in zip(
+            numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:], strict=True
+        ):  # fmt: skip
+            yield Described(
+                leaf=name, source=shown, number=number, shard=url, shard_number=shards[low], chunk=chunk,
+                keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
+            )  # fmt: skip
 
     def _told(self, rows: Rows) -> list[StepRow]:
         """Describe rows for reports."""

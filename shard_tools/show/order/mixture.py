@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -163,21 +163,25 @@ def mixture_page(subject: Subject, query: Query) -> MixturePage:
     run = runs.of(asked.run)
     if run.state.ledger is None:
         return MixturePage(query=query, is_mixture=False)
-    return _Shown(run, query, asked.epoch, has_state=runs.state is not None and asked.run.state).page()
+    until = query.some_number("until", least=1, most=2**40)
+
+    def made() -> MixturePage:
+        return _Shown(run, asked.epoch, until, has_state=runs.state is not None and asked.run.state).page()
+
+    return replace(runs.answers.of(("mixture", asked, until), made), query=query)
 
 
 class _Shown:
     """The rows of a run that a page shows."""
 
-    def __init__(self, run: PlannedRun, query: Query, epoch: int | None, *, has_state: bool) -> None:
+    def __init__(self, run: PlannedRun, epoch: int | None, until: int | None, *, has_state: bool) -> None:
         ledger = run.state.ledger
         if ledger is None:
             raise AssertionError("of a mixture")
-        self._run, self._query, self._ledger, self._has_state = run, query, ledger, has_state
+        self._run, self._ledger, self._has_state = run, ledger, has_state
         self._mixture: Any = run.mixture
         self._forecast: Forecast = self._mixture.drawing.forecast(ledger)
         self.epoch = None if run.is_endless else run.state.epoch if epoch is None else epoch
-        until = query.some_number("until", least=1, most=2**40)
         if run.is_endless and epoch:
             raise ConfigError(f"epoch: the run is one epoch without an end, epoch=0; got {epoch}; give until instead")
         if self.epoch is not None and until is not None:
@@ -213,7 +217,7 @@ class _Shown:
         if self.epoch is not None and self.epoch != run.state.epoch:
             at_step = None
         return MixturePage(
-            query=self._query, is_mixture=True, kind="groups" if hasattr(self._mixture, "dataset") else "sources",
+            query=Query({}), is_mixture=True, kind="groups" if hasattr(self._mixture, "dataset") else "sources",
             steps=tuple(self._edges()), sources=tuple(found[at] for at in order),
             realised=tuple(tuple(realised[at].tolist()) for at in order),
             targets=tuple(tuple(targets[at].tolist()) for at in order), entries=tuple(self._entries()),

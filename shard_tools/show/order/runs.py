@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZE = 64
 """Rows of a global batch if nothing says how many: as many as a person looks through."""
-_KEPT_RUNS = 8
+_KEPT_RUNS, _KEPT_ANSWERS = 8, 32
 _KEPT_BYTES = 64 << 20  # of keys: those of some hundred steps of thousands of rows
 _IN_STATE = ("seed", "shuffle", "lanes", "window")
 
@@ -57,6 +57,9 @@ class Runs:
     Args:
         planned: What is read, as training opens it.
         state: A saved state of a run over it, or None.
+
+    Attributes:
+        answers: The latest answers that take long, by what was asked.
     """
 
     def __init__(self, planned: AnySource, state: LoaderState | None = None) -> None:
@@ -64,6 +67,7 @@ class Runs:
         self._runs: LruCache[RunAsked, PlannedRun] = LruCache(_KEPT_RUNS, _one)
         self._blocks = KeptKeys.cache(_KEPT_BYTES)
         self._keys: LruCache[int, KeptKeys] = LruCache(1 << 20, _one)
+        self.answers: LruCache[Any, Any] = LruCache(_KEPT_ANSWERS, _one)
 
     def keys(self, one: Any) -> KeptKeys:
         """Return the keys of a set, of which the latest are kept."""
