@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import webbrowser
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -89,7 +90,7 @@ def _serve(subject: Subject, host: str, port: int, *, opens: bool) -> None:
     with listen(host, port) as listening:
         access = Access(host=host, port=listening.getsockname()[1])
 
-        def began() -> None:
+        def began(_: Callable[[], None]) -> None:
             click.echo(access.address)
             sys.stdout.flush()
             if opens:

@@ -95,7 +95,7 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class StepRows:
     """Rows of steps, as the plan has them; int64 [n] each.
 
     Attributes:
@@ -120,12 +120,12 @@ class Rows:
     lanes: Int64Array
     places: Int64Array
 
-    def where(self, rows: Any) -> Rows:
+    def where(self, rows: Any) -> StepRows:
         """Return some of the rows."""
-        return Rows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+        return StepRows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
+    def joined(cls, parts: Sequence[StepRows]) -> StepRows:
         """Return the rows of several parts, one after the other."""
         empty = np.zeros(0, np.int64)
         return cls(
@@ -386,7 +386,7 @@ class PlannedRun:
         if not steps or steps.start < 0 or len(steps) * self.shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
-        return self._report(self._told(Rows.joined([self.rows_of(step) for step in steps])))
+        return self._report(self._told(StepRows.joined([self.rows_of(step) for step in steps])))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
         """Find the steps that contain the samples with this key; of a document in several packs, the step of each.
@@ -415,7 +415,7 @@ class PlannedRun:
             left_out = tuple(epoch for epoch in epochs if epoch not in {row.epoch for row in report.rows})
         return replace(report, left_out=left_out, looked_at=(looked_at.start, looked_at.stop), by_order=by_order)
 
-    def rows_at(self, places: Sequence[tuple[int, int, int]], steps: range) -> Rows | None:
+    def rows_at(self, places: Sequence[tuple[int, int, int]], steps: range) -> StepRows | None:
         """Return the rows of steps that hold some samples; None: none of them is ever delivered.
 
         Args:
@@ -429,7 +429,7 @@ class PlannedRun:
         found = [self._rows_with(*place, steps) for place in places]
         if not any(is_delivered for _, is_delivered in found):
             return None
-        return Rows.joined([row for rows, _ in found for row in rows])
+        return StepRows.joined([row for rows, _ in found for row in rows])
 
     def _places(self, key: str, *, thorough: bool) -> tuple[list[tuple[int, int, int]], bool]:
         """Find samples with a key: number of the set, shard, number in it; and whether only their order was used.
@@ -502,7 +502,7 @@ class PlannedRun:
                 f"batches before it had another size. Give the size that they had, or steps from {first + begun:,} on"
             )
 
-    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[Rows], bool]:
+    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[StepRows], bool]:
         """Find the rows of steps that hold a sample of a set, and whether the set delivers it at all."""
         one = self._sets[number][1]
         within = one.chunk_with(shard, row)
@@ -549,14 +549,14 @@ class PlannedRun:
             found.update(rows[(places.shards == shard) & (places.numbers == row)].tolist())
         return sorted(found)
 
-    def _holds(self, rows: Rows, shard: int, row: int) -> Any:
+    def _holds(self, rows: StepRows, shard: int, row: int) -> Any:
         """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
         seed = int(rows.seeds[0]) if len(rows.seeds) else 0
         places = self._places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
-    def rows_of(self, step: int, dp_rank: int | None = None) -> Rows:
+    def rows_of(self, step: int, dp_rank: int | None = None) -> StepRows:
         """Return the rows of a global batch, without padding, in the order in which ranks get them; or those of one.
 
         Raises:
@@ -571,7 +571,7 @@ class PlannedRun:
         ranks = shape.rank_of(np.arange(count), max(count, 1)) if dp_rank is None else np.full(count, dp_rank)
         positions = found.positions[found.valid]
         _, lanes, places = plan.dealt(positions)
-        return Rows(
+        return StepRows(
             steps=np.full(count, step), ranks=ranks,
             chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],
             passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed), positions=positions,
@@ -601,7 +601,7 @@ class PlannedRun:
         per_epoch = None if self.is_endless else self.batches_of(self.state.epoch)
         return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
 
-    def described(self, rows: Rows) -> list[Described]:
+    def described(self, rows: StepRows) -> list[Described]:
         """Return what stands in rows; reads the keys of their samples, those of all sets side by side."""
         told: list[Described | None] = [None] * len(rows.steps)
         sources = np.searchsorted(self._first_chunks, rows.chunk_ids, side="right") - 1
@@ -619,7 +619,7 @@ class PlannedRun:
         return [one for one in told if one is not None]
 
     def _described(
-        self, source: int, rows: Rows, places: Places, keys: Sequence[str | None]
+        self, source: int, rows: StepRows, places: Places, keys: Sequence[str | None]
     ) -> Iterator[Described]:  # fmt: skip
         """Yield what stands in rows of one set, by the places and keys of their samples."""
         name, one = self._sets[source]
@@ -639,11 +639,11 @@ class PlannedRun:
                 keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
             )  # fmt: skip
 
-    def _told(self, rows: Rows) -> list[StepRow]:
+    def _told(self, rows: StepRows) -> list[StepRow]:
         """Describe rows for reports."""
         return [self._row(rows, at, one) for at, one in enumerate(self.described(rows))]
 
-    def _row(self, rows: Rows, at: int, one: Described) -> StepRow:
+    def _row(self, rows: StepRows, at: int, one: Described) -> StepRow:
         step = int(rows.steps[at])
         epoch, first = self.epoch_at(step)
         is_sample = self.has_samples

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -198,9 +199,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(
     subject: Subject, listening: socket.socket, access: Access, *, pages: Sequence[Page], media: Sequence[Media],
-    began: Callable[[], None],
+    began: Callable[[Callable[[], None]], None],
 ) -> None:  # fmt: skip
-    """Serve until SIGINT or SIGTERM; call ``began`` once connections are accepted."""
+    """Serve until SIGINT or SIGTERM; on another thread than the main one, which gets signals, until it is stopped.
+
+    Args:
+        subject: What is shown.
+        listening: The socket.
+        access: Who may ask.
+        pages: The pages.
+        media: What they show.
+        began: Called once, with a function that stops the server, before it accepts connections.
+    """
     import uvicorn  # noqa: PLC0415  an extra
 
     site = _Site(subject=subject, access=access, pages=pages, media=media)
@@ -215,12 +225,17 @@ def serve(
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             """Ask the server to end at a signal, while it runs."""
-            before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
-            began()
+            mine = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+            before = {one: signal.signal(one, self.handle_exit) for one in mine}
+            began(self.stop)
             try:
                 yield
             finally:
                 for one, handler in before.items():
                     signal.signal(one, handler)
+
+        def stop(self) -> None:
+            """End soon."""
+            self.should_exit = True
 
     Server(config).run(sockets=[listening])

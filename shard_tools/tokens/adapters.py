@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import re
 from array import array
 from collections.abc import Sequence
@@ -75,11 +76,10 @@ class BytesTokenizer:
         return np.concatenate(whole).astype(np.uint32)
 
     def pieces(self, ids: Ids) -> list[str]:
-        """Return the character of each byte, and the names of special tokens."""
+        """Return characters, each at its last byte, and the names of special tokens."""
         names = {number: name for name, number in self.SPECIAL.items()}
-        return [
-            bytes([one]).decode(errors="replace") if one < 256 else names.get(one, _UNKNOWN) for one in ids.tolist()
-        ]
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        return [reader.decode(bytes([one])) if one < 256 else names.get(one, _UNKNOWN) for one in ids.tolist()]
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a special token."""

@@ -295,6 +295,9 @@ def _plotted(name: str, totals: ColumnTotals, source: str, where: str) -> tuple[
     told, bins = totals.numbers.told(), totals.numbers.bins()
     least, most = (_number(told[one]) for one in ("min", "max"))
     middle = f"half up to {_number(told['p50'])}, mean {_number(told['mean'])}"
+    widths = [high - low for low, high, _ in bins]
+    if widths[-1] > 2 * widths[0]:
+        middle += "; logarithmic"
     plot = histogram(name, bins, least=least, most=most, middle=middle)
     links = [
         _link(source, where, _between(name, low, high, is_last=number == len(bins) - 1))

@@ -166,7 +166,7 @@ def _picture(found: _Array, pixels: int) -> bytes:
         return b""
     if found.shape[0] not in _PICTURED or found.shape[1] not in _PICTURED:
         return b""
-    numbers = np.nan_to_num(found[..., :3].astype(np.float64), posinf=0, neginf=0)
+    numbers = np.nan_to_num((found[:, :, :3] if found.ndim == 3 else found).astype(np.float64), posinf=0, neginf=0)
     low, high = (0.0, 255.0) if found.dtype == np.uint8 else (numbers.min(), numbers.max())
     scaled = np.clip((numbers - low) * (255 / (high - low if high > low else 1)), 0, 255).astype(np.uint8)
     picture = Image.fromarray(scaled)

@@ -34,6 +34,9 @@ WHOLE: Final = Amount(text=64 << 10, tokens=2048, unknown=2048, in_full=True)
 """Of one sample."""
 
 
+_SHORT: Final = 24
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPiece:
     """A token: its text, and whether the mask lets it count."""
@@ -78,6 +81,11 @@ class FieldShown:
     large: str = ""
     raw: str = ""
     note: str = ""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it is a word or a number, which needs no lines of its own."""
+        return self.form == "text" and not self.is_cut and len(self.text) <= _SHORT and "\n" not in self.text
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""

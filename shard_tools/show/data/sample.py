@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_tools.running.report import Report
-from shard_tools.show.base.page import Query, address
+from shard_tools.show.base.page import Query
 from shard_tools.show.base.samples import SamplePlace, SampleSet
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.data import finding
@@ -80,6 +80,11 @@ class SamplePage(Report):
     pictures: Mapping[str, Picture]
     checked: Checked | None
     others: tuple[int, ...] = ()
+
+    @property
+    def short(self) -> tuple[FieldShown, ...]:
+        """Fields that are a word or a number."""
+        return tuple(one for one in self.fields.values() if one.is_short)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
@@ -167,9 +172,3 @@ def _checked(within: SampleSet, place: SamplePlace) -> Checked:
     except DataError as error:
         damage = error
     return Checked(num_bytes=wanted.num_bytes, wrong="" if damage is None else redact_text(str(damage)))
-
-
-def neighbor(page: SamplePage, step: int) -> str:
-    """Return the address of a sample before or after; "": there is none."""
-    number = page.number + step
-    return address("/sample", source=page.source, number=number) if 0 <= number < page.total else ""

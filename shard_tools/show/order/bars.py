@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shard_tools.show.order.step import Row
+from shard_tools.show.order.step import RowShown
 
 WIDTH = 1000.0
 """Width of a bar, whatever it shows."""
@@ -13,7 +13,7 @@ _LEAST = 1.2  # width of a document that would hardly be seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class RowCell:
     """A row of the batch.
 
     Attributes:
@@ -31,13 +31,13 @@ class Cell:
     is_bad: bool
 
 
-def cells_of(rows: Sequence[Row], colour: Callable[[str], int]) -> list[Cell]:
+def cells_of(rows: Sequence[RowShown], colour: Callable[[str], int]) -> list[RowCell]:
     """Return the rows as cells; where there is one set, cells of one chunk have one colour."""
     chunks = {chunk: at for at, chunk in enumerate(dict.fromkeys((row.leaf, row.chunk) for row in rows))}
     found, lane = [], -1
     for row in rows:
         found.append(
-            Cell(
+            RowCell(
                 number=row.number,
                 colour=colour(row.leaf) if row.leaf else chunks[row.leaf, row.chunk] % 8,
                 begins=row.lane != lane,
@@ -80,7 +80,7 @@ class PackBar:
     label: str
 
 
-def pack_bar(row: Row, rows_each: int) -> PackBar:
+def pack_bar(row: RowShown, rows_each: int) -> PackBar:
     """Return the bar of a pack."""
     scale = WIDTH / max(row.length, 1)
     pieces = tuple(

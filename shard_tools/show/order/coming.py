@@ -8,7 +8,7 @@ from typing import Any
 from shard_tools.plan.steps import PlannedRun
 from shard_tools.running.report import Report
 from shard_tools.show.order.asked import RunAsked
-from shard_tools.show.order.runs import Runs
+from shard_tools.show.order.runs import ShownRuns
 from streaming.errors import ConfigError
 
 _MOST = 200  # steps that a page lists
@@ -50,7 +50,7 @@ class Comings:
         return {"found": [one.as_dict() for one in self.found], "searched": self.searched, "why_none": self.why_none}
 
 
-def comings(runs: Runs, asked: RunAsked, epoch: int | None, name: str, shard: int, row: int) -> Comings:
+def comings(runs: ShownRuns, asked: RunAsked, epoch: int | None, name: str, shard: int, row: int) -> Comings:
     """Find the steps in which a sample comes: in an epoch and the next one; in a run without end, around the state.
 
     Args:

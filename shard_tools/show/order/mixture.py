@@ -168,7 +168,8 @@ def mixture_page(subject: Subject, query: Query) -> MixturePage:
     def made() -> MixturePage:
         return _Shown(run, asked.epoch, until, has_state=runs.state is not None and asked.run.state).page()
 
-    return replace(runs.answers.of(("mixture", asked, until), made), query=query)
+    found: MixturePage = runs.answers.of(("mixture", asked, until), made)
+    return replace(found, query=query)
 
 
 class _Shown:

@@ -14,10 +14,10 @@ from shard_tools.sets.bad_list import BadList, load_bad_list
 from shard_tools.show.base.page import Query, address
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.order.asked import OF_THE_RUN, OF_THE_STEP, asked_of
-from shard_tools.show.order.bars import Cell, PackBar, cells_of, pack_bar
+from shard_tools.show.order.bars import PackBar, RowCell, cells_of, pack_bar
 from shard_tools.show.order.coming import Coming, Comings, comings
-from shard_tools.show.order.runs import Runs
-from shard_tools.show.order.step import NUM_COLOURS, SHOWN_ROWS, Bad, Row, Step, step_of
+from shard_tools.show.order.runs import ShownRuns
+from shard_tools.show.order.step import NUM_COLOURS, SHOWN_ROWS, Bad, RowShown, StepShown, step_of
 from streaming.errors import ShardstreamError
 from streaming.storage import redact_text
 
@@ -26,18 +26,18 @@ COMING_ASKS = ("epoch", *OF_THE_RUN)
 _MOST_RANKS = 16  # that have a link of their own
 
 
-def runs_of(subject: Subject) -> Runs:
+def runs_of(subject: Subject) -> ShownRuns:
     """Return the runs over what is shown, kept with it.
 
     Raises:
         StateError: The file of the state holds none.
     """
 
-    def made() -> Runs:
+    def made() -> ShownRuns:
         state = None if subject.state_url is None else read_state(subject.state_url, subject.storage)
         if subject.source is None:
             raise AssertionError("the page needs a set")
-        return Runs(subject.source, state)
+        return ShownRuns(subject.source, state)
 
     return subject.keep("runs", made)
 
@@ -71,7 +71,7 @@ class StepPage:
         query: The address.
     """
 
-    step: Step
+    step: StepShown
     subject: Subject
     query: Query
 
@@ -137,15 +137,15 @@ class StepPage:
         return self._colours.get(leaf, 0)
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[RowCell]:
         """The rows as cells, lane by lane."""
         return cells_of(self.step.rows, self.colour)
 
-    def bar(self, row: Row) -> PackBar:
+    def bar(self, row: RowShown) -> PackBar:
         """Return the bar of a pack."""
         return pack_bar(row, self.step.rows_each)
 
-    def set_name(self, row: Row) -> str:
+    def set_name(self, row: RowShown) -> str:
         """Return the name of the set that holds a row's samples, as other pages call it."""
         known = [name for name in self.subject.sets if row.leaf == name or row.leaf.startswith(f"{name}/")]
         return max(known, key=len, default="")
@@ -155,7 +155,7 @@ class StepPage:
         kept = {name: value for name, value in self.query.given.items() if name in (*OF_THE_RUN, "epoch")}
         return address("/sample", source=name, number=str(number), **kept)
 
-    def sample(self, row: Row) -> str:
+    def sample(self, row: RowShown) -> str:
         """Return the address of a row's sample."""
         return self._sample(self.set_name(row), row.sample)
 
@@ -173,7 +173,7 @@ class StepPage:
                 found |= {(name, *place): number for place, number in zip(sorted(places), in_set, strict=True)}
         return found
 
-    def document(self, row: Row, at: int) -> str:
+    def document(self, row: RowShown, at: int) -> str:
         """Return the address of a document of a pack."""
         name = self.set_name(row)
         number = self._numbers[name, row.shard_number, row.documents[at].number]

@@ -51,7 +51,7 @@ class At:
         return plan.row_of(number)
 
 
-class Runs:
+class ShownRuns:
     """The runs over one set. Thread-safe.
 
     Args:

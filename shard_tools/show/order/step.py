@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shard_tools.plan.steps import Described, PlannedRun, Rows
+from shard_tools.plan.steps import Described, PlannedRun, StepRows
 from shard_tools.show.order.asked import Asked
-from shard_tools.show.order.runs import At, Runs
-from shard_tools.show.order.why import Place, Why, why_here
+from shard_tools.show.order.runs import At, ShownRuns
+from shard_tools.show.order.why import DrawnBefore, RowPlace, Why, why_here
 from streaming.batches.bad_file import shown_url
 from streaming.fetch.read import FetchRange
 from streaming.plan.plan import Plan
@@ -23,7 +23,7 @@ SHOWN_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class PackPiece:
     """A piece of a document in a pack.
 
     Attributes:
@@ -53,7 +53,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RowShown:
     """A row of the batch.
 
     Attributes:
@@ -76,7 +76,7 @@ class Row:
     number: int
     sample: int
     key: str | None
-    documents: tuple[Document, ...]
+    documents: tuple[PackPiece, ...]
     length: int
     source: str | None
     leaf: str
@@ -107,7 +107,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepShown:
     """A batch as a rank gets it.
 
     Attributes:
@@ -125,7 +125,7 @@ class Step:
     size: int
     share: tuple[int, int]
     first: int
-    rows: tuple[Row, ...]
+    rows: tuple[RowShown, ...]
     rows_each: int
 
     @property
@@ -158,7 +158,7 @@ class Bad:
         return self.samples.get((shard, key or ""), "") if self.samples else ""
 
 
-def step_of(runs: Runs, asked: Asked, *, bad: Bad | None = None, most: int | None = None) -> Step:
+def step_of(runs: ShownRuns, asked: Asked, *, bad: Bad | None = None, most: int | None = None) -> StepShown:
     """Return the batch that an address asks for.
 
     Args:
@@ -179,59 +179,33 @@ def step_of(runs: Runs, asked: Asked, *, bad: Bad | None = None, most: int | Non
     begin = plan.row_of(number)
     stop = min(begin + plan.global_batch_size, (plan.epoch + 1) * plan.num_samples)
     share = plan.among(at.run.num_ranks).shape.share(stop - begin, asked.rank)
-    drawn = Drawn.before(at.run, begin)
-    made = _Rows(at.run, plan, some, drawn, bad or Bad(), (stop - begin, share), asked.rank)
+    drawn = DrawnBefore.before(at.run, begin)
+    made = _Described(at.run, plan, some, drawn, bad or Bad(), (stop - begin, share), asked.rank)
     found = [made.row(row, first + row, one) for row, one in enumerate(at.run.described(some))]
-    return Step(
+    return StepShown(
         asked=asked, at=at, size=stop - begin, share=share, first=first, rows=tuple(found),
         rows_each=at.run.rows_each(at.step),
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """What a run has drawn of each source before a row.
-
-    Attributes:
-        samples: Samples, by the name of the leaf.
-        passes: Passes over the source, with fractions.
-        shares: Its share of the rows that follow, from 0 to 1.
-    """
-
-    samples: Mapping[str, int]
-    passes: Mapping[str, float]
-    shares: Mapping[str, float]
-
-    @classmethod
-    def before(cls, run: PlannedRun, row: int) -> Drawn | None:
-        """Count, by the orders and the ledger of the run; None: there is one set."""
-        if run.state.ledger is None:
-            return None
-        counts = run.drawn_before(row)
-        forecast = run.mixture.drawing.forecast(run.state.ledger)
-        passes = {name: one.read(counts[name]) for name, one in forecast.passes.items()}
-        drawn = forecast.drawn(row, 1)
-        return cls(samples=counts, passes=passes, shares=drawn)
-
-
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Described:
     """What rows of a page have in common."""
 
     run: PlannedRun
     plan: Plan
-    rows: Rows
-    drawn: Drawn | None
+    rows: StepRows
+    drawn: DrawnBefore | None
     bad: Bad
     batch: tuple[int, tuple[int, int]]
     rank: int
 
-    def row(self, at: int, number: int, one: Described) -> Row:
+    def row(self, at: int, number: int, one: Described) -> RowShown:
         """Return a row: the ``at``-th of these, by its description."""
         rows, rules = self.rows, self.run.pack_rules
         size, share = self.batch
         pass_number = int(rows.passes[at]) if self.drawn is None else int(self.drawn.passes[one.leaf])
-        place = Place(
+        place = RowPlace(
             rank=self.rank, num_ranks=self.run.num_ranks, size=size, share=share, number=number,
             lane=int(rows.lanes[at]), place=int(rows.places[at]), position=int(rows.positions[at]),
             offset=int(rows.offsets[at]), chunk_id=int(rows.chunk_ids[at]), pass_number=pass_number,
@@ -239,7 +213,7 @@ class _Rows:
         where, chunk = shown_url(one.shard), self.run.planned.chunk(place.chunk_id)
         documents = () if rules is None else self._documents(one, where, rules, chunk)
         bad = "" if documents else self.bad.why(where, one.keys[0], chunk)
-        return Row(
+        return RowShown(
             number=number, sample=one.number, key=None if documents else one.keys[0], documents=documents,
             length=_length(documents, rules), source=one.source, leaf=one.leaf, pass_number=pass_number,
             lane=place.lane, chunk=one.chunk, shard=where, shard_number=one.shard_number, bad=bad,
@@ -248,13 +222,13 @@ class _Rows:
 
     def _documents(
         self, one: Described, where: str, rules: PackRules, chunk: FetchRange
-    ) -> tuple[Document, ...]:  # fmt: skip
+    ) -> tuple[PackPiece, ...]:  # fmt: skip
         """Return what a pack is made of: end to end; in a padded pack each as long as the longest."""
         found, start = [], 0
         longest = max((stop - first for first, stop, _ in one.pieces), default=0)
         for key, number, piece in zip(one.keys, one.samples, one.pieces, strict=True):
             first, stop, whole = piece
-            made = Document(
+            made = PackPiece(
                 key=key, number=number, start=start, size=stop - first, first=first, whole=whole,
                 bad=self.bad.why(where, key, chunk),
             )  # fmt: skip
@@ -263,7 +237,7 @@ class _Rows:
         return tuple(found)
 
 
-def _length(documents: tuple[Document, ...], rules: PackRules | None) -> int:
+def _length(documents: tuple[PackPiece, ...], rules: PackRules | None) -> int:
     """Return the tokens of a pack, with padding; 0: it is a sample."""
     if rules is None:
         return 0

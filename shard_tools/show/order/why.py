@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shard_tools.plan.steps import Described, PlannedRun
 from streaming.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from shard_tools.show.order.step import Drawn
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RowPlace:
     """Where a row of a rank comes from, in numbers of the plan.
 
     Attributes:
@@ -43,11 +40,37 @@ class Place:
     pass_number: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnBefore:
+    """What a run has drawn of each source before a row.
+
+    Attributes:
+        samples: Samples, by the name of the leaf.
+        passes: Passes over the source, with fractions.
+        shares: Its share of the rows that follow, from 0 to 1.
+    """
+
+    samples: Mapping[str, int]
+    passes: Mapping[str, float]
+    shares: Mapping[str, float]
+
+    @classmethod
+    def before(cls, run: PlannedRun, row: int) -> DrawnBefore | None:
+        """Count, by the orders and the ledger of the run; None: there is one set."""
+        if run.state.ledger is None:
+            return None
+        counts = run.drawn_before(row)
+        forecast = run.mixture.drawing.forecast(run.state.ledger)
+        passes = {name: one.read(counts[name]) for name, one in forecast.passes.items()}
+        drawn = forecast.drawn(row, 1)
+        return cls(samples=counts, passes=passes, shares=drawn)
+
+
 Why = tuple[tuple[str, str], ...]
 """Names and sentences."""
 
 
-def why_here(run: PlannedRun, plan: Plan, place: Place, one: Described, drawn: Drawn | None) -> Why:
+def why_here(run: PlannedRun, plan: Plan, place: RowPlace, one: Described, drawn: DrawnBefore | None) -> Why:
     """Return why a row is there: its source, its pass, its lane, its chunk, and why the rank gets it."""
     found = [("source", _source(run, one, drawn))] if drawn is not None else []
     found += [
@@ -59,7 +82,7 @@ def why_here(run: PlannedRun, plan: Plan, place: Place, one: Described, drawn: D
     return tuple(found)
 
 
-def _source(run: PlannedRun, one: Described, drawn: Drawn) -> str:
+def _source(run: PlannedRun, one: Described, drawn: DrawnBefore) -> str:
     kind = "group" if one.source is None else "source"
     share = drawn.shares.get(one.leaf, 0.0)
     said = f"The {kind} {one.leaf} is to give {share:.2%} of the rows at this step."
@@ -68,7 +91,7 @@ def _source(run: PlannedRun, one: Described, drawn: Drawn) -> str:
     return f"{said} {drawn.samples.get(one.leaf, 0):,} of it came before this step."
 
 
-def _pass(run: PlannedRun, plan: Plan, place: Place, one: Described, drawn: Drawn | None) -> str:
+def _pass(run: PlannedRun, plan: Plan, place: RowPlace, one: Described, drawn: DrawnBefore | None) -> str:
     order = f"seed {plan.settings.seed}" if plan.settings.shuffle else "the order in which they are stored"
     if drawn is None:
         rows = "packs" if run.pack_rules is not None else "samples"
@@ -80,7 +103,7 @@ def _pass(run: PlannedRun, plan: Plan, place: Place, one: Described, drawn: Draw
     )
 
 
-def _lane(plan: Plan, place: Place) -> str:
+def _lane(plan: Plan, place: RowPlace) -> str:
     settings = plan.settings
     due = f"It is due at row {place.position:,} of the run"
     if settings.lanes == 1:
@@ -91,7 +114,7 @@ def _lane(plan: Plan, place: Place) -> str:
     )
 
 
-def _chunk(run: PlannedRun, plan: Plan, place: Place, one: Described) -> str:
+def _chunk(run: PlannedRun, plan: Plan, place: RowPlace, one: Described) -> str:
     count = int(run.planned.chunk_samples[place.chunk_id])
     what = "group of documents" if run.pack_rules is not None else "chunk"
     said = f"It is number {place.offset:,} of the {count:,} in {what} {one.chunk:,}."
@@ -106,7 +129,7 @@ def _chunk(run: PlannedRun, plan: Plan, place: Place, one: Described) -> str:
     return said
 
 
-def _rank(place: Place) -> str:
+def _rank(place: RowPlace) -> str:
     if place.num_ranks == 1:
         return f"There is one data rank, which gets all {place.size:,} rows, sorted by lane."
     low, high = place.share
