@@ -212,17 +212,19 @@ class PlannedRun:
         if not num_samples:
             raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
         order, mixture = planned.order_settings(shape.sizes.size_for_lanes), cast("MixedSource", planned)
+        ledger = None
+        if planned.names:
+            mixture.deal.check_shape(shape)
+            ledger = mixture.begun(shape.global_batch_size, order)
+        shape.check_enough(shape.epoch_size or (num_samples if ledger is None else ledger.last.blend.samples_per_pass))
         state = LoaderState(
             epoch=0, samples_seen=0, order=order, fingerprint=planned.fingerprint, num_samples=num_samples,
-            ledger=mixture.begun(shape.global_batch_size, order) if planned.names else None,
-            epoch_size=shape.epoch_size, batch_sizes=shape.sizes, **planned.items.facts(),
+            ledger=ledger, epoch_size=shape.epoch_size, batch_sizes=shape.sizes, **planned.items.facts(),
         )  # fmt: skip
-        made = cls(
+        return cls(
             planned=planned, state=state, global_batch_size=shape.sizes, num_ranks=shape.num_ranks,
             last_batch=shape.last_batch, **more,
         )  # fmt: skip
-        shape.check_enough(made.num_samples)
-        return made
 
     @property
     def mixture(self) -> MixedSource:
