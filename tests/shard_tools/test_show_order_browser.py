@@ -54,6 +54,8 @@ def test_the_keyboard_turns_steps_and_opens_reasons(shown: Shown, tab: NEW_TAB) 
     page.keyboard.press("Enter")
     assert page.locator("li.row >> nth=0").locator("dl.why").is_visible()
     assert "are cut into 4 equal parts" in page.inner_text("dl.why >> nth=0")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.closest('li').id") == "row-1"
     page.fill("input[name=rank]", "3")
     page.keyboard.press("Enter")
     page.locator("nav.ranks [aria-current]", has_text="3").wait_for()
@@ -96,9 +98,9 @@ def test_bars_and_lines_are_drawn(shown: Shown, tab: NEW_TAB) -> None:
 
 
 def test_pictures_of_the_docs(shown: Shown, tab: NEW_TAB, pictures: Pictures) -> None:
-    page = tab(viewport={"width": 1180, "height": 760}).open(there(shown, STEP))
+    page = tab(viewport={"width": 1180, "height": 860}).open(there(shown, STEP))
     page.keyboard.press("j")
     page.keyboard.press("Enter")
-    pictures.take(page, "show-step")
+    pictures.take(page, "step")
     page = tab(viewport={"width": 1180, "height": 640}).open(there(shown, "/mixture?global_batch_size=16&until=400"))
-    pictures.take(page, "show-mixture")
+    pictures.take(page, "mixture")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 1000.0, 300.0
+_TOPS, _ROOM = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0), 1.08  # for the label above the lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def plotted(
         mark: A step to mark.
     """
     highest = max((share for some in (*realised, *targets) for share in some), default=1) or 1
-    top = next(top for top in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 10.0) if highest <= top)
+    top = next(top for top in _TOPS if highest * _ROOM <= top or top == _TOPS[-1])
     first, last = steps[0], max(steps[-1], steps[0] + 1)
     at = [(step - first) / (last - first) * WIDTH for step in steps]
 
@@ -67,4 +68,4 @@ def plotted(
         for (name, colour), is_, due in zip(names, realised, targets, strict=True)
     )
     where = None if mark is None or not first <= mark <= last else (mark - first) / (last - first) * WIDTH
-    return Plot(lines=lines, top=min(top, 1.0), first=first, last=last, mark=where)
+    return Plot(lines=lines, top=top, first=first, last=last, mark=where)

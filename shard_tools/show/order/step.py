@@ -13,6 +13,7 @@ from shard_tools.show.order.why import DrawnBefore, RowPlace, Why, why_here
 from streaming.batches.bad_file import shown_url
 from streaming.fetch.read import FetchRange
 from streaming.plan.plan import Plan
+from streaming.storage import redact
 
 if TYPE_CHECKING:
     from streaming.packing.rules import PackRules
@@ -216,7 +217,7 @@ class _Described:
         return RowShown(
             number=number, sample=one.number, key=None if documents else one.keys[0], documents=documents,
             length=_length(documents, rules), source=one.source, leaf=one.leaf, pass_number=pass_number,
-            lane=place.lane, chunk=one.chunk, shard=where, shard_number=one.shard_number, bad=bad,
+            lane=place.lane, chunk=one.chunk, shard=redact(one.shard), shard_number=one.shard_number, bad=bad,
             why=why_here(self.run, self.plan, place, one, self.drawn),
         )  # fmt: skip
 
