@@ -126,17 +126,24 @@ def pages(get: Any, places: Sequence[tuple[int, int]], batch: int) -> None:
             print(f"  {batch // world} rows, {what}: median {next(said)}; CPU of the server {next(said)}", flush=True)
 
 
+def large(server: Any, given: Any) -> None:
+    """A set that is an index alone: of ten thousand shards, none is asked for its size."""
+    options, storage = server.storage_options, Storage(server.storage_options)
+    url = server.create_bucket(fresh_name())
+    print(f"{type(server).__name__}; load {os.getloadavg()[0]:.1f}; a set of {given.shards * given.rows:,} rows")
+    storage.put(f"{url}/_shardstream/chunks.parquet", chunk_table(given.shards, given.rows).to_parquet())
+    opened = f"{url}/{{000000..{given.shards - 1:06d}}}.tar"
+    filled(options, url, opened, PLACES, given.batch, given.rows)
+    with served(opened, options) as get:
+        pages(get, PLACES, given.batch)
+
+
 def main() -> None:
     given = arguments(__doc__ or "", shards=10_000, rows=10_000, sources=200, batch=256, moto=1)
     with (MotoServer if given.moto else MiniS3Server)() as server, tempfile.TemporaryDirectory() as folder:
         options, storage = server.storage_options, Storage(server.storage_options)
-        url = server.create_bucket(fresh_name())
-        print(f"{type(server).__name__}; load {os.getloadavg()[0]:.1f}; a set of {given.shards * given.rows:,} rows")
-        storage.put(f"{url}/_shardstream/chunks.parquet", chunk_table(given.shards, given.rows).to_parquet())
-        opened = f"{url}/{{000000..{given.shards - 1:06d}}}.tar"
-        filled(options, url, opened, PLACES, given.batch, given.rows)
-        with served(opened, options) as get:
-            pages(get, PLACES, given.batch)
+        if given.shards:
+            large(server, given)
         url, sources = server.create_bucket(fresh_name()), {}
         for number in range(given.sources):
             shards = 5 + number % 20
