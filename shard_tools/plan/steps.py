@@ -340,6 +340,12 @@ class PlannedRun:
     def _sets(self) -> list[tuple[str, Any]]:
         return list(sets_of(self.planned))
 
+    @cached_property
+    def _shown_names(self) -> dict[str, str]:
+        """The ``__source__`` of each set in batches."""
+        found: dict[str, str] = getattr(self.planned, "shown_names", {"": ""})
+        return found
+
     @property
     def names(self) -> list[str]:
         """Names of the sets, in the order of their numbers; that of a single one is ""."""
@@ -625,7 +631,7 @@ class PlannedRun:
     ) -> Iterator[Described]:  # fmt: skip
         """Yield what stands in rows of one set, by the places and keys of their samples."""
         name, one = self._sets[source]
-        shown = getattr(self.planned, "shown_names", {"": ""})[name] or None
+        shown = self._shown_names[name] or None
         owner = getattr(self.planned, "numbered", {}).get(name)
         within, splits = rows.chunk_ids - self._first_chunks[source], places.splits.tolist()
         numbers = (np.cumsum(one.chunk_samples) - one.chunk_samples)[within] + rows.offsets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,7 @@ class StepPage:
     step: StepShown
     subject: Subject
     query: Query
+    _set_names: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -147,8 +148,10 @@ class StepPage:
 
     def set_name(self, row: RowShown) -> str:
         """Return the name of the set that holds a row's samples, as other pages call it."""
-        known = [name for name in self.subject.sets if row.leaf == name or row.leaf.startswith(f"{name}/")]
-        return max(known, key=len, default="")
+        if row.leaf not in self._set_names:
+            known = [name for name in self.subject.sets if row.leaf == name or row.leaf.startswith(f"{name}/")]
+            self._set_names[row.leaf] = max(known, key=len, default="")
+        return self._set_names[row.leaf]
 
     def _sample(self, name: str, number: int) -> str:
         """Return the address of a sample, of the run that is shown."""

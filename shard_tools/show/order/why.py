@@ -97,8 +97,9 @@ def _pass(run: PlannedRun, plan: Plan, place: RowPlace, one: Described, drawn: D
         rows = "packs" if run.pack_rules is not None else "samples"
         said = f"Pass {place.pass_number}: each pass holds every one of the {plan.samples_per_pass:,} {rows} once"
         return f"{said}, in {'an order of its own, by ' if plan.settings.shuffle else ''}{order}."
+    size = int(run.mixture.leaves[one.leaf].chunk_samples.sum())
     return (
-        f"{one.leaf} has gone through {drawn.passes[one.leaf]:.2f} passes of its {run.mixture.sizes[one.leaf]:,} "
+        f"{one.leaf} has gone through {drawn.passes[one.leaf]:.2f} passes of its {size:,} "
         f"{'packs' if run.pack_rules is not None else 'samples'} before this step: it is in pass {place.pass_number}."
     )
 
