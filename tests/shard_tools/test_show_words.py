@@ -73,10 +73,10 @@ def mixture_file(sets: Path, **options: Any) -> str:
     [
         ({"world": 0}, ("world", "1 to", "'0'", "number of data ranks")),
         ({"world": "two"}, ("world", "'two'")),
-        ({"world": 2, "rank": 2}, ("rank", "world=2", "got 2", "0 to 1")),
-        ({"rank": 1}, ("rank", "world=1", "world=2 or more")),
+        ({"world": 2, "rank": 2}, ("rank", "world of 2", "got 2", "0 to 1")),
+        ({"rank": 1}, ("rank", "world of 1", "world of 2 or more")),
         ({"rank": -1}, ("rank", "'-1'")),
-        ({"step": 7}, ("step", "0 to 6", "got 7", "epoch=1")),
+        ({"step": 7}, ("step", "0 to 6", "got 7", "epoch 1")),
         ({"step": 9**30}, ("step", "whole number")),
         ({"epoch": 2**49}, ("epoch", "")),
         ({"seed": "lucky"}, ("seed", "'lucky'", "leave seed out")),
@@ -160,7 +160,7 @@ def test_what_contradicts_the_state_is_refused_or_told(sets: Path) -> None:
         for asked in ({"seed": 8}, {"shuffle": "off"}, {"lanes": 3}, {"window": 1}, {"epoch_size": 10}):
             found = shown.get("/step", format="json", **asked)
             assert found.status == 400
-            assert all(word in found.json["error"]["message"] for word in (*asked, "saved state", "state=off"))
+            assert all(word in found.json["error"]["message"] for word in (*asked, "saved state", "state off"))
         assert shown.get("/step", seed=9).status == 200
         assert "from row 24 on; here they have 16" in shown.get("/step", global_batch_size=16).text
         assert "saved state is left aside" in shown.get("/step", state="off", seed=8, global_batch_size=8).text

@@ -116,8 +116,8 @@ def asked_of(query: Query) -> Asked:
     run = run_asked(query)
     rank = _number(query, "rank", 0, MAX_WORLD - 1, "the number of a data rank") or 0
     if rank >= run.world:
-        cure = f"give a rank from 0 to {run.world - 1}, or world={rank + 1} or more"
-        raise ConfigError(f"rank: expected one of the data ranks of world={run.world}, got {rank}; {cure}")
+        cure = f"give a rank from 0 to {run.world - 1}, or a world of {rank + 1} or more"
+        raise ConfigError(f"rank: expected one of the data ranks of a world of {run.world}, got {rank}; {cure}")
     return Asked(
         run=run, rank=rank, epoch=_number(query, "epoch", 0, _MOST, "the number of an epoch"),
         step=_number(query, "step", 0, _MOST, "the number of a batch in its epoch"),

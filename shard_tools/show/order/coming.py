@@ -84,7 +84,7 @@ def _searched(run: PlannedRun, epoch: int | None, sets: list[int]) -> tuple[rang
     """Return the steps to search, and which these are, in words."""
     if run.is_endless:
         if epoch:
-            raise ConfigError(f"epoch: the run is one epoch without an end, epoch=0; got {epoch}; leave it out")
+            raise ConfigError(f"epoch: the run is one epoch without an end, number 0; got {epoch}; leave it out")
         steps = run.searched(sets, is_whole=False)
         return steps, f"steps {steps.start:,} to {max(steps.stop - 1, steps.start):,}"
     chosen = run.state.epoch if epoch is None else epoch

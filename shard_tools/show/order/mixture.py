@@ -184,7 +184,7 @@ class _Shown:
         self._forecast: Forecast = self._mixture.drawing.forecast(ledger)
         self.epoch = None if run.is_endless else run.state.epoch if epoch is None else epoch
         if run.is_endless and epoch:
-            raise ConfigError(f"epoch: the run is one epoch without an end, epoch=0; got {epoch}; give until instead")
+            raise ConfigError(f"epoch: the run is one epoch without an end, number 0; got {epoch}; give until instead")
         if self.epoch is not None and until is not None:
             raise ConfigError("until: an epoch is shown as a whole; leave it out, and give its number as epoch")
         self.begin = 0 if self.epoch is None else self.epoch * run.num_samples

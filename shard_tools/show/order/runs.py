@@ -95,7 +95,7 @@ class ShownRuns:
         epoch = state.epoch if asked.epoch is None else asked.epoch
         if run.is_endless and epoch:
             raise ConfigError(
-                f"epoch: the run is one epoch without an end, epoch=0; got {epoch}. Count steps, or give epoch_size"
+                f"epoch: the run is one epoch without an end, number 0; got {epoch}. Count steps, or give epoch_size"
             )
         first, count = run.first_step(epoch), run.batches_of(epoch)
         if not count:
@@ -105,7 +105,7 @@ class ShownRuns:
         if batch >= count:
             raise ConfigError(
                 f"step: expected one of the {count:,} steps of epoch {epoch}, 0 to {count - 1:,}, got {batch:,}; later "
-                f"ones are in epoch={epoch + 1}"
+                f"ones are in epoch {epoch + 1}"
             )
         return At(
             run=run, epoch=epoch, batch=batch, step=first + batch, num_batches=None if run.is_endless else count,
@@ -132,13 +132,13 @@ class ShownRuns:
             was, now = getattr(state.order, name), getattr(asked, name)
             if now not in (None, was):
                 raise ConfigError(
-                    f"{name}: the saved state has {name}={was}, got {now}; leave it out, or look at a new run with "
-                    "state=off"
+                    f"{name}: the saved state has {name} {was}, got {now}; leave it out, or look at a new run, "
+                    "with state off"
                 )
         if asked.epoch_size not in (None, state.epoch_size):
             raise ConfigError(
                 f"epoch_size: the saved state has {state.epoch_size}, got {asked.epoch_size}; leave it out, or look at "
-                "a new run with state=off"
+                "a new run, with state off"
             )
         if asked.batch_size is None and asked.global_batch_size is None:
             if state.batch_sizes is None:
