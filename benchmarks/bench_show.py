@@ -102,7 +102,7 @@ def large(folder: str, shards: int, rows: int, rounds: int) -> None:
     with Shown((folder,)) as shown:
         asked = {
             "first page": "/", "a page in the middle": f"/?page={middle}", "a key": f"/?key={shards // 3:06d}/000777",
-            "the last sample": f"/sample?number={shards * rows - 1}", "the page in the middle again": f"/?page={middle}",
+            "the last sample": f"/sample?number={shards * rows - 1}", "the same page again": f"/?page={middle}",
         }  # fmt: skip
         for name, path in asked.items():
             took = seconds(lambda path=path: check(shown.get(path)))
