@@ -22,7 +22,7 @@ from streaming.errors import ConfigError, NotFoundError, StateError
 from streaming.mixing.forecast import drawn_before
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders
-from streaming.plan.plan import Plan
+from streaming.plan.plan import Plan, dealt
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes, Steps
 from streaming.plan.state import LoaderState
@@ -578,7 +578,7 @@ class PlannedRun:
         shape = replace(plan.shape, num_ranks=self.num_ranks)
         ranks = shape.rank_of(np.arange(count), max(count, 1)) if dp_rank is None else np.full(count, dp_rank)
         positions = found.positions[found.valid]
-        _, lanes, places = plan.dealt(positions)
+        _, lanes, places = dealt(plan, positions)
         return StepRows(
             steps=np.full(count, step), ranks=ranks,
             chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],

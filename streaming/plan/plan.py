@@ -221,12 +221,6 @@ class Plan:
         """Return the row of the run at which a batch begins."""
         return self.first_row + batch * self.global_batch_size
 
-    def dealt(self, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return pass, lane and place in the lane of stream positions, int64 [n] each."""
-        passes, within = np.divmod(positions, self.samples_per_pass)
-        places, lanes = np.divmod(within, self.settings.lanes)
-        return passes, lanes, places
-
     def batch_size(self, batch: int, dp_rank: int) -> int:
         """Return the number of rows, including padding, of one rank in one batch."""
         self._check_range(batch, batch + 1, dp_rank)
@@ -390,7 +384,7 @@ class Plan:
             stream = np.arange(cut.starts[index], cut.stops[index], dtype=np.int64)
             lane = stream % self.samples_per_pass % self.settings.lanes
             chosen = stream[np.argsort(lane, kind="stable")[slots[rows]]]
-            passes[rows], lanes[rows], places[rows] = self.dealt(chosen)
+            passes[rows], lanes[rows], places[rows] = dealt(self, chosen)
         return passes, lanes, places
 
     def _rows(self, first: int, last: int, dp_rank: int) -> _RowPlaces:
@@ -647,6 +641,13 @@ class _Stretches(_Passes):
                 is_mixed = num_stretches * len(each[1]) >= plan.batches_on(plan.orders.mixed_after)
                 is_enough = num_uses >= _MANY_USES and is_mixed and num_stretches > 1 and live <= before * _HARDLY_MORE
         return self.joined(found).live_bytes(sizes)
+
+
+def dealt(plan: Plan, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return pass, lane and place in the lane of stream positions of a plan, int64 [n] each."""
+    passes, within = np.divmod(positions, plan.samples_per_pass)
+    places, lanes = np.divmod(within, plan.settings.lanes)
+    return passes, lanes, places
 
 
 def _with_others(live_bytes: int, sizes: Int64Array) -> int:
