@@ -21,8 +21,8 @@ from shard_tools.convert.records import Record
 from shard_tools.export.job import ExportJob
 from shard_tools.running.progress import NoProgress
 from shard_tools.sets.bad_list import BadList
-from shard_tools.sets.selection import ShardPart, Taken, select
-from shard_tools.sets.shard_source import ShardSource
+from shard_tools.sets.rewrite.selection import ShardPart, Taken, select
+from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.decode import values
 from streaming.decode.registry import BY_EXTENSION
 from streaming.errors import ConfigError, DataError, NotFoundError

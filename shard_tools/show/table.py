@@ -6,6 +6,7 @@ from shard_tools.show.base.page import Media, Page, PagePart
 from shard_tools.show.data import bad, columns, gallery, sample, values
 from shard_tools.show.order import mixture
 from shard_tools.show.order import pages as order
+from shard_tools.show.run import page as run
 
 OF_A_SAMPLE = (PagePart(name="steps", template="coming.html", answer=order.coming_part),)
 """What is told of one sample, beside what is stored."""
@@ -28,6 +29,7 @@ PAGES: tuple[Page, ...] = (
         asks=(*sample.ASKS, *order.COMING_ASKS), parts=OF_A_SAMPLE, in_navigation=False,
     ),
     Page(path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS),
+    Page(path="/run", title="Run", template="run.html", answer=run.run_page, asks=run.ASKS, needs="run"),
 )  # fmt: skip
 """All pages, in the order of the navigation and of ``--html``."""
 

@@ -128,7 +128,7 @@ class Page:
 
     def fits(self, subject: Subject) -> bool:
         """Tell whether there is something to show."""
-        return subject.source is not None if self.needs == "set" else subject.run is not None
+        return subject.source is not None if self.needs == "set" else bool(subject.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

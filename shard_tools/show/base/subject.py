@@ -12,7 +12,7 @@ from shard_tools.plan.sources import MIXTURE_SUFFIX, open_planned
 from shard_tools.show.base.samples import SampleSet
 from streaming.arguments import some_names
 from streaming.errors import ConfigError
-from streaming.storage import Storage, redact
+from streaming.storage import Storage, redact, redact_text
 
 if TYPE_CHECKING:
     from streaming.sources.mixed import AnySource
@@ -28,11 +28,11 @@ class Subject:
         urls: As the user wrote them; they may contain secrets.
         source: What training reads of it, a ``Source``; None: there is only a job.
         storage_options: How to reach the store, for sets that do not say it themselves.
-        chosen: Options that choose samples or shape rows, as they were given: ``where``, ``view``, ``packed``, …
+        chosen: Options that choose samples or shape rows, to be shown, without secrets: ``where``, ``view``, …
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
         tokenizer: The tokenizer that made the tokens.
-        run: Address of a running job.
+        run: Addresses of a running job.
     """
 
     urls: tuple[str, ...]
@@ -42,7 +42,7 @@ class Subject:
     state_url: str | None = None
     bad: tuple[str, ...] = ()
     tokenizer: str | None = None
-    run: str | None = None
+    run: tuple[str, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -51,7 +51,7 @@ class Subject:
     def title(self) -> str:
         """What is shown, in words, without secrets."""
         if not self.urls:
-            return f"run {redact(self.run or '')}"
+            return f"run {some_names([redact(address) for address in self.run])}"
         return some_names([redact(url) for url in self.urls])
 
     @cached_property
@@ -125,7 +125,7 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
 
 def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
-    bad: Sequence[str] = (), tokenizer: str | None = None, run: str | None = None, **options: Any,
+    bad: Sequence[str] = (), tokenizer: str | None = None, run: Sequence[str] = (), **options: Any,
 ) -> Subject:  # fmt: skip
     """Open what is to be shown.
 
@@ -135,7 +135,7 @@ def open_subject(
         state_url: A saved ``state_dict`` (JSON).
         bad: Files of bad samples.
         tokenizer: The tokenizer that made the tokens.
-        run: Address of a running job.
+        run: Addresses of a running job.
         options: As for :func:`~shard_tools.plan.sources.open_planned`.
 
     Raises:
@@ -143,13 +143,14 @@ def open_subject(
         IndexMissingError: There is no index, and the set is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
     """
-    chosen = {name: value for name, value in options.items() if value is not None}
+    given_options = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: redact_text(one) if isinstance(one, str) else one for name, one in given_options.items()}
     source = None
     if urls:
         is_mixture = len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)
         shown = {} if is_mixture else {"duplicate_keys": "keep"}  # of shards without an index: they are to be seen
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
-    elif run is None:
+    elif not run:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")
     elif given := [
         *chosen,
@@ -158,5 +159,5 @@ def open_subject(
         raise ConfigError(f"--{given[0].replace('_', '-')}: has no effect without a URL; give one, or leave it out")
     return Subject(
         urls=tuple(urls), source=source, storage_options=dict(storage_options or {}), chosen=chosen,
-        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=run,
+        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=tuple(run),
     )  # fmt: skip

@@ -124,7 +124,7 @@ def _found(subject: Subject, query: Query) -> tuple[finding.Hit, tuple[int, ...]
     """Return the sample that a page asks for, and others with its key."""
     number, key = query.some_number("number"), query.text("key")
     if (number is None) == (not key):
-        raise ConfigError("/sample: expected either number or key, such as number=0")
+        raise ConfigError("/sample: expected either number or key of a sample")
     if number is not None:
         source = query.text("source") or next(iter(subject.sets), "")
         return finding.Hit(source, subject.set_of(source), number), ()

@@ -39,7 +39,7 @@ def value(subject: Subject, query: Query) -> Content:
     within = subject.set_of(query.text("source"))
     number, name = query.some_number("number"), query.text("field")
     if number is None or not name:
-        raise ConfigError("/value: expected number and field, such as number=0&field=jpg")
+        raise ConfigError("/value: expected the number of a sample and a field of it")
     place = within.place(number)
     located = within.locate(place)
     if name not in located.fields:

@@ -11,15 +11,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shard_tools.options import as_storage_options, index_option, unfinished_option, with_storage_options
-from shard_tools.plan_verb import described_options, take_description
+from shard_tools.commands.plan import described_options, take_description
+from shard_tools.commands.stats import write_page
 from shard_tools.show.access import Access, check_host
 from shard_tools.show.base.subject import Subject, open_subject
 from shard_tools.show.data.notes import check_tokenizer
 from shard_tools.show.file import page_file
+from shard_tools.show.run.attach import check_addresses
 from shard_tools.show.server import listen, need_server, serve
 from shard_tools.show.table import MEDIA, PAGES
-from shard_tools.stats_verb import write_page
+from shard_tools.terminal.options import as_storage_options, index_option, unfinished_option, with_storage_options
 
 _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 
@@ -31,7 +32,10 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 )
 @click.option("--no-browser", is_flag=True, help="Do not open a browser.")
 @click.option("--state", "state_url", metavar="FILE", help="Saved state_dict (JSON) of the run whose order is shown.")
-@click.option("--run", metavar="ADDRESS", help="Running job to attach to: its socket file, or its metrics address.")
+@click.option(
+    "--run", multiple=True, metavar="ADDRESS",
+    help="Running job to attach to: its socket file ('run/*.sock': of all ranks), or its metrics address.",
+)  # fmt: skip
 @click.option("--bad", multiple=True, metavar="FILE", help="List of bad samples (bad_samples_file, or verify's).")
 @click.option("--tokenizer", metavar="FILE", help="Tokenizer that made the tokens, to show them as text.")
 @click.option("--html", metavar="FILE", help="Write the pages into one file, and end.")
@@ -46,7 +50,7 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 @click.pass_context
 def show_command(
     context: click.Context, /, *, urls: tuple[str, ...], port: int, no_browser: bool, state_url: str | None,
-    run: str | None, bad: tuple[str, ...], tokenizer: str | None, html: str | None, host: str, expose: bool,
+    run: tuple[str, ...], bad: tuple[str, ...], tokenizer: str | None, html: str | None, host: str, expose: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
     """Look at samples, columns, and the order of training, in a web page.
@@ -64,6 +68,7 @@ def show_command(
     storage_options = as_storage_options(arguments)
     need_server()
     check_host(host, exposed=expose)
+    check_addresses(run)
     if html is not None:
         _check_file(context)
     subject = open_subject(

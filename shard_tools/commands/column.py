@@ -11,10 +11,10 @@ from shard_tools.columns.join import JoinOptions, Missing, join_column
 from shard_tools.columns.lift import lift_column
 from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
 from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
-from shard_tools.options import COUNT, SIZE, names, on_named, on_shards
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
-from shard_tools.verbs import emit
+from shard_tools.terminal.options import COUNT, SIZE, names, on_named, on_shards, writing_options
+from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted
 from streaming.storage import Storage
 
@@ -32,6 +32,7 @@ def column_group() -> None:
 
 
 @column_group.command("add")
+@writing_options
 @click.option(
     "--from", "source", metavar="FILE", help="Parquet, JSONL or CSV, or a pattern of such: one row per sample."
 )
@@ -112,6 +113,7 @@ def list_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 
 
 @column_group.command("drop")
+@writing_options
 @on_named("column")
 def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
     """Delete the late column NAME. Runs and views that use it will no longer work.
@@ -138,6 +140,7 @@ def view_group() -> None:
 
 
 @view_group.command("save")
+@writing_options
 @click.option("--where", metavar="CONDITION", help="Condition for samples to keep; see docs/filters.md.")
 @click.option("--subset", metavar="A..B", help="Range of the stored samples: 0%..80%, or 1000..2000.")
 @click.option("--exclude", metavar="FILE", help="Text file of keys to leave out, one per line.")

@@ -8,25 +8,28 @@ import click
 
 from shard_tools.export.job import ExportOptions
 from shard_tools.export.run import FORMATS, ExportReport, export
-from shard_tools.options import (
+from shard_tools.running.engine import DEFAULT_WORKERS
+from shard_tools.running.progress import progress_bar
+from shard_tools.terminal.options import (
     COUNT,
     PAIR,
     as_storage_options,
     index_option,
     json_option,
     names,
+    places_and_target,
     unfinished_option,
     with_storage_options,
+    writing_options,
 )
-from shard_tools.running.engine import DEFAULT_WORKERS
-from shard_tools.running.progress import progress_bar
-from shard_tools.verbs import emit
+from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted
 
 _SHOWN = 3
 
 
 @click.command("export")
+@writing_options
 @click.argument("urls", nargs=-1, required=True, metavar="URL... TARGET")
 @click.option(
     "--to", required=True, type=click.Choice(tuple(FORMATS)), help="The format, or the program that reads it."
@@ -64,9 +67,7 @@ def export_command(
       shard_tools export s3://bucket/train/ index/ --to dali
       shard_tools export shards/ parquet/ --to hf --where "width >= 256" --fields jpg,cls
     """
-    *places, target = urls
-    if not places:
-        raise click.UsageError("Give the URL of shards, and a target.")
+    places, target = places_and_target(urls)
     storage_options = as_storage_options(arguments)
     options = ExportOptions(fields=None if fields is None else tuple(name.lstrip(".") for name in fields), **arguments)
     with progress_bar("export", "shards") as progress:

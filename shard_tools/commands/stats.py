@@ -8,7 +8,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shard_tools.options import COUNT, on_shards
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.running.templates import jinja
@@ -17,7 +16,8 @@ from shard_tools.stats.report import StatsReport
 from shard_tools.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
 from shard_tools.stats.sketches import WORDS, Distribution, Top
 from shard_tools.stats.totals import FieldTotals
-from shard_tools.verbs import emit
+from shard_tools.terminal.options import COUNT, on_shards
+from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted, format_bytes
 from streaming.errors import ConfigError
 from streaming.filters.select import parse_subset

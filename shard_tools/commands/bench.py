@@ -1,4 +1,4 @@
-"""Parse the command ``bench``: how fast this machine reads a set, what limits it, and what would help."""
+"""Parse the commands that say where the time goes: ``bench`` on this machine, ``trace`` in a job that ran."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import click
 
 from shard_tools.bench.prices import load_prices
 from shard_tools.bench.run import BenchOptions, BenchReport, bench
-from shard_tools.options import (
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
@@ -17,9 +19,8 @@ from shard_tools.options import (
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
-from shard_tools.verbs import emit
+from shard_tools.terminal.verbs import emit
+from shard_tools.trace.merge import MergeReport, RankReport, merge_traces
 from streaming.arguments import counted, format_bytes
 from streaming.storage import Storage
 
@@ -117,3 +118,54 @@ def _show_cost(report: BenchReport) -> None:
         f"{said}: {cost.for_requests:,.2f} {cost.currency} for requests, and for bytes {cost.same_region:,.2f} in the "
         f"store's region, {cost.internet:,.2f} out to the internet ({cost.prices})"
     )
+
+
+@click.group("trace")
+def trace_group() -> None:
+    """Join and sum up the traces that ``loader.trace(path)`` writes."""
+
+
+@trace_group.command("merge")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("-o", "--out", metavar="OUT", help="The file to write, for Perfetto. Default: none, only the summary.")
+@json_option
+def merge_command(files: tuple[str, ...], *, out: str | None, as_json: bool) -> None:
+    """Join the traces of several ranks in one file, and say what they waited for.
+
+    Give the files that `loader.trace("trace-{rank}.json")` wrote. Ranks on one machine share its clock. The times of a
+    rank on another machine are shifted, such that its steps end when those of the lowest rank do; the summary says by
+    how much, and how far apart they are then. Open the result at ui.perfetto.dev, or in chrome://tracing.
+
+    \b
+    Example:
+      shard_tools trace merge trace-*.json -o trace.json
+      shard_tools trace merge trace-0.json --json
+    """
+    emit(merge_traces(files, out), as_json=as_json, for_people=_show_merged)
+
+
+def _show_merged(report: MergeReport) -> None:
+    """Print a line for each rank, and who is waited for."""
+    for one in report.ranks:
+        click.echo(_rank_line(one))
+    if (worst := report.worst) is not None:
+        rank, cause, count = worst
+        longest = max(step.seconds for step in report.steps if (step.rank, step.cause) == (rank, cause))
+        click.echo(
+            f"longest before a batch: rank {rank}, {cause}, in {count} of {counted(len(report.steps), 'step')} that "
+            f"all took, up to {longest * 1000:,.1f} ms"
+        )
+    missing = report.world_size - len(report.ranks)
+    if missing:
+        click.echo(f"without {counted(missing, 'rank')} of {report.world_size}", err=True)
+    if report.path is not None:
+        click.echo(f"written: {plain(report.path)}")
+
+
+def _rank_line(one: RankReport) -> str:
+    whole_s = sum(one.seconds.values())
+    said = ", ".join(f"{cause} {seconds / whole_s:.0%}" for cause, seconds in one.seconds.items() if whole_s)
+    shift = "" if one.is_same_clock else f"; shifted by {one.shift_us / 1000:+,.3f} ms"
+    end = "" if one.spread_us is None else f"; its steps end within {one.spread_us / 1000:,.1f} ms of the first's"
+    cut = "; cut off, it was full" if one.is_cut_off else ""
+    return f"rank {one.rank:<4} {counted(one.steps, 'step')}, {whole_s:,.2f} s: {said or 'nothing'}{shift}{end}{cut}"

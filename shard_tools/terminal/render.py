@@ -1,14 +1,12 @@
-"""Show the results and failures of all commands, to people and to programs: plain lines, and tables for columns."""
+"""Print results for people: plain lines, and tables for columns."""
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.console import Console
@@ -23,13 +21,11 @@ from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
 from shard_tools.sets.repair import RepairReport
-from shard_tools.sets.reshard import ReshardReport
+from shard_tools.sets.rewrite.reshard import ReshardReport
 from shard_tools.tokens.run import TokenizeReport
 from streaming.arguments import counted, format_bytes
-from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import redact, redact_text
 
-_AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
 _SHOWN_SKIPPED = 10
 _SHOWN_FINDINGS = 20  # of one kind
 _PREVIEW_CHARACTERS = 2000
@@ -37,63 +33,7 @@ _NOT_PLAIN = re.compile(r"[\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class ToolGroup(click.Group):
-    """Turn the library's errors into one message and an exit code, and with ``--json`` also into JSON."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Note whether ``--json`` is given, so that usage errors are also reported as JSON."""
-        ctx.meta[_AS_JSON] = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except ShardstreamError as error:
-            if ctx.meta.get(_DEBUG):
-                raise
-            show_error(error)
-            _tell_program(ctx, error, str(error))
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
-        except click.ClickException as error:
-            vars(error)["message"] = redact_text(error.message)  # a command line may name a URL
-            _tell_program(ctx, error, error.format_message())
-            raise
-        except OSError as error:
-            if error.errno != errno.ENOSPC or ctx.meta.get(_DEBUG):
-                raise
-            where = error.filename or "standard output, or a temporary file"
-            show_error(OSError(f"writing {where}: {error.strerror}; make room, and run the same command again"))
-            ctx.exit(1)
-        except KeyboardInterrupt as error:
-            click.echo("Stopped. Run the same command again to go on.", err=True)
-            _tell_program(ctx, error, "stopped; run the same command again to go on")
-            ctx.exit(130)
-
-
-def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
-    """Print a failure as a JSON object on standard output if ``--json`` was given."""
-    if ctx.meta.get(_AS_JSON):
-        notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
-        told = {"type": type(error).__name__, "message": redact_text(message), "notes": notes}
-        click.echo(json_text({"ok": False, "error": told}, indent=2))
-
-
-def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
-    """Print a result as JSON, or with its renderer."""
-    if as_json:
-        click.echo(json_text(result.as_dict(), indent=2))
-    else:
-        for_people(result)
-
-
-def finish(*, failed: bool) -> None:
-    """Exit with code 1 if something was found."""
-    if failed:
-        click.get_current_context().exit(1)
-
-
-def json_text(value: object, *, indent: int | None = None) -> str:
+def as_json(value: object, *, indent: int | None = None) -> str:
     """Return ``value`` as JSON that is safe for any terminal and encoding."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _NOT_PLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

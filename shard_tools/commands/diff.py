@@ -7,18 +7,19 @@ from typing import Any
 import click
 
 from shard_tools.diff.compare import ChangedSample, DiffOptions, DiffReport, diff
-from shard_tools.options import (
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.terminal.options import (
     SECRET_PAIR,
     SIZE,
     as_storage_options,
     json_option,
+    quiet_option,
     typed_option,
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
-from shard_tools.verbs import emit, finish
+from shard_tools.terminal.verbs import emit, finish
 from streaming.arguments import counted, format_bytes
 from streaming.storage import Storage
 
@@ -27,6 +28,7 @@ _SHOWN_SHARDS = 5
 
 
 @click.command("diff")
+@quiet_option
 @click.argument("a")
 @click.argument("b")
 @click.option("--index", "index_a", metavar="URL", help="Location of A's index. Default: beside the shards.")

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shard_tools.convert.journal import carry_notes, whole_journal
 from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
@@ -16,8 +16,9 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import BadList, load_bad_list
 from shard_tools.sets.open_set import OpenSet, open_set
-from shard_tools.sets.selection import Deduplicated, Taken, deduplicated, select, sorted_order
-from shard_tools.sets.shard_source import ShardSource
+from shard_tools.sets.rewrite.field_changes import ChangedSource, FieldChanges
+from shard_tools.sets.rewrite.selection import Deduplicated, Taken, deduplicated, select, sorted_order
+from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.arguments import counted, parse_bytes
 from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
@@ -47,6 +48,7 @@ class ReshardOptions(ShardOptions):
         view: Name of a saved view whose samples are kept.
         columns: Late columns that the new sample tables hold, beside the columns of the old ones.
         fields: Keep only these fields; None: all.
+        changes: Rename, leave out and add fields.
         drop_missing: Leave out samples that lack one of these fields.
         dedupe: Merge samples with the same key; of a field that occurs twice, keep the first.
         key_prefix: Put before every key; ``{shard}`` in it is the shard's name without its suffix, ``{number}`` the
@@ -64,6 +66,7 @@ class ReshardOptions(ShardOptions):
     columns: tuple[str, ...] = ()
     drop_missing: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = None
+    changes: FieldChanges = field(default_factory=FieldChanges)
     dedupe: bool = False
     key_prefix: str = ""
     drop: tuple[str, ...] = ()
@@ -95,6 +98,7 @@ class ReshardOptions(ShardOptions):
         return {
             **more,
             **({"key_prefix": self.key_prefix} if self.key_prefix else {}),
+            **self.changes.identity(),
             **ShardOptions.identity(self),
             **({"columns": sorted(self.columns)} if self.columns else {}),
             "sort": self.sort,
@@ -142,7 +146,7 @@ class ReshardReport(Report):
 
 
 def reshard(
-    source: str,
+    source: str | Sequence[str],
     target: str,
     *,
     options: ReshardOptions | None = None,
@@ -155,7 +159,7 @@ def reshard(
     checked against the index. Deterministic and resumable, like :func:`shard_tools.convert.convert`.
 
     Args:
-        source: Shards, as for ``StreamingDataset``.
+        source: Shards, as for ``StreamingDataset``; several, one after the other.
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: Options of the new shards.
         storage_options: Options of both stores.
@@ -172,19 +176,24 @@ def reshard(
     options = options or ReshardOptions()
     storage = Storage(storage_options)
     place = Destination.of(target)
-    refuse_overlap(source, place)
-    warn_of_nesting(source, place)
+    sources = [source] if isinstance(source, str) else list(source)
+    for one in sources:
+        refuse_overlap(one, place)
+        warn_of_nesting(one, place)
+    source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
     twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
     shards = open_set(
-        [source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
+        sources, storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
         allow_unfinished=options.allow_unfinished,
     )  # fmt: skip
-    late = shards.late_columns(storage, {*options.columns, *([options.sort] if options.sort is not None else [])})
+    wanted = {*options.columns, *(column for _, column in options.changes.add), *filter(None, [options.sort])}
+    late = shards.late_columns(storage, wanted)
     selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
     known = _known_fields(shards, options, storage)
-    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known)
+    samples, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known)
+    reader = ChangedSource(samples, options.changes) if options.changes else samples
     versions = {name: column.version for name, column in sorted(late.items())}
     try:
         packed = pack(
@@ -275,6 +284,8 @@ def _check(selection: Taken, options: ReshardOptions, source: str, late: Collect
             there = ", ".join(selection.fields)
             raise ConfigError(f"{option}: no sample of {redact(source)} has a field {name!r}; there are: {there}")
     columns = {*selection.columns, *late, KEY}
+    kept = [name for name in selection.fields if options.fields is None or name in options.fields]
+    options.changes.check(kept, sorted(columns - {KEY}))
     for option, asked in (("--sort", {options.sort or KEY}), ("--columns", {*options.columns})):
         for name in sorted(asked - columns):
             raise unknown_column(name, columns, option)

@@ -10,7 +10,11 @@ import click
 from click.core import ParameterSource
 
 from infra import DeviceMesh
-from shard_tools.options import (
+from shard_tools.plan.report import PlanOptions, parse_ramp, plan_opened
+from shard_tools.plan.sources import open_planned
+from shard_tools.plan.steps import open_run, parse_steps, show_steps
+from shard_tools.plan.view import save_plot, show_plan
+from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     Command,
@@ -20,11 +24,7 @@ from shard_tools.options import (
     unfinished_option,
     with_storage_options,
 )
-from shard_tools.plan.report import PlanOptions, parse_ramp, plan_opened
-from shard_tools.plan.sources import open_planned
-from shard_tools.plan.steps import open_run, parse_steps, show_steps
-from shard_tools.plan.view import save_plot, show_plan
-from shard_tools.verbs import emit
+from shard_tools.terminal.verbs import emit
 from streaming.arguments import DEFAULT_MEMORY_LIMIT
 from streaming.errors import ConfigError
 from streaming.plan.schedule import Schedule

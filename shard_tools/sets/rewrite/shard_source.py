@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shard_tools.convert.records import Record, Skipped, number_key
 from shard_tools.sets.pieces import read_pieces
-from shard_tools.sets.selection import ShardPart, Taken
+from shard_tools.sets.rewrite.selection import ShardPart, Taken
 from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
@@ -58,7 +58,7 @@ class ShardSource:
         window_bytes: See above.
         num_threads: Requests at a time.
         firsts: Places of ``order`` that begin a record; the samples after one are joined to it. None: all.
-        key_prefix: As in :class:`~shard_tools.sets.reshard.ReshardOptions`.
+        key_prefix: As in :class:`~shard_tools.sets.rewrite.reshard.ReshardOptions`.
         known_fields: The fields of the records, True for those that every one has, as a conversion noted them.
     """
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 
 from shard_tools.running.engine import ENGINES
+from shard_tools.running.switches import is_on, remember
 from streaming.arguments import parse_bytes
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy, Storage
@@ -64,9 +65,9 @@ class SeedType(click.ParamType):  # type: ignore[type-arg]
         return text if text == KEEP_ORDER else int(text)
 
 
-def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
+def names(value: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
     """Split comma-separated names such as ``json,txt``; used as the ``type`` of an option."""
-    return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+    return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else tuple(value)
 
 
 SIZE = SizeType()
@@ -76,22 +77,40 @@ COUNT = click.IntRange(min=1)
 engine_option = click.option(
     "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."
 )
-_SWITCHES = frozenset({"anon", "requester_pays", "path_style"})
+_SWITCHES = frozenset({"anon", "requester_pays", "path_style", "hedge", "read_only"})
 _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
 
 
-def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 (click's)
-    if value:
-        ctx.find_root().meta["shard_tools.debug"] = True
+def quiet_option(command: Command) -> Command:
+    """Add ``--quiet``, for commands whose exit code or result in the store is enough."""
+    return click.option(
+        "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="No progress and no report; warnings and errors stay, and --json.",
+    )(command)  # fmt: skip
+
+
+def writing_options(command: Command) -> Command:
+    """Add ``--dry-run`` and ``--quiet``, for commands that write."""
+    return click.option(
+        "--dry-run", is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="Check source, options and target, tell what would be written, and write nothing.",
+    )(quiet_option(command))  # fmt: skip
 
 
 def with_storage_options(command: Command) -> Command:
     """Add the options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
     decorators = (
-        click.option("--endpoint-url", metavar="URL", help="Address of an S3-compatible server."),
-        click.option("--region", help="Region of the bucket."),
-        click.option("--profile", help="Named profile of the AWS configuration files."),
-        click.option("--anon", is_flag=True, help="Send unsigned requests, for public buckets."),
+        click.option(
+            "--endpoint-url",
+            metavar="URL",
+            envvar="SHARD_TOOLS_ENDPOINT_URL",
+            help="Address of an S3-compatible server.",
+        ),
+        click.option("--region", envvar="SHARD_TOOLS_REGION", help="Region of the bucket."),
+        click.option("--profile", envvar="SHARD_TOOLS_PROFILE", help="Named profile of the AWS configuration files."),
+        click.option(
+            "--anon", is_flag=True, envvar="SHARD_TOOLS_ANON", help="Send unsigned requests, for public buckets."
+        ),
         click.option(
             "--storage-option",
             type=SECRET_PAIR,
@@ -105,7 +124,7 @@ def with_storage_options(command: Command) -> Command:
             is_flag=True,
             expose_value=False,
             is_eager=True,
-            callback=_remember_debug,
+            callback=remember,
             help="On failure, show the traceback.",
         ),
     )
@@ -122,7 +141,12 @@ def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
         value = arguments.pop(name)
         if value:
             options[name] = value
-    return options
+    return for_this_run(options)
+
+
+def for_this_run(options: dict[str, object]) -> dict[str, object]:
+    """Return the options of a store, read-only where nothing is to be written."""
+    return options | ({"read_only": True} if is_on("dry_run") else {})
 
 
 def typed_option(key: str, text: str) -> object:
@@ -170,6 +194,18 @@ def on_shards(command: Command) -> Command:
 
     decorated = index_option(unfinished_option(json_option(with_storage_options(with_storage))))
     return click.argument("urls", nargs=-1, required=True, metavar="URL...")(decorated)
+
+
+def places_and_target(places: tuple[str, ...]) -> tuple[list[str], str]:
+    """Part what a command with SOURCE... TARGET was given.
+
+    Raises:
+        click.UsageError: One of them is missing.
+    """
+    *sources, target = places
+    if not sources:
+        raise click.UsageError("Missing argument 'TARGET': give one or more sources, and then the target.")
+    return sources, target
 
 
 def on_named(what: str) -> Callable[[Command], Command]:
