@@ -4,7 +4,7 @@
 headers, writes shards with class, number and path of each image, their index and sample tables, and checksums of all
 bytes. Both read from the page cache and write to the same file system; neither waits for the disk.
 
-Measured 2026-11-27 on 2 cores under a load of 12 to 20, of the rate of ``tar cf``: 23 %; a thread by processor time 26 %
+Measured 2026-11-27 on 2 cores under a load of 12 to 20, of the rate of ``tar cf``: 23 %; by processor time 26 %
 (144 us an image against 37), ``--from files`` 34 %. With the source evicted from the cache: 55 to 72 %.
 
 Run: ``python benchmarks/bench_convert.py [--images 20000] [--kilobytes 20] [--workers 8] [--rounds 3]``. Linux.
