@@ -145,6 +145,7 @@ def test_every_verb_has_help_with_an_example_and_json() -> None:
         "column add",
         "column drop",
         "column list",
+        "trace merge",
         "view list",
         "view save",
         "view show",
