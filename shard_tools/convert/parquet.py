@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +14,8 @@ import pyarrow.parquet as pq
 
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.convert.base.rows import RowMapper, as_payload, safe_extension
-from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike
+from shard_tools.convert.base.rows import RowMapper, as_payload, choose_type, safe_extension
+from shard_tools.write.filetypes import file_type
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.storage import Storage, redact
 
@@ -24,7 +23,6 @@ SUFFIXES = (".parquet", ".pq")
 _BATCH_BYTES = 32 << 20  # Arrow memory of one batch of rows
 _MAX_BATCH_ROWS = 8192
 _LOOKED_AT = 10_000  # values of a binary column, to tell its type; later ones are compared with it while they are read
-_log = logging.getLogger(__name__)
 
 
 class ParquetFiles(FileSource):
@@ -72,7 +70,7 @@ class ParquetFiles(FileSource):
         named = dict(mapper.fields)
         binary = [name for name, column in columns.items() if column.kind == "binary" and name not in named]
         found = self._types(binary)
-        types = {name: _choose_type(name, found[name]) for name in binary}
+        types = {name: choose_type(name, found[name]) for name in binary}
         return replace(
             mapper,
             binary={
@@ -216,36 +214,6 @@ def _join_columns(
                 f"after it; a column becomes one field: say which with --field {field.name}=EXT, leave it out with "
                 f"--field {field.name}=-, or convert these files apart"
             )
-
-
-def _choose_type(column: str, types: Counter[str]) -> str:
-    """Return the extension of a binary column: by its name if most values agree, else by what all of them are.
-
-    Args:
-        column: Its name.
-        types: How many of the values looked at are of each type; ``""``: of none that is known.
-
-    Raises:
-        ConfigError: Most values are of known types, but not all of one.
-    """
-    num_values, num_unknown = types.total(), types[""]
-    known = [extension for extension, _ in types.most_common() if extension]
-    named = column.lower().rpartition(".")[2]
-    if named in FILE_TYPES and 2 * sum(types[one] for one in known if is_alike(one, named)) >= num_values:
-        return named
-    if 2 * num_unknown >= num_values:
-        return "bin"
-    told = ", ".join(f"{types[one]:,} are {one or 'of no known type'}" for one, _ in types.most_common())
-    if num_unknown or not all(is_alike(one, known[0]) for one in known):
-        raise ConfigError(
-            f"column {column!r}: of the first {num_values:,} values {told}; a column becomes one field: name it with "
-            f"--field {column}={known[0]}, or --field {column}=bin for bytes as they are"
-        )
-    if len(known) > 1:
-        _log.warning(
-            "column %r: of the first %s values %s: %s", column, f"{num_values:,}", told, ONE_FIELD % known[0],
-        )  # fmt: skip
-    return known[0]
 
 
 def _look_at(parquet: pq.ParquetFile, columns: Sequence[str]) -> dict[str, Counter[str]]:

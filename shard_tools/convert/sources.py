@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from functools import partial
 from shard_tools.convert import lines, parquet, tars
 from shard_tools.convert.base.files import find_files, is_local
 from shard_tools.convert.base.records import Source, SourceOptions
+from shard_tools.convert.formats import indexed, litdata, mds
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, local_path, redact
@@ -23,6 +25,7 @@ class Layout:
     Attributes:
         open: Makes the source; called with what the user named, the store and the options.
         suffixes: How names of its files end, in lower case.
+        names: What is found in names of its files, in lower case, where the end does not tell.
         fields: It has columns, which ``--field`` may store as fields of their own.
         classes: It has classes, which ``--classes`` numbers.
         shuffles: It can be read in another order than front to back.
@@ -30,11 +33,16 @@ class Layout:
     """
 
     open: Callable[[str, Storage, SourceOptions], Source]
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...] = ()
+    names: re.Pattern[str] | None = None
     fields: bool = False
     classes: bool = False
     shuffles: bool = False
     shards: bool = False
+
+    def has(self, name: str) -> bool:
+        """Tell whether a file with this name, in lower case, is one of this layout."""
+        return name.endswith(self.suffixes) or (self.names is not None and self.names.search(name) is not None)
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -50,6 +58,8 @@ LAYOUTS: dict[str, Layout] = {
     "parquet": Layout(open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True),
     "csv": Layout(open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True),
     "text": Layout(open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True),
+    "mds": Layout(open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True),
+    "litdata": Layout(open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True),
     "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True),
 }
 SOURCE_KINDS = ("auto", *LAYOUTS)
@@ -62,9 +72,11 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
         ConfigError: The names are not recognized, or belong to several formats.
         NotFoundError: There is nothing.
     """
-    kinds = {
-        kind for file in find_files(spec, storage, exclude=exclude) if (kind := kind_of_name(file.name)) is not None
-    }
+    files = find_files(spec, storage, exclude=exclude)
+    kinds = {kind for file in files if (kind := kind_of_name(file.name)) is not None}
+    index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
+    if not kinds and index is not None:
+        kinds = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
     if "images" in kinds:
         kinds -= {"text", "csv"}  # captions and lists beside images
     if len(kinds) == 1:
@@ -76,7 +88,7 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
 def kind_of_name(name: str) -> str | None:
     """Return the layout that a file's name tells, or None."""
     lowered = name.lower()
-    return next((kind for kind, layout in LAYOUTS.items() if lowered.endswith(layout.suffixes)), None)
+    return next((kind for kind, layout in LAYOUTS.items() if layout.has(lowered)), None)
 
 
 def open_source(spec: str, storage: Storage, *, kind: str = "auto", options: SourceOptions | None = None) -> Source:

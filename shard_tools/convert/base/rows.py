@@ -6,18 +6,23 @@ import datetime as dt
 import decimal
 import io
 import json
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
-from shard_tools.write.filetypes import is_read_as
+from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, is_alike, is_read_as
 from streaming.errors import ConfigError, DataError
 
 DROP = "-"  # as the extension of a column: leave it out
+_log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^a-z0-9_-]+")
 
 
@@ -50,6 +55,8 @@ def _plain(value: object) -> object:
         return value.total_seconds()
     if isinstance(value, decimal.Decimal):
         return str(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, bytes):
         raise DataError(f"a binary value of {len(value)} bytes inside a list or struct; store its column with --field")
     raise DataError(f"a value of type {type(value).__name__} cannot be written as JSON")
@@ -60,6 +67,8 @@ def _without_nan(value: object) -> object:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _without_nan(value.tolist())
     return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -88,6 +97,11 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
         ) from error
     if array.dtype.kind not in "biuf":
         raise DataError(f"a list of {array.dtype} cannot be stored as .npy, which takes numbers; store it as json")
+    return dump_array(array)
+
+
+def dump_array(array: npt.NDArray[Any]) -> bytes:
+    """Return an array as ``.npy``, with its type and shape."""
     out = io.BytesIO()
     np.lib.format.write_array(out, array, allow_pickle=False)
     return out.getvalue()
@@ -215,7 +229,7 @@ class RowMapper:
         """Return the field of a column that no option names; None if the value belongs into ``json``."""
         if as_payload(value) is not None:
             return self.binary.get(column)
-        return self.arrays.get(column) if isinstance(value, list) else None
+        return self.arrays.get(column) if isinstance(value, (list, np.ndarray)) else None
 
     def _content(self, value: object, name: str, column: str) -> tuple[bytes, str]:
         """Return the content of a field, and a remark if it is not what the field's name says."""
@@ -255,6 +269,36 @@ def safe_extension(column: str) -> str:
     return _UNSAFE.sub("_", column.lower()).strip("_") or "column"
 
 
+def choose_type(column: str, types: Counter[str]) -> str:
+    """Return the extension of a binary column: by its name if most values agree, else by what all of them are.
+
+    Args:
+        column: Its name.
+        types: How many of the values looked at are of each type; ``""``: of none that is known.
+
+    Raises:
+        ConfigError: Most values are of known types, but not all of one.
+    """
+    num_values, num_unknown = types.total(), types[""]
+    known = [extension for extension, _ in types.most_common() if extension]
+    named = column.lower().rpartition(".")[2]
+    if named in FILE_TYPES and 2 * sum(types[one] for one in known if is_alike(one, named)) >= num_values:
+        return named
+    if 2 * num_unknown >= num_values:
+        return "bin"
+    told = ", ".join(f"{types[one]:,} are {one or 'of no known type'}" for one, _ in types.most_common())
+    if num_unknown or not all(is_alike(one, known[0]) for one in known):
+        raise ConfigError(
+            f"column {column!r}: of the first {num_values:,} values {told}; a column becomes one field: name it with "
+            f"--field {column}={known[0]}, or --field {column}=bin for bytes as they are"
+        )
+    if len(known) > 1:
+        _log.warning(
+            "column %r: of the first %s values %s: %s", column, f"{num_values:,}", told, ONE_FIELD % known[0],
+        )  # fmt: skip
+    return known[0]
+
+
 def as_payload(value: object) -> bytes | None:
     """Return the bytes of a binary value, or of Hugging Face's ``{"bytes", "path"}`` struct; None for anything else."""
     if isinstance(value, bytes):
@@ -275,6 +319,8 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     last = extension.lower().rpartition(".")[2]
     if last == "json":
         return _json_of(value)
+    if last == "npy" and isinstance(value, np.ndarray):
+        return dump_array(value), ""
     if last == "npy" and isinstance(value, list):
         try:
             remark = f"column {column!r}: NULL among the items of a list is stored as NaN" if _has_none(value) else ""

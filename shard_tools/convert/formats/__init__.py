@@ -1,0 +1,1 @@
+"""Read the formats of other programs, a module for each; nothing here writes shards or unpickles."""
