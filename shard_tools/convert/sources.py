@@ -11,7 +11,7 @@ from functools import partial
 from shard_tools.convert import lines, parquet, tars
 from shard_tools.convert.base.files import find_files, is_local
 from shard_tools.convert.base.records import Source, SourceOptions
-from shard_tools.convert.formats import indexed, litdata, mds
+from shard_tools.convert.formats import indexed, litdata, lmdb, mds, tfrecord
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, local_path, redact
@@ -60,6 +60,9 @@ LAYOUTS: dict[str, Layout] = {
     "text": Layout(open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True),
     "mds": Layout(open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True),
     "litdata": Layout(open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True),
+    "tfrecord": Layout(open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True),
+    "tfrecord-raw": Layout(open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True),
+    "lmdb": Layout(open=lmdb.LmdbFiles, suffixes=lmdb.SUFFIXES, fields=True, shuffles=True),
     "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True),
 }
 SOURCE_KINDS = ("auto", *LAYOUTS)

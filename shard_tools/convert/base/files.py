@@ -236,15 +236,15 @@ class StoredFile(io.RawIOBase):
 
 
 def open_each(
-    files: Sequence[SourceFile], storage: Storage, num_threads: int
+    files: Sequence[SourceFile], storage: Storage, num_threads: int, *, unzip: bool = True
 ) -> Generator[tuple[SourceFile, BinaryIO], None, None]:
-    """Open files one after the other.
+    """Open files one after the other; unless ``unzip`` is False, ``.gz`` and ``.zst`` are decompressed.
 
     In a store, their first blocks (often all of a file) are prefetched on threads.
     """
 
     def opened(file: SourceFile) -> tuple[SourceFile, BinaryIO]:
-        return file, open_stored(file, storage, fetch=not is_local(file.url))
+        return file, open_stored(file, storage, unzip=unzip, fetch=not is_local(file.url))
 
     if all(is_local(file.url) for file in files):
         num_threads = 1

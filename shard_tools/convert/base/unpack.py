@@ -10,12 +10,12 @@ import io
 import logging
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from shard_tools.convert.base.files import SourceFile, StoredFile, open_stored
+from shard_tools.convert.base.files import SourceFile, StoredFile
 from streaming.errors import DataError, StorageError
 from streaming.storage import Storage
 
@@ -87,29 +87,47 @@ def _unpack(
     _compare(unpacked, sums, f"{where}, decompressed" if codec else where)
 
 
-def inflated_stream(
-    file: SourceFile, storage: Storage, max_ratio: float, *, wbits: int
-) -> Generator[bytes, None, None]:
-    """Yield the pieces of a gzip or zlib file of unknown size; several streams may follow each other.
+class InflatedStream(io.RawIOBase):
+    """What is in a gzip (``wbits`` 31) or zlib (15) stream of unknown size; several may follow each other.
 
-    Raises:
-        DataError: It is damaged, truncated, or inflates to more than allowed.
+    Reading raises ``DataError`` where it is damaged, truncated, or inflates to more than ``max_ratio`` times its size.
     """
-    inflater, done, read = zlib.decompressobj(wbits), 0, 0
-    with contextlib.closing(open_stored(file, storage, unzip=False)) as stream, _told(file.shown_url):
-        while piece := stream.read(_PIECE_BYTES):
-            read += len(piece)
-            while piece:
-                if inflater.eof:
-                    inflater = zlib.decompressobj(wbits)
-                out = inflater.decompress(piece, _PIECE_BYTES)
-                done += len(out)
-                refuse_bomb(done, read, max_ratio, file.shown_url)
-                if out:
-                    yield out
-                piece = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
-        if not inflater.eof:
-            raise EOFError(f"it ends after {done} inflated bytes")
+
+    def __init__(self, stream: BinaryIO, where: str, max_ratio: float, *, wbits: int) -> None:
+        super().__init__()
+        self._pieces = self._inflate(stream, where, max_ratio, wbits)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        """Fill ``buffer`` as far as the current piece goes."""
+        out = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        self._rest = self._rest or memoryview(next(self._pieces, b""))
+        count = min(len(out), len(self._rest))
+        out[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    @staticmethod
+    def _inflate(stream: BinaryIO, where: str, max_ratio: float, wbits: int) -> Iterator[bytes]:
+        inflater, done, read = zlib.decompressobj(wbits), 0, 0
+        with _told(where):
+            while piece := stream.read(_PIECE_BYTES):
+                read += len(piece)
+                while piece:
+                    if inflater.eof:
+                        inflater = zlib.decompressobj(wbits)
+                    out = inflater.decompress(piece, _PIECE_BYTES)
+                    done += len(out)
+                    refuse_bomb(done, read, max_ratio, where)
+                    if out:
+                        yield out
+                    piece = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            if not inflater.eof:
+                raise EOFError(f"it ends after {done} inflated bytes")
 
 
 class _Summed(StoredFile):

@@ -20,7 +20,15 @@ import numpy as np
 
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_local, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.convert.base.rows import DROP, RowMapper, choose_type, safe_extension, unreadable
+from shard_tools.convert.base.rows import (
+    DROP,
+    RowMapper,
+    choose_type,
+    safe_extension,
+    spread_lists,
+    unreadable,
+    with_lists,
+)
 from shard_tools.convert.base.unpack import IN_MEMORY, open_unpacked, refuse_bomb
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.filetypes import is_alike
@@ -315,10 +323,7 @@ class IndexedFiles(FileSource):
             row = samples.row(values)
         except _WRONG_VALUE as error:
             raise DataError(f"{where}{f', column {name!r}' if name else ''}: {error}; damaged?") from error
-        for name in self._lists:
-            items = row.get(name)
-            row |= {f"{name}[{i}]": item for i, item in enumerate(items if isinstance(items, list) else ())}
-        return row
+        return spread_lists(row, self._lists)
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
         """Yield (number, file, number within it, bytes) of each sample."""
@@ -406,17 +411,8 @@ class IndexedFiles(FileSource):
         for name, column in columns.items():
             if column.kind == "files" and named.get(name) != DROP and not column.refused:
                 self._lists[name] = named.get(name) or f"{safe_extension(name)}.{column.extension}"
-                if any(other.startswith(f"{name}[") for other in columns):
-                    raise ConfigError(f"column {name!r} is a list of files, and another is called {name}[…; rename one")
         arrays = {name: f"{safe_extension(name)}.npy" for name, column in own.items() if column.kind == "array"}
-        kept = tuple(pair for pair in mapper.fields if pair[0] not in self._lists)
-        return replace(
-            mapper,
-            fields=kept + tuple((name, DROP) for name in self._lists),
-            binary=_NumberedFields(binary, self._lists),
-            arrays=arrays,
-            items=self.item_types,
-        )
+        return with_lists(replace(mapper, binary=binary, arrays=arrays, items=self.item_types), self._lists, columns)
 
     def _types(self, columns: Sequence[Column]) -> dict[str, Counter[str]]:
         """Count the types of the first values of columns of bytes."""
@@ -437,25 +433,6 @@ class IndexedFiles(FileSource):
                 if num_bytes > _LOOKED_AT_BYTES:
                     break
         return found
-
-
-class _NumberedFields(dict[str, str]):
-    """Fields of columns of files by column; those of a list's items, ``COLUMN[NUMBER]``, are made from its field."""
-
-    def __init__(self, fields: Mapping[str, str], lists: Mapping[str, str]) -> None:
-        super().__init__(fields)
-        self._lists = lists
-
-    def __reduce__(self) -> tuple[type[_NumberedFields], tuple[dict[str, str], Mapping[str, str]]]:
-        return _NumberedFields, (dict(self), self._lists)
-
-    def get(self, column: str, default: Any = None) -> Any:
-        """Return the field of a column."""
-        name, is_item, number = column.rpartition("[")
-        if not is_item or name not in self._lists:
-            return super().get(column, default)
-        stem, dot, extension = self._lists[name].rpartition(".")
-        return f"{stem}{dot}{number[:-1]}.{extension}"
 
 
 def _is_same(one: Column, other: Column) -> bool:
