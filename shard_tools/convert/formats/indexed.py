@@ -261,7 +261,7 @@ class IndexedFiles(FileSource):
                 parts += [part.checked(max_ratio) for part in list_files(content, folder)]
             except (ConfigError, DataError):
                 raise
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 told = f"{type(error).__name__}: {error}"
                 raise DataError(f"{where}: not an index of {kind} that can be read here ({told}); damaged?") from error
         super().__init__(kind, [part.file for part in parts], storage)
@@ -323,6 +323,7 @@ class IndexedFiles(FileSource):
             row = samples.row(values)
         except _WRONG_VALUE as error:
             raise DataError(f"{where}{f', column {name!r}' if name else ''}: {error}; damaged?") from error
+        row |= {column.name: None for column in samples.columns if column.refused}  # the user has left these out
         return spread_lists(row, self._lists)
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:

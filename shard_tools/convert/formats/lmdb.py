@@ -304,23 +304,21 @@ class _Database:
 
     def _read_state(self) -> tuple[int, int, int, int]:
         """Return the size of pages, and number of entries, root and depth of the newer of both states."""
-        found: list[tuple[int, int, int, int, int]] = []
-        size = self._state_at(0, found)
-        for page_bytes in [size] if size else [1 << bits for bits in range(9, 17)]:
-            self._state_at(page_bytes, found)
-        if not found:
+        first = self._state_at(0)
+        second = self._state_at(first[1]) if first is not None else None
+        if first is None or second is None or first[1] != second[1]:
             raise DataError(f"{self._file.shown_url}: not an LMDB file, or a damaged one; fetch it again")
-        return max(found)[1:]
+        return max(first, second)[1:]
 
-    def _state_at(self, at: int, found: list[tuple[int, int, int, int, int]]) -> int:
-        """Append the state that a page describes, if it does; return the size of pages that it says, or 0."""
+    def _state_at(self, at: int) -> tuple[int, int, int, int, int] | None:
+        """Return what a page describes: transaction, size of pages, entries, root, depth; None: it does not."""
         raw = os.pread(self._descriptor, _PAGE.size + _META.size, at)
         if len(raw) < _PAGE.size + _META.size:
-            return 0
+            return None
         mark, version, _, _, free, main, _, transaction = _META.unpack_from(raw, _PAGE.size)
         page_bytes = int(_DATABASE.unpack(free)[0])
         if mark != _MARK or version != _VERSION or page_bytes & (page_bytes - 1) or not 1 << 9 <= page_bytes <= 1 << 16:
-            return 0
+            return None
         _, flags, depth, _, _, _, num_entries, root = _DATABASE.unpack(main)
         if flags & 0x7FFF:
             raise ConfigError(
@@ -328,9 +326,8 @@ class _Database:
                 "into one without these flags"
             )
         if depth > _DEEPEST or num_entries > self._file.size_bytes or (root == _NO_PAGE) != (num_entries == 0):
-            return page_bytes
-        found.append((transaction, page_bytes, num_entries, root, depth))
-        return page_bytes
+            return None
+        return transaction, page_bytes, num_entries, root, depth
 
     def _read(self, number: int, skip: int, size: int) -> bytes:
         at = number * self._page_bytes + skip

@@ -195,6 +195,10 @@ class TfRecords(FileSource):
         for name in (*seen, *(name for name in named if name not in seen)):
             extension = named.get(name)
             self._columns[name] = seen.get(name, _Seen()).column(name, extension, tolerant=tolerant)
+        if self._raw and not self._mapper.named_only and RECORD not in named:  # text, too, is a field of its own
+            self._columns[RECORD] = _Column(
+                "file", "bytes", choose_content_type(RECORD, seen.get(RECORD, _Seen()).types)
+            )
         own = {name: column for name, column in self._columns.items() if name not in named}
         files = [name for name, column in own.items() if column.kind == "file"]
         binary = {
@@ -230,15 +234,22 @@ class _Feature:
             return cls([item for values in there for item in values], lengths)
         return cls(np.concatenate(cast("list[np.ndarray]", there)) if there else None, lengths)
 
-    def nested(self) -> object:
-        """Return the values, in lists or rows by step where a step has other than one."""
-        if self.steps is None or set(self.steps) <= {1}:
-            return self.values
+    def nested(self, *, flat: bool) -> object:
+        """Return the values, by step unless ``flat``, which takes steps of one value each.
+
+        Raises:
+            ValueError: It is asked for, and a step has more or fewer.
+        """
+        if self.steps is None:
+            return self.values if self.values is not None else []
+        if flat:
+            if set(self.steps) - {1}:
+                raise ValueError("a step has not one value here, as all have in the first records; leave it out")
+            return self.values if self.values is not None else []
         if isinstance(self.values, np.ndarray) and len({*self.steps}) == 1:
             return self.values.reshape(len(self.steps), -1)
-        rest = iter(
-            self.values if isinstance(self.values, list) else [] if self.values is None else self.values.tolist()
-        )
+        values = self.values if self.values is not None else []
+        rest = iter(values if isinstance(values, list) else values.tolist())
         return [list(itertools.islice(rest, length)) for length in self.steps]
 
     @property
@@ -256,6 +267,7 @@ class _Seen:
     kinds: set[str] = field(default_factory=set)
     longest: int = 0
     in_steps: bool = False
+    flat: bool = True  # steps have one value each
     types: Counter[str] = field(default_factory=Counter)
 
     def add(self, one: _Feature) -> None:
@@ -263,6 +275,7 @@ class _Seen:
         if one.kind:
             self.kinds.add(one.kind)
         self.in_steps |= one.steps is not None
+        self.flat &= not set(one.steps or ()) - {1}
         if one.values is not None:
             self.longest = max(self.longest, len(one.values))
             if isinstance(one.values, list):
@@ -281,14 +294,15 @@ class _Seen:
                 )
             return _Column("any", extension=last)
         if last == "npy" and dtype != "bytes":
-            return _Column("numbers", dtype=dtype)
+            return _Column("numbers", dtype=dtype, flat=self.flat)
         if not dtype:
             return _Column("any" if extension else "none", extension=last)
         if dtype != "bytes":
-            return _Column("numbers" if several else "number", dtype=dtype)
+            return _Column("numbers" if several else "number", dtype=dtype, flat=self.flat)
         found = last or self._type(name, tolerant=tolerant)
         if found in {"txt", "json"} and (extension is None or (last == "json" and not self.types["json"])):
-            return _Column("texts" if several or extension else "text", dtype=dtype, extension=found)
+            kind = "texts" if several or extension else "text"
+            return _Column(kind, dtype=dtype, extension=found, flat=self.flat)
         return _Column("files" if several else "file", dtype=dtype, extension=found)
 
     def _type(self, name: str, *, tolerant: bool) -> str:
@@ -310,6 +324,7 @@ class _Column:
     kind: str
     dtype: str = ""
     extension: str = ""
+    flat: bool = True
 
     def value(self, one: _Feature, *, is_key: bool) -> object:
         """Return the value of a row.
@@ -321,9 +336,9 @@ class _Column:
         if one.kind and self.dtype not in {"", one.kind}:
             raise ValueError(f"it holds {one.kind} here, and {self.dtype} in the first records; leave it out")
         if self.kind == "numbers":
-            return one.nested() if isinstance(one.values, np.ndarray) else None
+            return one.nested(flat=self.flat) if isinstance(one.values, np.ndarray) else None
         if self.kind in {"texts", "files"}:
-            nested = one.nested()
+            nested = one.nested(flat=self.flat)
             return _texts(nested) if self.kind == "texts" else nested
         if self.kind == "none" and len(values):
             raise ValueError("the first records have no value of it; say what it becomes with --field NAME=EXT")
