@@ -17,7 +17,7 @@ from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.column_verbs import column_group, show_added, view_group
 from shard_tools.columns.lift import lift_all
-from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
+from shard_tools.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
 from shard_tools.diff_verb import diff_command
 from shard_tools.options import (
     COUNT,
@@ -33,6 +33,7 @@ from shard_tools.options import (
     json_option,
     names,
     on_shards,
+    source_options,
     typed_option,
     unfinished_option,
     with_storage_options,
@@ -83,7 +84,7 @@ def cli() -> None:
 
 
 @cli.command("convert")
-@click.argument("source")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
@@ -119,8 +120,9 @@ def cli() -> None:
     type=click.FloatRange(min=1),
     default=MAX_GZIP_RATIO,
     show_default=True,
-    help="Refuse a .tar.gz that inflates to more than this many times its size.",
+    help="Refuse a .tar.gz or .zip that inflates to more than this many times its size.",
 )
+@source_options
 @tokenizer_options
 @engine_option
 @click.option(
@@ -133,11 +135,14 @@ def cli() -> None:
 @json_option
 @with_storage_options
 def convert_command(
-    source: str, target: str, *, engine: str, workers: int | None, as_json: bool, shuffle: Any, **arguments: Any
-) -> None:
-    """Pack SOURCE into indexed tar shards in TARGET.
+    sources: tuple[str, ...], target: str, *, engine: str, workers: int | None, as_json: bool, shuffle: Any,
+    max_side: int | None, quality: int | None, image_format: str | None, image_fields: tuple[str, ...],
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Pack each SOURCE into indexed tar shards in TARGET.
 
-    SOURCE is a folder of images, or JSONL, Parquet, CSV, text (.txt) or tar files: a file, a folder, or a pattern. With
+    SOURCE is a folder (or .zip) of images, sounds or any files, of COCO, Pascal VOC or Hugging Face, or JSONL, Parquet,
+    CSV, text (.txt) or tar files: a file, a folder, or a pattern. Several follow each other in one set. With
     --tokenizer, documents become token ids: field tok, column tokens. The same source and options always give the same
     bytes. A conversion that was stopped continues where it left off when it is run again.
 
@@ -145,21 +150,24 @@ def convert_command(
     Example:
       shard_tools convert photos/ s3://bucket/train/ --max-bytes 256MB
       shard_tools convert 'web-*.jsonl' shards/ --key id --columns tokens,lang
+      shard_tools convert photos.zip shards/ --image-max-side 512 --format webp
+      shard_tools convert coco/ shards/ --source-split train2017
       shard_tools convert table.parquet shards/ --field image=jpg --shuffle 7
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
     storage_options = as_storage_options(arguments)
     arguments |= {"keep_order": True} if shuffle == KEEP_ORDER else {"shuffle_seed": shuffle}
+    images = ImageOptions(max_side=max_side, quality=quality, format=image_format, fields=image_fields)
     tokens = take_token_options(arguments)
     if tokens:
-        tokens |= {"storage_options": storage_options, **arguments}
-        convert_tokens(source, target, engine=engine, workers=workers, as_json=as_json, **tokens)
+        tokens |= {"storage_options": storage_options, "images": images, **arguments}
+        convert_tokens(sources, target, engine=engine, workers=workers, as_json=as_json, **tokens)
         return
     threads = workers if workers and engine == "local" else DEFAULT_WORKERS["local"]
-    options = ConvertOptions(workers=threads, **arguments)
+    options = ConvertOptions(workers=threads, images=images, **arguments)
     with open_engine(engine, workers) as executor, progress_bar("convert", "samples") as progress:
         report = convert(
-            source, target, options=options, storage_options=storage_options, executor=executor, progress=progress
+            sources, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
     emit(report, as_json=as_json, for_people=render.show_convert)
 

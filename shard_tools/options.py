@@ -142,6 +142,29 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
 
 
+def source_options(command: Command) -> Command:
+    """Add the options that say which part of a source is taken, and how its images are re-encoded."""
+    option = click.option
+    decorators = (
+        option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
+        option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
+        option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
+        option("--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."),
+        option("--quality", type=click.IntRange(1, 100), help="Quality of re-encoded jpg and webp.  [default: 90]"),
+        option("--format", "image_format", type=click.Choice(("jpg", "webp", "png")), help="Re-encode all images so."),
+        option(
+            "--image-fields",
+            type=names,
+            default=(),
+            metavar="EXT,...",
+            help="The fields to re-encode, of several.",
+        ),
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
 def index_option(command: Command) -> Command:
     """Add ``--index``."""
     return click.option(

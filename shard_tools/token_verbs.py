@@ -93,7 +93,7 @@ def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_tokens(
-    source: str,
+    sources: tuple[str, ...],
     target: str,
     *,
     engine: str,
@@ -103,6 +103,8 @@ def convert_tokens(
     **options: Any,
 ) -> None:
     """Run ``convert --tokenizer``."""
+    if options.pop("images") or options.pop("image_folder", None) is not None:
+        raise click.UsageError("Images are not tokenized; leave --image-max-side and its like out.")
     if options.pop("classes", None) is not None:
         raise click.UsageError("--classes numbers folders of images; it cannot be combined with --tokenizer.")
     if options.get("tokens_field") is not None and engine != "local":
@@ -115,6 +117,6 @@ def convert_tokens(
     opened = open_processes(workers) if processes else open_engine(engine, workers)
     with opened as executor, progress_bar("convert", "documents") as progress:
         report = tokenize(
-            source, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress
+            sources, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress
         )
     emit(report, as_json=as_json, for_people=render.show_tokens)

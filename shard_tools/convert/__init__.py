@@ -1,11 +1,12 @@
 """Pack data in other formats into indexed tar shards: the command ``convert``, and ``pack``, which others use too.
 
-A format is a ``Source`` (``base/records.py``): a module that turns its files into records, and no more. It neither
-writes shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
+A format is a ``Source`` (``records.py``): a module that turns its files into records, and no more. It neither writes
+shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
 """
 
 from shard_tools.convert.base.records import Record, Skipped, Source, SourceOptions
 from shard_tools.convert.journal import TargetNotEmptyError
+from shard_tools.convert.recode import ImageOptions
 from shard_tools.convert.run import ConvertOptions, ConvertReport, convert
 from shard_tools.convert.sources import SOURCE_KINDS, open_source
 
@@ -13,6 +14,7 @@ __all__ = [
     "SOURCE_KINDS",
     "ConvertOptions",
     "ConvertReport",
+    "ImageOptions",
     "Record",
     "Skipped",
     "Source",

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from shard_tools.convert.base.class_folders import CLASSES
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.index.files import read_document, read_note, write_document
 from streaming.index.layout import TOKENS_FILE
@@ -19,7 +20,6 @@ from streaming.storage import Storage, join_url, redact
 _FORMAT = "shardstream-convert"
 _VERSION = 1
 NAME = "_shardstream/convert.json"
-CLASSES = "_shardstream/classes.json"
 NOTES = (CLASSES, TOKENS_FILE)
 """Files about a set that go along with it."""
 

@@ -40,7 +40,9 @@ class LineFiles(FileSource):
     """
 
     def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__(kind, find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude), storage)
+        super().__init__(
+            kind, find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude, more=options.more), storage
+        )
         self._mapper = RowMapper.of(options)
         if kind == "text" and not options.fields:
             self._mapper = replace(self._mapper, fields=(("text", "txt"),))
@@ -173,7 +175,9 @@ class CsvFiles(FileSource):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__("csv", find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude), storage)
+        super().__init__(
+            "csv", find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude, more=options.more), storage
+        )
         self._mapper, self._num_threads = RowMapper.of(options), options.num_threads
 
     @property

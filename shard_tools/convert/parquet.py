@@ -5,24 +5,22 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.convert.base.rows import RowMapper, as_payload, choose_type, safe_extension
-from shard_tools.write.filetypes import file_type
-from streaming.errors import ConfigError, DataError, StorageError
+from shard_tools.convert.base.rows import RowMapper
+from streaming.errors import DataError, StorageError
 from streaming.storage import Storage, redact
 
 SUFFIXES = (".parquet", ".pq")
 _BATCH_BYTES = 32 << 20  # Arrow memory of one batch of rows
 _MAX_BATCH_ROWS = 8192
-_LOOKED_AT = 10_000  # values of a binary column, to tell its type; later ones are compared with it while they are read
 
 
 class ParquetFiles(FileSource):
@@ -35,27 +33,28 @@ class ParquetFiles(FileSource):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__("parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude), storage)
+        super().__init__(
+            "parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude, more=options.more), storage
+        )
         self._seed = options.shuffle_seed
         self._groups: list[tuple[SourceFile, int, int]] = []  # file, row group, rows
-        columns: dict[str, _Column] = {}
+        columns = ArrowColumns([column for column, _ in options.fields])
         everywhere: list[set[str]] = []
         always: list[set[str]] = []  # by file, as above: columns that have a value in every row
-        named = [column for column, _ in options.fields]
         for file in self.files:
             with self._open(file) as parquet:
                 metadata = parquet.metadata
                 counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
                 self._groups += [(file, group, num_rows) for group, num_rows in enumerate(counts)]
-                _join_columns(columns, parquet.schema_arrow, file, self.files[0], named)
+                columns.add(parquet.schema_arrow, file.shown_url)
                 everywhere.append({*parquet.schema_arrow.names})
                 always.append(_columns_without_null(parquet) & everywhere[-1])
         if self._seed is not None:
             self._groups = [self._groups[i] for i in permutation(len(self._groups), self._seed)]
-        self.item_types = {name: column.items for name, column in columns.items() if column.items}
+        self.item_types = columns.item_types
         self._mapper = RowMapper.of(options)
         if not options.named_only:
-            self._mapper = self._fit(self._mapper, columns)
+            self._mapper = columns.fit(self._mapper, (partial(self._look, file) for file in self.files))
         self._fields = self._mapper.fields_of(
             *(set[str]().union(*some).intersection(*some) for some in (everywhere, always))
         )
@@ -65,35 +64,9 @@ class ParquetFiles(FileSource):
         """The fields that the columns become."""
         return self._fields
 
-    def _fit(self, mapper: RowMapper, columns: Mapping[str, _Column]) -> RowMapper:
-        """Decide which field each column becomes: once, for all rows of all files."""
-        named = dict(mapper.fields)
-        binary = [name for name, column in columns.items() if column.kind == "binary" and name not in named]
-        found = self._types(binary)
-        types = {name: choose_type(name, found[name]) for name in binary}
-        return replace(
-            mapper,
-            binary={
-                name: kind if len(binary) == 1 else f"{safe_extension(name)}.{kind}" for name, kind in types.items()
-            },
-            arrays={
-                name: f"{safe_extension(name)}.npy"
-                for name, column in columns.items()
-                if column.kind == "list" and name not in named
-            },
-            items=self.item_types,
-        )
-
-    def _types(self, columns: Sequence[str]) -> dict[str, Counter[str]]:
-        """Count the types of the first values of binary columns, in the first file where a column has some."""
-        found: dict[str, Counter[str]] = {}
-        for file in self.files:
-            left = [column for column in columns if not found.get(column)]
-            if not left:
-                break
-            with self._open(file) as parquet:
-                found |= _look_at(parquet, [column for column in left if column in parquet.schema_arrow.names])
-        return {column: found.get(column, Counter()) for column in columns}
+    def _look(self, file: SourceFile, columns: Sequence[str]) -> dict[str, Counter[str]]:
+        with self._open(file) as parquet:
+            return _look_at(parquet, [column for column in columns if column in parquet.schema_arrow.names])
 
     @property
     def num_records(self) -> int:
@@ -131,7 +104,7 @@ class ParquetFiles(FileSource):
             for batch in batches:
                 keep = batch.slice(max(0, skip - number))
                 number += batch.num_rows - keep.num_rows
-                for row in keep.to_pylist():
+                for row in plain_rows(keep, f"{file.shown_url}, row group {group}"):
                     yield number, row
                     number += 1
 
@@ -161,73 +134,13 @@ def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:
     return int(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // mean_bytes)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """What a column holds, by the schema: ``kind`` is "binary", "list" (of numbers), "lists" (of lists) or ""."""
-
-    kind: str
-    items: str = ""  # type of the numbers in lists, by NumPy's name
-
-    @classmethod
-    def of(cls, kind: pa.DataType) -> _Column | None:
-        """Describe a type of Arrow; None: the column is empty, and holds whatever another file says."""
-        while pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        if pa.types.is_null(kind):
-            return None
-        depth = 0
-        while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            kind, depth = kind.value_type, depth + 1
-        if depth:
-            numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-            name = str(np.dtype(kind.to_pandas_dtype())) if numbers else ""
-            return cls(("list" if depth == 1 else "lists") if numbers else "", name)
-        if pa.types.is_struct(kind):
-            return cls("binary" if {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"} else "")
-        binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
-        return cls("binary" if binary else "")
-
-    def joined(self, other: _Column) -> _Column:
-        """Return what a column holds that holds both, in a field that an option names."""
-        items = "" if "" in {self.items, other.items} else str(np.result_type(self.items, other.items))
-        return _Column(self.kind if self.kind == other.kind else "", items)
-
-
-def _join_columns(
-    columns: dict[str, _Column], schema: pa.Schema, file: SourceFile, first: SourceFile, named: Collection[str]
-) -> None:
-    """Add the columns of another file, of which each has to hold the same in all files that have it.
-
-    Raises:
-        ConfigError: A column that becomes a field of its own holds something else here.
-    """
-    for field in schema:
-        here = _Column.of(field.type)
-        there = columns.setdefault(field.name, here) if here is not None else None
-        if here is None or there is None or here == there:
-            continue
-        if field.name in named:
-            columns[field.name] = here.joined(there)
-        else:
-            raise ConfigError(
-                f"{file.shown_url}: column {field.name!r} is {field.type}, but another type in {first.shown_url} or "
-                f"after it; a column becomes one field: say which with --field {field.name}=EXT, leave it out with "
-                f"--field {field.name}=-, or convert these files apart"
-            )
-
-
 def _look_at(parquet: pq.ParquetFile, columns: Sequence[str]) -> dict[str, Counter[str]]:
     """Count the types of the first values of binary columns, in the first row group that has any."""
-    found = {column: Counter[str]() for column in columns}
+    found: dict[str, Counter[str]] = {}
     for group in range(parquet.metadata.num_row_groups if columns else 0):
-        left = _LOOKED_AT
-        for batch in parquet.iter_batches(_batch_rows(parquet, group), row_groups=[group], columns=list(columns)):
-            for column in columns:
-                payloads = map(as_payload, batch.column(column)[:left].to_pylist())
-                found[column].update(file_type(payload) for payload in payloads if payload)
-            left -= batch.num_rows
-            if left <= 0:
-                break
+        found = count_types(
+            parquet.iter_batches(_batch_rows(parquet, group), row_groups=[group], columns=list(columns)), columns
+        )
         if all(found.values()):
             break
     return found

@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from shard_tools.convert.base.class_folders import save_classes
 from shard_tools.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
-from shard_tools.convert.images import save_classes
 from shard_tools.convert.pack import Destination, pack, refuse_overlap
-from shard_tools.convert.sources import open_source
+from shard_tools.convert.recode import ImageOptions, Reencoded
+from shard_tools.convert.sources import LAYOUTS, open_source
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.arguments import did_you_mean
@@ -38,6 +39,8 @@ class RecordOptions(ShardOptions):
         keep_order: Do not shuffle what usually is shuffled: folders of several classes.
         max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
         allow_unfinished: Take what is there of shards that are still being written.
+        part: The split to take, of a source that has several.
+        config: The configuration to take, of a source that has several.
     """
 
     kind: str = "auto"
@@ -47,6 +50,8 @@ class RecordOptions(ShardOptions):
     keep_order: bool = False
     max_gzip_ratio: float = MAX_GZIP_RATIO
     allow_unfinished: bool = False
+    part: str | None = None
+    config: str | None = None
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -64,7 +69,7 @@ class RecordOptions(ShardOptions):
             "key_field": self.key_field, "fields": fields, "columns": list(self.columns),
         }  # fmt: skip
 
-    def open(self, source: str, target: str, storage: Storage, **how: Any) -> Source:
+    def open(self, source: str | Sequence[str], target: str, storage: Storage, **how: Any) -> Source:
         """Open the source, for shards in ``target``; ``how`` are further fields of ``SourceOptions``.
 
         Raises:
@@ -75,11 +80,11 @@ class RecordOptions(ShardOptions):
         options = SourceOptions(
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
             num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
-            allow_unfinished=self.allow_unfinished, **how,
+            allow_unfinished=self.allow_unfinished, part=self.part, config=self.config, **how,
         )  # fmt: skip
-        reader = open_source(source, storage, kind=self.kind, options=options)
-        refuse_overlap(source, place)
-        return reader
+        for one in [source] if isinstance(source, str) else source:
+            refuse_overlap(one, place)
+        return open_source(source, storage, kind=self.kind, options=options)
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
@@ -92,10 +97,18 @@ class ConvertOptions(RecordOptions):
     """Options of a conversion, in addition to :class:`RecordOptions`.
 
     Attributes:
-        classes: Where the numbers of classes come from (:func:`shard_tools.convert.images.numbered_classes`).
+        classes: Where the numbers of classes come from (``numbered_classes`` in ``base/class_folders.py``).
+        image_folder: Where the images of a file of annotations are.
+        images: How images are re-encoded.
     """
 
     classes: str | None = None
+    image_folder: str | None = None
+    images: ImageOptions = field(default_factory=ImageOptions)
+
+    def identity(self) -> dict[str, object]:
+        """Return what the bytes of the result depend on."""
+        return RecordOptions.identity(self) | ({"images": self.images.identity()} if self.images else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +145,7 @@ class ConvertReport(Report):
 
 
 def convert(
-    source: str,
+    source: str | Sequence[str],
     target: str,
     *,
     options: ConvertOptions | None = None,
@@ -146,7 +159,7 @@ def convert(
     continued. Memory: a few samples per worker, and what the writer holds.
 
     Args:
-        source: File, folder, pattern or URL of the data.
+        source: File, folder, pattern or URL of the data; or several of one layout, whose records follow each other.
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: The options.
         storage_options: Options of both stores, as for ``StreamingDataset``.
@@ -164,17 +177,18 @@ def convert(
     options = options or ConvertOptions()
     storage = Storage(storage_options)
     place = Destination.of(target)
-    reader = options.open(source, target, storage, classes=options.classes)
+    reader = options.open(source, target, storage, classes=options.classes, images=options.image_folder)
     check_columns(reader, options.named_columns)
+    written, image_columns = _reencoded(reader, options)
     classes: dict[str, int] = getattr(reader, "classes", {})
     seed: int | None = getattr(reader, "shuffle_seed", options.shuffle_seed)
     packed = pack(
-        reader,
+        written,
         place,
         options,
-        command=("convert", source),
+        command=("convert", source if isinstance(source, str) else ", ".join(source)),
         identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
-        columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *options.columns))),
+        columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *options.columns))),
         notes=lambda: save_classes(place.directory, classes, storage) if classes else None,
         storage_options=storage_options,
         executor=executor,
@@ -194,6 +208,22 @@ def convert(
         remarks=packed.remarks,
         seconds=time.monotonic() - started,
     )
+
+
+def _reencoded(reader: Source, options: ConvertOptions) -> tuple[Source, tuple[str, ...]]:
+    """Return the source with its images re-encoded as asked, and the columns that this adds.
+
+    Raises:
+        ConfigError: The source has no images.
+    """
+    if not options.images:
+        return reader, ()
+    if not LAYOUTS[reader.kind].images:
+        raise ConfigError(
+            f"--image-max-side, --quality and --format re-encode images; a source of kind {reader.kind!r} has none"
+        )
+    reencoded = Reencoded(below=reader, how=options.images, num_threads=options.workers)
+    return reencoded, reencoded.check()
 
 
 def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]:

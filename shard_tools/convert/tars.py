@@ -35,8 +35,8 @@ class TarFiles(FileSource):
         if options.key_field not in {None, NUMBER_KEYS}:
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {options.key_field!r}")
         with contextlib.closing(StorageAhead(storage)) as ahead:
-            files = find_files(spec, ahead, SHARD_SUFFIXES, exclude=options.exclude)
-            for folder in filter(is_folder, folders_of(spec)):
+            files = find_files(spec, ahead, SHARD_SUFFIXES, exclude=options.exclude, more=options.more)
+            for folder in filter(is_folder, (one for part in (spec, *options.more) for one in folders_of(part))):
                 collections.deque(ahead.list(folder), 0)  # which makes known what is marked below it
             marks = Marks(ahead, (), [file.url for file in files], exclude=options.exclude)
             marks.check(allow_unfinished=options.allow_unfinished)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from shard_tools.convert.journal import CLASSES, NAME, load_journal
+from shard_tools.convert.base.class_folders import CLASSES
+from shard_tools.convert.journal import NAME, load_journal
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
 from streaming.catalog.build import home_of

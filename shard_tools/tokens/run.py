@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from shard_tools.tokens.chat import ChatTemplate
 from shard_tools.tokens.documents import Reading, SetTally, Share, parse_shares
 from shard_tools.tokens.encode import DocumentEncoder, Encoder
 from shard_tools.tokens.ids import IdEncoder
-from shard_tools.tokens.source import POSITION_COLUMN, TOKENS_COLUMN, TokenSource, check_kept, describe
+from shard_tools.tokens.source import FIELDS_ALONE, POSITION_COLUMN, TOKENS_COLUMN, TokenSource, check_kept, describe
 from shard_tools.tokens.tokenizer import (
     BYTES,
     Ends,
@@ -41,6 +41,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
 
 ON_ERROR = ("raise", "skip")
+_WITHOUT_TEXT = ("images", "audio", "coco", "voc")
 _log = logging.getLogger(__name__)
 
 
@@ -179,7 +180,7 @@ class TokenizeReport(Report):
 
 
 def tokenize(
-    source: str,
+    source: str | Sequence[str],
     target: str,
     *,
     options: TokenizeOptions,
@@ -196,7 +197,7 @@ def tokenize(
     once for each set; a document is encoded once.
 
     Args:
-        source: File, directory, pattern or URL of the data.
+        source: File, directory, pattern or URL of the data; or several of one layout.
         target: Directory or prefix for the shards; with ``split``, for a directory per set.
         options: What to do.
         storage_options: How to reach the stores of source, target and tokenizer.
@@ -316,10 +317,10 @@ def _template(
     return template
 
 
-def _reader(source: str, target: str, options: TokenizeOptions, storage: Storage) -> Source:
+def _reader(source: str | Sequence[str], target: str, options: TokenizeOptions, storage: Storage) -> Source:
     reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True)
-    if reader.kind == "images":
-        raise ConfigError("--tokenizer: images hold no text; name the source's layout with --from")
+    if reader.kind in _WITHOUT_TEXT:
+        raise ConfigError(f"--tokenizer: {reader.kind} hold no text; name the source's layout with --from")
     if options.documents != "line" and reader.kind != "text":
         raise ConfigError(f"--documents {options.documents} is for texts; a source of kind {reader.kind!r} has rows")
     where = _reading(options, reader, Share())
@@ -336,7 +337,9 @@ def _reader(source: str, target: str, options: TokenizeOptions, storage: Storage
 
 
 def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
-    otherwise = None if options.messages_field or options.tokens_field else "txt" if reader.kind == "tars" else "text"
+    otherwise = (
+        None if options.messages_field or options.tokens_field else "txt" if reader.kind in FIELDS_ALONE else "text"
+    )
     return Reading(
         text_field=options.text_field or otherwise,
         messages_field=options.messages_field,
@@ -348,7 +351,7 @@ def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
 
 
 def _packing(
-    documents: TokenSource, place: Destination, source: str, options: TokenizeOptions,
+    documents: TokenSource, place: Destination, source: str | Sequence[str], options: TokenizeOptions,
     storage_options: Mapping[str, object] | None,
 ) -> PackingRun:  # fmt: skip
     """Look at the target of one set, whose index gets a note that describes its tokens."""
@@ -360,7 +363,7 @@ def _packing(
         documents,
         place,
         options,
-        command=("convert", source),
+        command=("convert", source if isinstance(source, str) else ", ".join(source)),
         identity=options.identity()
         | {
             "keep": list(options.keep),

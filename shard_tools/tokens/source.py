@@ -20,6 +20,7 @@ from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
 
 TOKENS_FIELD, MASK_FIELD = "tok", "mask"
+FIELDS_ALONE = ("tars", "files")  # kinds whose records have fields, and no columns of a table
 TOKENS_COLUMN, POSITION_COLUMN = "tokens", "document"
 _BATCH_BYTES = 1 << 20  # text of one call: some tenths of a second for a tokenizer
 _BATCH_DOCUMENTS = 4096
@@ -79,7 +80,7 @@ class TokenSource:
     @property
     def fields(self) -> Mapping[str, bool]:
         """The tokens of every document, and what is kept of those that have it."""
-        rows = self.below.kind != "tars"
+        rows = self.below.kind not in FIELDS_ALONE
         kept = (*self.fields_kept, *(("json",) if rows and self.keep else () if rows else self.keep))
         always = (TOKENS_FIELD, MASK_FIELD) if self.encoder.masked else (TOKENS_FIELD,)
         return dict.fromkeys(kept, False) | dict.fromkeys(always, True)

@@ -171,7 +171,7 @@ class ImageDecoder:
         return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
 
     def _decode_pillow(self, data: ReadBuffer) -> npt.NDArray[Any]:
-        _check_webp(data, self._check)
+        check_webp(data, self._check)
         with open_image(data) as image:
             self._check(image.height, image.width)
             if not self.upright and isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -351,7 +351,7 @@ def use_one_thread() -> None:
         cv2.setNumThreads(1)
 
 
-def _check_webp(data: ReadBuffer, check: Callable[[int, int], None]) -> None:
+def check_webp(data: ReadBuffer, check: Callable[[int, int], None]) -> None:
     """Call ``check(height, width)`` for an extended WebP, whose canvas Pillow would allocate on opening."""
     head = bytes(data[:30])
     if len(head) == 30 and head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":

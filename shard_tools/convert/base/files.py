@@ -18,11 +18,13 @@ import pyarrow as pa
 from shard_tools.convert.base.records import Skipped
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.urls import expand_urls
-from streaming.errors import NotFoundError
+from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, local_path, redact, scheme_of, split_query, split_url
 
 _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")
+MEMBER = re.compile(r"zip://(.+?\.zip)!/(.*)", re.IGNORECASE | re.DOTALL)
+"""The URL of a member of a zip archive: the archive, and the member's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,12 @@ def is_folder(url: str) -> bool:
 
 
 def find_files(
-    spec: str, storage: Storage, suffixes: tuple[str, ...] | None = None, *, exclude: str | None = None
+    spec: str,
+    storage: Storage,
+    suffixes: tuple[str, ...] | None = None,
+    *,
+    exclude: str | None = None,
+    more: Sequence[str] = (),
 ) -> list[SourceFile]:
     """Return the files that ``spec`` names, sorted by name within each of its parts.
 
@@ -100,10 +107,15 @@ def find_files(
         storage: The store.
         suffixes: In folders and prefixes, take only names with these endings (compared in lower case).
         exclude: A folder or prefix whose content is not taken.
+        more: Further such specs, whose files follow.
 
     Raises:
-        NotFoundError: There is nothing.
+        NotFoundError: There is nothing, or nothing at one of several.
+        ConfigError: Of several, two name the same file.
     """
+    if more:
+        each = (find_files(one, storage, suffixes, exclude=exclude) for one in (spec, *more))
+        return once([file for found in each for file in found])
     literal = is_local(spec) and os.path.exists(local_path(spec))
     parts = expand_urls(spec, storage) if "{" in spec and not literal else [spec]
     found = [file for part in parts for file in _find_part(part, storage, suffixes, exclude)]
@@ -113,10 +125,73 @@ def find_files(
     return found
 
 
+def once(files: list[SourceFile]) -> list[SourceFile]:
+    """Refuse a file that two of several sources name: its records would be there twice."""
+    seen = {file.url for file in files}
+    for file in files:
+        if file.url not in seen:
+            raise ConfigError(f"{file.shown_url}: named twice by the sources; name each file once")
+        seen.remove(file.url)
+    return files
+
+
+def list_files(specs: Sequence[str], storage: Storage, exclude: str | None) -> tuple[list[SourceFile], list[Skipped]]:
+    """Return all files that are named, or lie in the named folders or prefixes, and entries that cannot be read.
+
+    Names of files are relative to the folder that holds them, or to the fixed part of a pattern.
+
+    Raises:
+        NotFoundError: There is nothing at one of ``specs``.
+        ConfigError: Two of them name the same file.
+    """
+    files: list[SourceFile] = []
+    skipped: list[Skipped] = []
+    for spec in specs:
+        if is_folder(spec):
+            found, left_out = walk_folder(local_path(spec), exclude)
+            files += found
+            skipped += left_out
+        elif is_local(spec) or spec.endswith("/") or _WILDCARD.search(split_query(spec)[0]):
+            files += find_files(spec, storage, exclude=exclude)
+        else:
+            with contextlib.suppress(NotFoundError):
+                files += find_files(spec + "/", storage, exclude=exclude)
+                continue
+            files += find_files(spec, storage, exclude=exclude)
+    return once(files), skipped
+
+
+def places(specs: Sequence[str], storage: Storage, suffixes: tuple[str, ...]) -> list[str]:
+    """Return ``specs`` with patterns replaced that name folders (they end in ``/``), or files with these endings.
+
+    Raises:
+        NotFoundError: A pattern names nothing.
+    """
+    found: list[str] = []
+    for spec in specs:
+        wildcard = _WILDCARD.search(split_query(spec)[0])
+        if not wildcard or not spec.endswith(("/", *suffixes)) or (is_local(spec) and os.path.exists(local_path(spec))):
+            found.append(spec)
+            continue
+        base = spec[: spec.rfind("/", 0, wildcard.start()) + 1] or "./"
+        depth = spec.removeprefix(base).count("/")
+        pattern = spec.removeprefix(base).rstrip("/")
+        names = {
+            "/".join(parts[:depth]) for file in _list(base, storage, None) if len(parts := file.name.split("/")) > depth
+        }
+        if not spec.endswith("/"):
+            names = {file.name for file in _list(base, storage, None)}
+        below = sorted(name for name in names if name and fnmatch.fnmatchcase(name, pattern))
+        if not below:
+            raise NotFoundError(f"{redact(spec)}: the pattern matches nothing; check it, and quote it for the shell")
+        found += [base + name + ("/" if spec.endswith("/") else "") for name in below]
+    return found
+
+
 def _find_part(
     part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None
 ) -> Iterator[SourceFile]:
-    wildcard = _WILDCARD.search(split_query(part)[0])
+    wildcard = None if MEMBER.match(part) else _WILDCARD.search(split_query(part)[0])
     if wildcard and not (is_local(part) and os.path.exists(local_path(part))):
         base = part[: part.rfind("/", 0, wildcard.start()) + 1] or "./"
         pattern = part.removeprefix(base)

@@ -109,6 +109,10 @@ class SourceOptions:
         unit: What is one record of a text: ``"line"``, ``"blank-line"`` (up to the next blank line) or ``"file"``.
         tolerant: A line or row that cannot be read is a record with a ``problem``, and not an error.
         named_only: Columns that ``fields`` does not name become no fields: their values are looked at as ``metadata``.
+        more: Further places of the same layout, whose records follow in this order.
+        part: The split to take, of a source that has several.
+        config: The configuration to take, of a source that has several.
+        images: Where the images of a file of annotations are.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -123,6 +127,10 @@ class SourceOptions:
     unit: str = "line"
     tolerant: bool = False
     named_only: bool = False
+    more: tuple[str, ...] = ()
+    part: str | None = None
+    config: str | None = None
+    images: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,10 @@ _UNSAFE = re.compile(r"[^a-z0-9_-]+")
 
 def dump_json(value: object) -> bytes:
     """Encode compact JSON of :func:`plain_value`; numbers that JSON does not support (NaN, infinity) become null."""
-    return _json_of(value)[0]
+    return json_of(value)[0]
 
 
-def _json_of(value: object) -> tuple[bytes, str]:
+def json_of(value: object) -> tuple[bytes, str]:
     """Return JSON, and a remark if a number became null."""
     remark = ""
     try:
@@ -217,7 +217,7 @@ class RowMapper:
             elif column not in named and not self.named_only:
                 rest[column] = value
         if rest:
-            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else _json_of(rest)
+            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else json_of(rest)
             found.append((next(iter(rest)), "json", content))
             remarks += (remark,) if remark else ()
         if not found and not self.named_only:
@@ -397,7 +397,7 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     """
     last = extension.lower().rpartition(".")[2]
     if last == "json":
-        return _json_of(value)
+        return json_of(value)
     if last == "npy" and isinstance(value, np.ndarray):
         return dump_array(value), ""
     if last == "npy" and isinstance(value, list):

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_local, open_stored
+from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_local, once, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import (
     DROP,
@@ -47,7 +47,7 @@ _WRONG_VALUE = (ValueError, ArithmeticError, LookupError, RecursionError, struct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class SampleColumn:
     """What one value of each sample is, and how its bytes become a value of a row.
 
     Attributes:
@@ -77,7 +77,7 @@ class SampleFormat(Protocol):
     """How the bytes of a sample are taken apart; immutable, and sent to other processes."""
 
     @property
-    def columns(self) -> tuple[Column, ...]:
+    def columns(self) -> tuple[SampleColumn, ...]:
         """The columns of each sample."""
 
     def open(self, stream: BinaryIO, part: BinaryFile) -> Callable[[int], bytes | dict[str, object]]:
@@ -252,7 +252,8 @@ class IndexedFiles(FileSource):
         self._seed, self._num_threads = options.shuffle_seed, options.num_threads
         max_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         parts: list[BinaryFile] = []
-        for folder in _find_folders(spec, storage, options.exclude):
+        specs = (spec, *options.more)
+        for folder in itertools.chain.from_iterable(_find_folders(one, storage, options.exclude) for one in specs):
             content, where = read_index(folder.index, storage), folder.index.shown_url
             other = kind_of_index(content)
             if other not in {None, kind}:
@@ -264,7 +265,7 @@ class IndexedFiles(FileSource):
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 told = f"{type(error).__name__}: {error}"
                 raise DataError(f"{where}: not an index of {kind} that can be read here ({told}); damaged?") from error
-        super().__init__(kind, [part.file for part in parts], storage)
+        super().__init__(kind, once([part.file for part in parts]), storage)
         if self._seed is not None:
             parts = [parts[i] for i in permutation(len(parts), self._seed)]
         self._parts = parts
@@ -371,14 +372,14 @@ class IndexedFiles(FileSource):
 
     # -------------------------------------------------------------------- which column becomes which field
 
-    def _join_columns(self, options: SourceOptions) -> dict[str, Column]:
+    def _join_columns(self, options: SourceOptions) -> dict[str, SampleColumn]:
         """Return the columns of all files by name, each of which is the same everywhere.
 
         Raises:
             ConfigError: One is not, or cannot be read and is not left out.
         """
         named = dict(options.fields)
-        columns: dict[str, Column] = {}
+        columns: dict[str, SampleColumn] = {}
         seen: set[int] = set()
         for part in self._parts:
             if id(part.samples) in seen:
@@ -399,7 +400,7 @@ class IndexedFiles(FileSource):
                     )
         return columns
 
-    def _fit(self, mapper: RowMapper, columns: Mapping[str, Column]) -> RowMapper:
+    def _fit(self, mapper: RowMapper, columns: Mapping[str, SampleColumn]) -> RowMapper:
         """Decide which field each column becomes: once, for all samples of all files."""
         named = dict(mapper.fields)
         own = {name: column for name, column in columns.items() if name not in named and not column.refused}
@@ -415,7 +416,7 @@ class IndexedFiles(FileSource):
         arrays = {name: f"{safe_extension(name)}.npy" for name, column in own.items() if column.kind == "array"}
         return with_lists(replace(mapper, binary=binary, arrays=arrays, items=self.item_types), self._lists, columns)
 
-    def _types(self, columns: Sequence[Column]) -> dict[str, Counter[str]]:
+    def _types(self, columns: Sequence[SampleColumn]) -> dict[str, Counter[str]]:
         """Count the types of the first values of columns of bytes."""
         found = {column.name: Counter[str]() for column in columns}
         if not columns:
@@ -436,7 +437,7 @@ class IndexedFiles(FileSource):
         return found
 
 
-def _is_same(one: Column, other: Column) -> bool:
+def _is_same(one: SampleColumn, other: SampleColumn) -> bool:
     """Tell whether columns of two files become the same field."""
     alike = one.extension == other.extension or is_alike(one.extension, other.extension)
     return one.kind == other.kind and alike and one.dtype == other.dtype

@@ -11,7 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -22,12 +22,18 @@ import pyarrow as pa
 from shard_tools.convert.base.pictures import encode_pixels, pixel_type, split_images
 from shard_tools.convert.base.records import SourceOptions
 from shard_tools.convert.base.unpack import HARMLESS_BYTES, refuse_bomb
-from shard_tools.convert.formats.indexed import BinaryFile, Column, Folder, IndexedFiles, PlacedSamples, check_places
+from shard_tools.convert.formats.indexed import (
+    BinaryFile,
+    Folder,
+    IndexedFiles,
+    PlacedSamples,
+    SampleColumn,
+    check_places,
+)
 from shard_tools.convert.formats.mds import PICKLED, whole
 from shard_tools.write.filetypes import file_type
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
-from streaming.tar.samples import MAX_GZIP_RATIO
 
 NAMES = re.compile(r"(^|/)chunk-\d+-\d+(\.zstd(:\d+)?)?\.bin$")
 _TORCH_TYPES = (
@@ -82,11 +88,11 @@ class TreeSamples:
         max_ratio: What inflates to more than so many times its size is refused.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[SampleColumn, ...]
     tree: Node
-    sized: bool = True
-    packed: str = ""
-    max_ratio: float = MAX_GZIP_RATIO
+    sized: bool
+    packed: str
+    max_ratio: float
 
     def open(self, stream: BinaryIO, part: BinaryFile) -> Callable[[int], bytes | dict[str, object]]:
         """Return what gives the bytes of a sample, or its row."""
@@ -248,11 +254,18 @@ def _list_chunks(max_ratio: float, content: dict[str, Any], folder: Folder) -> I
     packed = config.get("compression_level") or "chunk"
     if packed not in {"chunk", "batch", "sample"}:
         raise ConfigError(f"{where}: compression_level {packed!r}; expected chunk, batch or sample")
-    samples = replace(
-        _samples(config["data_format"], config["data_spec"], sized=loader == "PyTreeLoader"),
+    columns, tree = _leaves(
+        config["data_format"], config["data_spec"], "tokens" if loader == "TokensLoader" else "value"
+    )
+    samples = TreeSamples(
+        columns=columns,
+        tree=tree,
+        sized=loader == "PyTreeLoader",
         packed="" if packed == "chunk" else packed,
         max_ratio=max_ratio,
     )
+    if not samples.sized and len(columns) != 1:
+        raise ValueError(f"documents of tokens with {len(columns)} leaves")
     if samples.packed:
         compression = None  # of whole files
     for chunk in content["chunks"]:
@@ -268,27 +281,25 @@ def _list_chunks(max_ratio: float, content: dict[str, Any], folder: Folder) -> I
         )
 
 
-def _samples(formats: Sequence[str], spec: str, *, sized: bool) -> TreeSamples:
-    """Return samples whose leaves are of these formats, in a tree that is described in JSON."""
+def _leaves(formats: Sequence[str], spec: str, only: str) -> tuple[tuple[SampleColumn, ...], Node]:
+    """Return leaves of these formats, and the tree that is described in JSON; ``only`` names one that is all of it."""
     protocol, described = json.loads(spec)
     if protocol != 1:
         raise ValueError(f"data_spec of protocol {protocol!r}")
     paths: list[str] = []
     tree = _node(described, (), paths)
     if isinstance(tree, int):
-        paths = ["value" if sized else "tokens"]
+        paths = [only]
         tree = Node((paths[0],), (tree,))
     elif tree.keys is None:  # its items are columns
         tree = Node(tuple(str(number) for number in range(len(tree.children))), tree.children)
-    if not sized and len(paths) != 1:
-        raise ValueError(f"documents of tokens with {len(paths)} leaves")
     if len({*paths}) < len(paths):
         raise ValueError(f"two leaves have one path among {', '.join(paths)}")
     columns = [_column(path, one) for path, one in zip(paths, formats, strict=True)]
     inner = {key for key, child in zip(tree.keys or (), tree.children, strict=True) if isinstance(child, Node)}
     if not inner.isdisjoint(paths):
         raise ValueError(f"a leaf has the path of a dict among {', '.join(sorted(inner))}")
-    return TreeSamples(tuple(columns), tree, sized)
+    return tuple(columns), tree
 
 
 def _node(described: Mapping[str, Any], path: tuple[str, ...], paths: list[str]) -> Node | int:
@@ -313,29 +324,29 @@ def _node(described: Mapping[str, Any], path: tuple[str, ...], paths: list[str])
     return Node(keys, tuple(inner))
 
 
-def _column(name: str, data_format: str) -> Column:  # noqa: PLR0911  # a list of rules
+def _column(name: str, data_format: str) -> SampleColumn:  # noqa: PLR0911  # a list of rules
     """Return the column of a leaf."""
     what, _, form = data_format.partition(":")
     if "pickle" in {what, form}:
-        return Column(name=name, decode=bytes, refused=PICKLED)
+        return SampleColumn(name=name, decode=bytes, refused=PICKLED)
     if what in _VALUES and not form:
-        return Column(name=name, decode=_VALUES[what], nullable=True)  # rows in Arrow have NULLs
+        return SampleColumn(name=name, decode=_VALUES[what], nullable=True)  # rows in Arrow have NULLs
     if what in _FILES:
-        return Column(name=name, decode=bytes, kind="file", extension=_extension(form) or _FILES[what])
+        return SampleColumn(name=name, decode=bytes, kind="file", extension=_extension(form) or _FILES[what])
     if what in {"bytes", "file"}:
         extension = _extension(form)
-        return Column(name=name, decode=bytes, kind="file", extension=extension, type_of=file_type)
+        return SampleColumn(name=name, decode=bytes, kind="file", extension=extension, type_of=file_type)
     if what == "pil":
-        return Column(name=name, decode=encode_pixels, kind="file", type_of=pixel_type, slow=True)
+        return SampleColumn(name=name, decode=encode_pixels, kind="file", type_of=pixel_type, slow=True)
     if what == "jpeg_array":
-        return Column(name=name, decode=partial(split_images, at=0), kind="files", extension="jpg")
+        return SampleColumn(name=name, decode=partial(split_images, at=0), kind="files", extension="jpg")
     if what in {"tensor", "numpy"} and not form:
-        return Column(name=name, decode=_decode_tensor if what == "tensor" else _decode_numpy, kind="array")
+        return SampleColumn(name=name, decode=_decode_tensor if what == "tensor" else _decode_numpy, kind="array")
     if what in {"no_header_tensor", "no_header_numpy"}:
         dtype = _type(_TORCH_TYPES if what == "no_header_tensor" else _NUMPY_TYPES, int(form))
-        return Column(name=name, decode=partial(_decode_items, dtype), kind="array", dtype=dtype)
+        return SampleColumn(name=name, decode=partial(_decode_items, dtype), kind="array", dtype=dtype)
     why = "is a graph, part of which is pickled" if what == "graph" else f"is of format {data_format!r}, unknown here"
-    return Column(name=name, decode=bytes, refused=why)
+    return SampleColumn(name=name, decode=bytes, refused=why)
 
 
 def _extension(text: str) -> str:

@@ -23,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder, is_local
+from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder, is_local, once
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, permutation
 from shard_tools.convert.base.rows import DROP, RowMapper, choose_content_type, content_type, is_text, unreadable
 from streaming.arrays import sums
@@ -58,13 +58,15 @@ class LmdbFiles(FileSource):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        if not is_local(spec):
+        specs = (spec, *options.more)
+        if (far := next((one for one in specs if not is_local(one)), None)) is not None:
             raise ConfigError(
-                f"{redact(spec)}: LMDB is read from this machine's disk; fetch the file {DATA}, and name its folder"
+                f"{redact(far)}: LMDB is read from this machine's disk; fetch the file {DATA}, and name its folder"
             )
         if options.key_field not in {None, NUMBER_KEYS, KEY}:
             raise ConfigError(f"--key: LMDB has keys of its own, or 'number'; got {options.key_field!r}")
-        super().__init__("lmdb", _find(spec, storage, options.exclude), storage)
+        files = once([file for one in specs for file in _find(one, storage, options.exclude)])
+        super().__init__("lmdb", files, storage)
         self._seed, self._numbered = options.shuffle_seed, options.key_field == NUMBER_KEYS
         named = dict(options.fields)
         self._stores_pickles = VALUE in named

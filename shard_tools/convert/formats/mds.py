@@ -21,7 +21,7 @@ import numpy.typing as npt
 from shard_tools.convert.base.pictures import encode_pixels, pixel_type, split_images
 from shard_tools.convert.base.records import SourceOptions
 from shard_tools.convert.base.unpack import CODECS, is_known_sum
-from shard_tools.convert.formats.indexed import BinaryFile, Column, Folder, IndexedFiles, PlacedSamples
+from shard_tools.convert.formats.indexed import BinaryFile, Folder, IndexedFiles, PlacedSamples, SampleColumn
 from shard_tools.write.filetypes import file_type
 from streaming.errors import ConfigError
 from streaming.storage import Storage
@@ -52,7 +52,7 @@ class MdsFiles(IndexedFiles):
 class MdsSamples:
     """Samples with these columns, of these sizes; None: the size varies."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[SampleColumn, ...]
     sizes: tuple[int | None, ...]
 
     def open(self, stream: BinaryIO, part: BinaryFile) -> PlacedSamples:
@@ -152,7 +152,7 @@ def _fixed_size(encoding: str) -> int | None:
     return _num_values(_shape(shape)) * np.dtype(dtype).itemsize if name == "ndarray" and has_shape else None
 
 
-def _column(name: str, encoding: str) -> Column:
+def _column(name: str, encoding: str) -> SampleColumn:
     """Return the column of an encoding."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"a column called {name!r}")
@@ -162,22 +162,24 @@ def _column(name: str, encoding: str) -> Column:
         if dtype and dtype not in _ARRAY_TYPES.values():
             raise ValueError(f"column {name!r}: arrays of {dtype!r}")
         array = partial(_decode_array, dtype or None, _shape(shape) if shape else None)
-        return Column(name=name, decode=array, kind="array", dtype=dtype)
+        return SampleColumn(name=name, decode=array, kind="array", dtype=dtype)
     if encoding in _SCALARS:
-        return Column(name=name, decode=partial(_decode_scalar, _SCALARS[encoding]))
+        return SampleColumn(name=name, decode=partial(_decode_scalar, _SCALARS[encoding]))
     if encoding in _VALUES:
-        return Column(name=name, decode=_VALUES[encoding], nullable=encoding == "json")
+        return SampleColumn(name=name, decode=_VALUES[encoding], nullable=encoding == "json")
     if encoding in _FILES:
         decode, extension, type_of = _FILES[encoding]
-        return Column(
+        return SampleColumn(
             name=name, decode=decode, kind="file", extension=extension, type_of=type_of, slow=decode is encode_pixels
         )
     if encoding in _LISTS:
         at, extension, each = _LISTS[encoding]
         slow = each is encode_pixels
-        return Column(name=name, decode=partial(_decode_list, at, each), kind="files", extension=extension, slow=slow)
+        return SampleColumn(
+            name=name, decode=partial(_decode_list, at, each), kind="files", extension=extension, slow=slow
+        )
     why = PICKLED if encoding == "pkl" else f"is of encoding {encoding!r}, which is not known here"
-    return Column(name=name, decode=bytes, refused=why)
+    return SampleColumn(name=name, decode=bytes, refused=why)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from typing import BinaryIO, cast
 import crc32c
 import numpy as np
 
-from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder, open_each, open_stored
+from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder, once, open_each, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import (
     DROP,
@@ -63,11 +63,8 @@ class TfRecords(FileSource):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions, *, raw: bool = False) -> None:
-        found = find_files(spec, storage, exclude=options.exclude)
-        files = [file for file in found if NAMES.search(file.name.lower())]
-        if not files and (spec.endswith("/") or is_folder(spec)):
-            raise NotFoundError(f"{redact(spec)}: no file is called *.tfrecord or *-00000-of-00010; name them")
-        super().__init__("tfrecord-raw" if raw else "tfrecord", files or found, storage)
+        each = [_find(one, storage, options.exclude) for one in (spec, *options.more)]
+        super().__init__("tfrecord-raw" if raw else "tfrecord", once([*itertools.chain(*each)]), storage)
         self._max_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         self._seed, self._num_threads, self._raw = options.shuffle_seed, options.num_threads, raw
         self._key_field = options.key_field
@@ -214,6 +211,19 @@ class TfRecords(FileSource):
         if not self._mapper.named_only:
             self._mapper = replace(self._mapper, binary=binary, arrays=arrays)
         self._mapper = with_lists(self._mapper, self._lists, self._columns)
+
+
+def _find(spec: str, storage: Storage, exclude: str | None) -> list[SourceFile]:
+    """Return the files of ``spec`` that have usual names, or those that it names itself.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    found = find_files(spec, storage, exclude=exclude)
+    files = [file for file in found if NAMES.search(file.name.lower())]
+    if not files and (spec.endswith("/") or is_folder(spec)):
+        raise NotFoundError(f"{redact(spec)}: no file is called *.tfrecord or *-00000-of-00010; name them")
+    return files or found
 
 
 @dataclass(frozen=True, slots=True)

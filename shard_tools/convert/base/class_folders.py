@@ -1,0 +1,333 @@
+"""Read folders of files of one medium, such as images, whose sub-folders are classes; number the classes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+from shard_tools.convert.base.files import SourceFile, identity_of, is_local, list_files
+from shard_tools.convert.base.records import (
+    NUMBER_KEYS,
+    Record,
+    Skipped,
+    SourceOptions,
+    number_key,
+    permutation,
+)
+from shard_tools.running.engine import map_ordered
+from shard_tools.write.filetypes import plain_extension
+from shard_tools.write.keys import WRONG_NAMES, wrong_names
+from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
+from streaming.index.files import read_note, write_document
+from streaming.storage import Storage, join_url, local_path, redact, split_url
+
+CLASSES = "_shardstream/classes.json"
+HIDDEN = "hidden: a name that starts with a dot"
+_TRAINING = ("train", "training")
+_HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedFile:
+    """A file, the key and the extension that its name gives it, and its class."""
+
+    file: SourceFile
+    key: str
+    extension: str
+    class_name: str | None = None
+
+
+_K = TypeVar("_K", bound=KeyedFile)
+
+
+class ClassFolders:
+    """Files of one medium under folders or prefixes, sorted by name; a medium is a sub-class.
+
+    The first folder of a path is the class. Classes are numbered (field ``cls``) by :func:`numbered_classes`: as in the
+    training set beside it, otherwise in the order of their sorted names. The key is the path without its extension,
+    with dots in the file's name replaced by ``_``. Bytes are stored unchanged, all in one field: the most frequent
+    extension, in lower case; with a ``json`` field that holds class and path.
+
+    Files of several classes are shuffled, unless ``keep_order`` is set: in the order of their names, a shard would
+    hold one class or two, and a batch no more than a few.
+
+    ``cls`` and ``class``, and what :meth:`look` tells of a file, become columns.
+
+    Attributes:
+        kind: The value of ``--from``, which is also what its files are called.
+        one: One of its files, as in "not an image".
+        extensions: How names of its files end, in lower case, without the dot.
+        own_field: What to say of files of several kinds, which become one field.
+        measures: Columns that :meth:`look` gives.
+        unread: The remark about a file of which :meth:`look` raises.
+
+    Raises:
+        NotFoundError: There is no such file.
+        DuplicateKeyError: Two files would have the same key.
+    """
+
+    kind: ClassVar[str]
+    one: ClassVar[str]
+    extensions: ClassVar[frozenset[str]]
+    own_field: ClassVar[str]
+    measures: ClassVar[tuple[str, ...]]
+    unread: ClassVar[str]
+
+    def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
+        key_field = options.key_field
+        if key_field not in {None, "path", NUMBER_KEYS}:
+            raise ConfigError(f"--key: {self.kind} take their keys from 'path' or 'number', not from {key_field!r}")
+        self._storage, self._num_threads = storage, options.num_threads
+        found, skipped = list_files((spec, *options.more), storage, options.exclude)
+        files: list[KeyedFile] = []
+        for file in found:
+            one = self._classify(file)
+            if isinstance(one, Skipped):
+                skipped.append(one)
+            else:
+                files.append(one)
+        if not files:
+            raise NotFoundError(
+                f"{redact(spec)}: no {self.kind} there ({summary(skipped)}); check the path, or use --from"
+            )
+        files.sort(key=lambda one: (one.key, one.file.name))
+        self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
+        names = sorted({one.class_name for one in files if one.class_name is not None})
+        self.class_names = names
+        self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
+        self.shuffle_seed = options.shuffle_seed
+        if self.shuffle_seed is None and len(names) > 1 and not options.keep_order:
+            self.shuffle_seed = 0
+        if self.shuffle_seed is not None:
+            files = [files[i] for i in permutation(len(files), self.shuffle_seed)]
+        self.columns = ("cls", "class", *self.measures) if names else self.measures
+        self._files = keyed(files, key_field, lambda _: ())
+        self._field = field_of(self._files, self.kind, self.own_field)
+
+    def look(self, data: bytes) -> tuple[dict[str, object], str]:
+        """Return what a file tells of itself by its header, and a remark or ``""``.
+
+        Raises:
+            Exception: It is damaged, or of a kind that is not read here; of any library.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_records(self) -> int:
+        """Number of files."""
+        return len(self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(one.file.size_bytes for one in self._files)
+
+    @property
+    def fields(self) -> Mapping[str, bool]:
+        """The files, ``json``, and ``cls`` where there are classes."""
+        classes = {one.class_name is not None for one in self._files}
+        return {self._field: True, "json": True, **({"cls": classes == {True}} if True in classes else {})}
+
+    def identity(self) -> dict[str, object]:
+        """Return a digest of names and sizes, in order."""
+        return identity_of(self.kind, [f"{one.key}\0{one.file.name}\0{one.file.size_bytes}" for one in self._files])
+
+    def records(self, start: int) -> Generator[Record, None, None]:
+        """Return the files from number ``start`` on, read by several threads."""
+        return map_ordered(self._read, self._files[start:], self._num_threads)
+
+    def _read(self, one: KeyedFile) -> Record:
+        metadata: dict[str, object] = {"class": one.class_name, "path": one.file.name}
+        fields = {
+            self._field: bytes(self._storage.read(one.file.url)),
+            "json": json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode(),
+        }
+        if one.class_name is not None:
+            number = self.classes[one.class_name]
+            fields["cls"] = str(number).encode()
+            metadata["cls"] = number
+        try:
+            told, remark = self.look(fields[self._field])
+            metadata |= told
+        except Exception:  # noqa: BLE001  of a library: a damaged file is stored as it is, for readers to pass over
+            remark = self.unread
+        where, remarks = redact(one.file.url), (remark,) if remark else ()
+        return Record(key=one.key, fields=fields, metadata=metadata, where=where, remarks=remarks)
+
+    def _classify(self, file: SourceFile) -> KeyedFile | Skipped:
+        folder, _, name = file.name.rpartition("/")
+        stem, dot, extension = name.rpartition(".")
+        if not dot or not stem or name.startswith("._") or extension.lower() not in self.extensions:
+            return Skipped(path=file.name, reason=f"not {self.one}")
+        why = why_left_out(file)
+        if why:  # .ipynb_checkpoints would be a class
+            return Skipped(path=file.name, reason=why)
+        key = (folder + "/" if folder else "") + stem.replace(".", "_")
+        class_name = file.name.partition("/")[0] if folder else None
+        return KeyedFile(file=file, key=key, extension=extension.lower(), class_name=class_name)
+
+
+def why_left_out(file: SourceFile) -> str:
+    """Return why a file of a folder is no part of a sample whatever it holds; ``""`` if it may be."""
+    if any(part.startswith(".") for part in file.name.split("/")):
+        return HIDDEN
+    return "empty file" if file.size_bytes == 0 else ""
+
+
+def numbered_classes(
+    names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
+) -> tuple[dict[str, int], str]:
+    """Return the number of each class, and where the numbers come from; "" if from this folder alone.
+
+    Args:
+        names: Classes of the folder, sorted.
+        given: Names separated by commas; or a file (JSON, or one name per line), a folder of classes, or a converted
+            set.
+        source: The folder. A folder ``train`` beside it determines the numbers if it has all these classes.
+        target: Where the shards will be. A set converted to ``train`` beside it takes precedence over such a folder.
+        storage: The store.
+
+    Raises:
+        ConfigError: The given classes cannot be read, or lack one of the folder's.
+        NotFoundError: There is nothing at ``given``.
+    """
+    if given is not None:
+        listed = _listed(given, storage)
+        unknown = sorted({*names} - {*listed})
+        if unknown:
+            raise ConfigError(
+                f"--classes {redact(given)}: it lacks the class {unknown[0]!r} of {redact(source)}; it has "
+                f"{len(listed)}: {', '.join(listed[:5])}, …; give a list that holds all"
+            )
+        return {name: number for number, name in enumerate(listed)}, given
+    for place in _beside(source, target) if names else ():
+        with suppress(NotFoundError, AccessDeniedError):
+            listed = _listed(place, storage)
+            if {*names} <= {*listed}:
+                if [*listed] != [*names]:
+                    _log.warning("classes are numbered as in %s, which lies beside %s", place, source)
+                return {name: number for number, name in enumerate(listed)}, place
+            _log.warning(
+                "%s has class %r, which %s beside it lacks: classes are numbered by this folder alone. Give --classes "
+                "to number both alike",
+                source,
+                min({*names} - {*listed}),
+                place,
+            )
+            return {name: number for number, name in enumerate(names)}, ""
+    if names and _last(source).lower() in _HELD_OUT:
+        _log.warning(
+            "%s: classes are numbered by this folder alone; if it lacks one, the numbers are not those of the training "
+            "set. Give --classes with the training set, its folder, or a list of names",
+            source,
+        )
+    return {name: number for number, name in enumerate(names)}, ""
+
+
+def _last(folder: str) -> str:
+    return folder.rstrip("/").rpartition("/")[2]
+
+
+def _beside(source: str, target: str | None) -> list[str]:
+    """Return where the classes of the training set may be: converted beside the target, or in a local folder."""
+    places = []
+    for folder in (target, source if is_local(source) else None):
+        if folder is not None and _last(folder).lower() not in _TRAINING:
+            parent = split_url(os.path.abspath(local_path(folder)) if is_local(folder) else folder.rstrip("/"))[0]
+            places += [join_url(parent, name) for name in _TRAINING]
+    return places
+
+
+def _listed(place: str, storage: Storage) -> list[str]:
+    """Read the names of classes at ``place``, in the order of their numbers; see :func:`numbered_classes`."""
+    if "," in place and "://" not in place:
+        listed: Any = [name.strip() for name in place.split(",")]
+    elif is_local(place) and os.path.isdir(local_path(place)) and not os.path.exists(f"{local_path(place)}/{CLASSES}"):
+        with os.scandir(local_path(place)) as entries:
+            listed = sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir() and entry.name[0] != "." and entry.name != "_shardstream"
+            )
+        if not listed:
+            raise NotFoundError(f"{redact(place)}: no folders of classes there")
+    else:
+        is_file = _last(place).endswith((".json", ".txt"))
+        url = place if is_file else join_url(place, CLASSES)
+        data = bytes(storage.read(url))
+        listed = read_note(data, redact(url)) if url.endswith(CLASSES) else _parsed(data.decode())
+        if isinstance(listed, dict):
+            listed = listed.get("classes", listed)
+        if isinstance(listed, dict):  # names to numbers
+            listed = [name for name, _ in sorted(listed.items(), key=lambda item: item[1])]
+    names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
+    if not names or len({*names}) < len(names):
+        raise ConfigError(f"--classes {redact(place)}: expected different names of classes there; write one a line")
+    return names
+
+
+def _parsed(text: str) -> Any:
+    return json.loads(text) if text.lstrip()[:1] in {"[", "{"} else text.split("\n")
+
+
+def save_classes(directory: str, classes: Mapping[str, int], storage: Storage) -> None:
+    """Write the classes of a set beside its index, for other sets that use the same numbers."""
+    content = {"format": "shardstream-classes", "version": 1, "classes": sorted(classes, key=classes.__getitem__)}
+    storage.put(join_url(directory, CLASSES), write_document(content))
+
+
+def field_of(files: Sequence[KeyedFile], kind: str, own_field: str) -> str:
+    """Return the field of all files, so that every sample has it: the extension of most of them."""
+    spelled = Counter(one.extension for one in files)
+    counts = Counter(plain_extension(extension) for extension in spelled.elements())
+    most = min(counts, key=lambda extension: (-counts[extension], extension))
+    field = next(iter(spelled)) if len(spelled) == 1 else most
+    if len(spelled) > 1:
+        told = ", ".join(f"{count:,} {extension}" for extension, count in spelled.most_common())
+        _log.warning("%s of several kinds (%s): %s", kind, told, own_field % field)
+    return field
+
+
+def keyed(files: list[_K], key_field: str | None, fields_of: Callable[[_K], Iterable[str]]) -> list[_K]:
+    """Return the files with keys that can be stored: numbers if ``key_field`` asks for them, else their own.
+
+    Raises:
+        ConfigError: A key, or a field that ``fields_of`` gives for it, cannot be stored.
+        DuplicateKeyError: Two keys are equal, or differ by case alone, which some readers and file systems ignore.
+    """
+    if key_field == NUMBER_KEYS:
+        files = [replace(one, key=number_key(number)) for number, one in enumerate(files)]
+    else:
+        _refuse_collisions(files)
+    wrong = list(wrong_names((one.key, fields_of(one)) for one in files))
+    if wrong:
+        cure = "" if key_field == NUMBER_KEYS else "; --key number makes other keys"
+        raise first_of(wrong, f"{WRONG_NAMES}{cure}")
+    return files
+
+
+def _refuse_collisions(files: Sequence[KeyedFile]) -> None:
+    seen: dict[str, KeyedFile] = {}
+    twice = [(seen.setdefault(one.key.casefold(), one), one) for one in files]
+    errors = [
+        DuplicateKeyError(
+            f"{other.file.name} and {one.file.name} would both get the key {one.key!r}; rename one of them, or "
+            "number the keys with --key number"
+        )
+        for other, one in twice
+        if other is not one
+    ]
+    if errors:
+        raise first_of(errors, "files have the key of another")
+
+
+def summary(skipped: Sequence[Skipped]) -> str:
+    """Say in a few words what a source holds in place of what is looked for."""
+    return f"{len(skipped)} other files, first: {skipped[0].path}: {skipped[0].reason}" if skipped else "it is empty"
