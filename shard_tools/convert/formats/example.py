@@ -92,7 +92,7 @@ def _feature(data: memoryview) -> Values | None:
         ]
     dtype: npt.DTypeLike = np.float32 if kind == _FLOATS else np.int64
     arrays = [array for part in found for array in _numbers(part, floats=kind == _FLOATS)]
-    return np.concatenate([np.empty(0, dtype), *arrays])
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
 
 
 def _numbers(data: memoryview, *, floats: bool) -> Iterator[npt.NDArray[Any]]:
@@ -110,16 +110,20 @@ def _numbers(data: memoryview, *, floats: bool) -> Iterator[npt.NDArray[Any]]:
 
 def _varints(data: memoryview) -> npt.NDArray[np.int64]:
     """Decode varints: int64 [n] of as many bytes without their highest bit."""
+    if len(data) == 1 and data[0] < 0x80:  # most labels
+        return np.array([data[0]], np.int64)
     raw = np.frombuffer(data, np.uint8)
+    if not raw.size or raw.max() < 0x80:
+        return raw.astype(np.int64)
     ends = np.flatnonzero(raw < 0x80) + 1
-    if raw.size and (not ends.size or ends[-1] != raw.size):
+    if not ends.size or ends[-1] != raw.size:
         raise ValueError("a list of numbers ends within one")
     begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: ends.size]
     sizes = ends - begins
-    if ends.size and sizes.max() > 10:
+    if sizes.max() > 10:
         raise ValueError("a number of more than 10 bytes")
     found = np.zeros(ends.size, np.uint64)
-    for place in range(int(sizes.max()) if ends.size else 0):
+    for place in range(int(sizes.max())):
         has = sizes > place
         found[has] |= (raw[begins[has] + place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * place)
     return found.view(np.int64)
@@ -156,6 +160,8 @@ def _float(data: memoryview) -> float:
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    if at < len(view) and view[at] < 0x80:
+        return view[at], at + 1
     found = 0
     for place in range(10):
         if at + place >= len(view):

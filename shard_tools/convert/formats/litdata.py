@@ -395,8 +395,8 @@ def _decode_items(dtype: str, data: bytes) -> npt.NDArray[Any]:
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
 
 
-def _decode_nested(data: bytes) -> object:
-    """Decode a list or dict: JSON, or values each with a tag."""
+def decode_nested(data: bytes) -> object:
+    """Decode a list or dict: JSON, or values each with a tag; raises ``ValueError`` or ``LookupError``."""
     if not data or data[0] > _LAST_TAG:
         return json.loads(data)
     return _Nested(data).value(0)
@@ -470,7 +470,7 @@ _VALUES: dict[str, Callable[[bytes], object]] = {
     "bool": _decode_bool,
     "int": _decode_int,
     "float": _decode_float,
-    "json": _decode_nested,
+    "json": decode_nested,
 }
 _FILES = {
     "jpeg": "jpg", "image": "jpg", "video": "mp4", "audio": "wav", "nifti": "nii", "mesh": "glb", "pdf": "pdf",

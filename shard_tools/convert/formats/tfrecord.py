@@ -264,10 +264,12 @@ class _Feature:
 
     @property
     def kind(self) -> str:
-        """``bytes``, or a type of NumPy; ``""`` without values."""
+        """``bytes``, ``float32`` or ``int64``; ``""`` without values."""
         if self.values is None or not len(self.values):
             return ""
-        return "bytes" if isinstance(self.values, list) else str(self.values.dtype)
+        if isinstance(self.values, list):
+            return "bytes"
+        return "float32" if self.values.dtype.kind == "f" else "int64"
 
 
 @dataclass(slots=True)
