@@ -158,10 +158,12 @@ class Reencoded:
         """
         fields = self.below.fields
         if fields is None:
+            fields = dict[str, bool]()
             with contextlib.closing(self.below.records(0)) as records:
-                fields = dict.fromkeys(
-                    (field for record in itertools.islice(records, _LOOKED_AT) for field in record.fields), False
-                )
+                for record in itertools.islice(records, _LOOKED_AT):
+                    fields |= dict.fromkeys(record.fields, False)
+                    if self._chosen(fields, "the source") and {*self.how.fields} <= fields.keys():
+                        break
         missing = [name for name in self.how.fields if name not in fields]
         chosen = self._chosen(fields, "the source")
         if missing or not chosen:

@@ -19,7 +19,7 @@ from index_files import flipped_bit, touch
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
-from shard_tools.convert.images import save_classes
+from shard_tools.convert.base.class_folders import save_classes
 from shard_tools.convert.journal import Journal, carry_notes, load_journal, save_journal
 from shard_tools.plan.keys import keys_at
 from shard_tools.sets.reindex import index

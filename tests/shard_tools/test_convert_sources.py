@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from click.testing import CliRunner, Result
 from conversions import contents
@@ -49,6 +51,8 @@ def test_from_any_position(sources: dict[str, Path], name: str) -> None:
         assert len({record.key for record in whole}) == COUNT
         for start in (0, 1, 7, COUNT - 1, COUNT, COUNT + 1):
             assert list(source.records(start)) == whole[start:]
+        elsewhere_too = pickle.loads(cloudpickle.dumps(source))  # as a task on another node gets it
+        assert list(elsewhere_too.records(COUNT - 9)) == whole[COUNT - 9 :]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shard_tools.convert.base.class_folders import KeyedFile, field_of, keyed
-from shard_tools.convert.base.files import SourceFile, identity_of
+from shard_tools.convert.base.files import SourceFile, identity_of, read_file
 from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
 from shard_tools.convert.base.rows import json_of
 from shard_tools.running.engine import map_ordered
@@ -141,7 +141,7 @@ class AnnotatedImages:
     def _read(self, one: AnnotatedFile) -> Record:
         content, remark = json_of(one.note)
         remarks = [remark] if remark else []
-        data = bytes(self._storage.read(one.file.url))
+        data = read_file(one.file, self._storage)
         objects = one.note.get("objects", ())
         metadata = {**one.note, "objects": len(objects) if isinstance(objects, Sequence) else 0}
         told = {name: metadata.pop(name, None) for name in ("width", "height")}
@@ -153,7 +153,7 @@ class AnnotatedImages:
                 remarks.append(_OTHER_SIZE)
         except Exception:  # noqa: BLE001  of a library: a damaged image is stored as it is, for readers to pass over
             remarks.append(NO_SIZE)
-        masks = {name: bytes(self._storage.read(file.url)) for name, file in sorted(one.beside.items())}
+        masks = {name: read_file(file, self._storage) for name, file in sorted(one.beside.items())}
         return Record(
             key=one.key,
             fields={self._field: data, "json": content, **masks},

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-from shard_tools.convert.base.files import SourceFile, identity_of, is_local, list_files
+from shard_tools.convert.base.files import SourceFile, identity_of, is_local, list_files, read_file
 from shard_tools.convert.base.records import (
     NUMBER_KEYS,
     Record,
@@ -146,7 +146,7 @@ class ClassFolders:
     def _read(self, one: KeyedFile) -> Record:
         metadata: dict[str, object] = {"class": one.class_name, "path": one.file.name}
         fields = {
-            self._field: bytes(self._storage.read(one.file.url)),
+            self._field: read_file(one.file, self._storage),
             "json": json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode(),
         }
         if one.class_name is not None:

@@ -248,30 +248,47 @@ def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile]
     skipped: list[Skipped] = []
     inside = os.path.join(os.path.realpath(root), "")
     hidden = os.path.realpath(local_path(exclude)) if exclude and is_local(exclude) else None
-    for folder, folders, names in os.walk(root):
-        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        folders[:] = sorted(
-            name for name in folders if name not in linked and os.path.realpath(os.path.join(folder, name)) != hidden
-        )
-        for name in sorted(linked + names):
-            path = os.path.join(folder, name)
-            relative = os.path.relpath(path, root).replace(os.sep, "/")
-            reason = _why_not_read(path, relative, inside, linked=name in linked)
-            if reason is None:
-                files.append(SourceFile(url=path, name=relative, size_bytes=os.stat(path).st_size))
-            else:
-                skipped.append(Skipped(path=relative.encode(errors="backslashreplace").decode(), reason=reason))
+    folders = [("", root)]
+    while folders:
+        prefix, folder = folders.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                relative = prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if hidden is None or os.path.realpath(entry.path) != hidden:
+                        folders.append((relative + "/", entry.path))
+                    continue
+                reason = _why_not_read(entry, relative, inside)
+                if reason is None:
+                    files.append(SourceFile(url=entry.path, name=relative, size_bytes=entry.stat().st_size))
+                else:
+                    skipped.append(Skipped(path=relative.encode(errors="backslashreplace").decode(), reason=reason))
     return files, skipped
 
 
-def _why_not_read(path: str, relative: str, inside: str, *, linked: bool) -> str | None:
-    if linked:
+def _why_not_read(entry: os.DirEntry[str], relative: str, inside: str) -> str | None:
+    linked = entry.is_symlink()
+    if linked and os.path.isdir(entry.path):
         return "symbolic link to a folder"
-    if any("\ud800" <= letter <= "\udfff" for letter in relative):
+    try:
+        relative.encode()
+    except UnicodeEncodeError:
         return "the name is not UTF-8"
-    if os.path.islink(path) and not os.path.realpath(path).startswith(inside):
+    if linked and not os.path.realpath(entry.path).startswith(inside):
         return "symbolic link out of the source folder"
-    return None if os.path.isfile(path) else "not a regular file"
+    return None if entry.is_file() else "not a regular file"
+
+
+def read_file(file: SourceFile, storage: Storage) -> bytes:
+    """Return a whole file, in a few calls where it is one of this machine.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    if is_local(file.url):
+        with contextlib.suppress(OSError), open(local_path(file.url), "rb", buffering=0) as stream:
+            return stream.readall()
+    return bytes(storage.read(file.url))  # which says what is wrong with a local one
 
 
 class StoredFile(io.RawIOBase):

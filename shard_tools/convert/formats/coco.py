@@ -63,6 +63,7 @@ class CocoFolder(AnnotatedImages):
         names = list(dict.fromkeys(name for _, name in sorted(notes.categories.items())))
         self.class_names = names
         self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
+        self.classes_from = self.classes_from or "the categories in their order"
         images, missing = _found(notes, part, there, self.classes)
         super().__init__("coco", images, [*skipped, *left_out, *missing], storage, options)
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 from shard_tools.convert.base.class_folders import KeyedFile, keyed, summary, why_left_out
-from shard_tools.convert.base.files import SourceFile, identity_of, list_files
+from shard_tools.convert.base.files import SourceFile, identity_of, list_files, read_file
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, permutation
 from shard_tools.running.engine import map_ordered
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError, first_of
@@ -98,7 +98,7 @@ class FolderFiles:
         return map_ordered(self._read, self._groups[start:], self._num_threads)
 
     def _read(self, group: _Group) -> Record:
-        fields = {field: bytes(self._storage.read(file.url)) for field, file in sorted(group.files.items())}
+        fields = {field: read_file(file, self._storage) for field, file in sorted(group.files.items())}
         return Record(key=group.key, fields=fields, where=redact(group.file.url))
 
 

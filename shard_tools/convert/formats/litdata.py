@@ -69,11 +69,11 @@ class LitDataFiles(IndexedFiles):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A dict (``keys``), a list or tuple (None) of nodes and leaves, which are numbers of columns."""
 
     keys: tuple[str, ...] | None
-    children: tuple[Node | int, ...]
+    children: tuple[TreeNode | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class TreeSamples:
     """
 
     columns: tuple[SampleColumn, ...]
-    tree: Node
+    tree: TreeNode
     sized: bool
     packed: str
     max_ratio: float
@@ -125,13 +125,13 @@ class TreeSamples:
         own = {one.name: values[one.name] for one in self.columns if one.kind != "value" and one.name in values}
         return cast("dict[str, object]", self._nested(self.tree, values)) | own
 
-    def _nested(self, node: Node, values: Mapping[str, object]) -> dict[str, object] | list[object]:
+    def _nested(self, node: TreeNode, values: Mapping[str, object]) -> dict[str, object] | list[object]:
         """Return the values of a node; in a list, None stands for files and arrays, to keep the others in place."""
         found: list[object] = []
         kept: list[bool] = []
         for child in node.children:
             column = self.columns[child] if isinstance(child, int) else None
-            if isinstance(child, Node):
+            if isinstance(child, TreeNode):
                 inner = self._nested(child, values)
                 found.append(inner)
                 kept.append(bool(inner) or not child.children)
@@ -281,7 +281,7 @@ def _list_chunks(max_ratio: float, content: dict[str, Any], folder: Folder) -> I
         )
 
 
-def _leaves(formats: Sequence[str], spec: str, only: str) -> tuple[tuple[SampleColumn, ...], Node]:
+def _leaves(formats: Sequence[str], spec: str, only: str) -> tuple[tuple[SampleColumn, ...], TreeNode]:
     """Return leaves of these formats, and the tree that is described in JSON; ``only`` names one that is all of it."""
     protocol, described = json.loads(spec)
     if protocol != 1:
@@ -290,19 +290,19 @@ def _leaves(formats: Sequence[str], spec: str, only: str) -> tuple[tuple[SampleC
     tree = _node(described, (), paths)
     if isinstance(tree, int):
         paths = [only]
-        tree = Node((paths[0],), (tree,))
+        tree = TreeNode((paths[0],), (tree,))
     elif tree.keys is None:  # its items are columns
-        tree = Node(tuple(str(number) for number in range(len(tree.children))), tree.children)
+        tree = TreeNode(tuple(str(number) for number in range(len(tree.children))), tree.children)
     if len({*paths}) < len(paths):
         raise ValueError(f"two leaves have one path among {', '.join(paths)}")
     columns = [_column(path, one) for path, one in zip(paths, formats, strict=True)]
-    inner = {key for key, child in zip(tree.keys or (), tree.children, strict=True) if isinstance(child, Node)}
+    inner = {key for key, child in zip(tree.keys or (), tree.children, strict=True) if isinstance(child, TreeNode)}
     if not inner.isdisjoint(paths):
         raise ValueError(f"a leaf has the path of a dict among {', '.join(sorted(inner))}")
     return tuple(columns), tree
 
 
-def _node(described: Mapping[str, Any], path: tuple[str, ...], paths: list[str]) -> Node | int:
+def _node(described: Mapping[str, Any], path: tuple[str, ...], paths: list[str]) -> TreeNode | int:
     """Return a node or leaf, and append the paths of its leaves. No type is looked up by the name that it has."""
     kind, context, children = described["type"], described["context"], described["children_spec"]
     if len(path) > _DEEPEST or len(paths) > _MOST_LEAVES:
@@ -321,7 +321,7 @@ def _node(described: Mapping[str, Any], path: tuple[str, ...], paths: list[str])
         raise ConfigError(f"data_spec has a {kind}, which is not known here; expected dicts, lists and tuples")
     steps = keys if keys is not None else tuple(str(number) for number in range(len(children)))
     inner = [_node(child, (*path, step), paths) for step, child in zip(steps, children, strict=True)]
-    return Node(keys, tuple(inner))
+    return TreeNode(keys, tuple(inner))
 
 
 def _column(name: str, data_format: str) -> SampleColumn:  # noqa: PLR0911  # a list of rules
