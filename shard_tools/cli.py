@@ -145,7 +145,7 @@ def cli() -> None:
     type=click.FloatRange(min=1),
     default=MAX_GZIP_RATIO,
     show_default=True,
-    help="Refuse a .tar.gz or .zip that inflates to more than this many times its size.",
+    help="Refuse a compressed file that inflates to more than this many times its size.",
 )
 @source_options
 @tokenizer_options

@@ -13,6 +13,7 @@ from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS
 from shard_tools.convert.base.files import find_files, is_local, places
 from shard_tools.convert.base.records import Source, SourceOptions
 from shard_tools.convert.base.zips import SUFFIX, ZipStorage, is_zip
+from shard_tools.convert.formats import indexed, litdata, lmdb, mds, tfrecord
 from shard_tools.convert.formats.audio import AUDIO_EXTENSIONS, AudioFolder
 from shard_tools.convert.formats.coco import CocoFolder
 from shard_tools.convert.formats.folder import FolderFiles
@@ -31,6 +32,7 @@ class Layout:
     Attributes:
         open: Makes the source; called with what the user named, the store and the options.
         suffixes: How names of its files end, in lower case.
+        names: What is found in names of its files, in lower case, where the end does not tell.
         fields: It has columns, which ``--field`` may store as fields of their own.
         classes: It has classes, which ``--classes`` numbers.
         shuffles: It can be read in another order than front to back.
@@ -46,6 +48,7 @@ class Layout:
 
     open: Callable[[str, Storage, SourceOptions], Source]
     suffixes: tuple[str, ...] = ()
+    names: re.Pattern[str] | None = None
     fields: bool = False
     classes: bool = False
     shuffles: bool = False
@@ -57,6 +60,10 @@ class Layout:
     configs: bool = False
     image_folder: bool = False
     named: bool = False
+
+    def has(self, name: str) -> bool:
+        """Tell whether a file with this name, in lower case, is one of this layout."""
+        return name.endswith(self.suffixes) or (self.names is not None and self.names.search(name) is not None)
 
 
 def _endings(extensions: frozenset[str]) -> tuple[str, ...]:
@@ -81,6 +88,19 @@ LAYOUTS: dict[str, Layout] = {
         several=True,
     ),
     "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True, several=True, images=True),
+    "mds": Layout(
+        open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "litdata": Layout(
+        open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "tfrecord": Layout(
+        open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "tfrecord-raw": Layout(
+        open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True, several=True, images=True
+    ),
+    "lmdb": Layout(open=lmdb.LmdbFiles, suffixes=lmdb.SUFFIXES, fields=True, shuffles=True, several=True, images=True),
     "audio": Layout(
         open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True
     ),
@@ -110,11 +130,15 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
         ConfigError: The names are not recognized, or belong to several formats.
         NotFoundError: There is nothing.
     """
-    names = [file.name for file in find_files(spec, storage, exclude=exclude)]
+    files = find_files(spec, storage, exclude=exclude)
+    names = [file.name for file in files]
     marked = next((kind for kind, mark in _MARKS if any(map(mark.fullmatch, names))), None)
     if marked is not None:
         return marked
     kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
+    index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
+    if not kinds and index is not None:
+        kinds = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
     if kinds & {"images", "audio"}:
         kinds -= _BESIDE
     if len(kinds) == 1:
@@ -129,7 +153,7 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
 def kind_of_name(name: str) -> str | None:
     """Return the layout that a file's name tells, or None."""
     lowered = name.lower()
-    return next((kind for kind, layout in LAYOUTS.items() if lowered.endswith(layout.suffixes)), None)
+    return next((kind for kind, layout in LAYOUTS.items() if layout.has(lowered)), None)
 
 
 def open_source(

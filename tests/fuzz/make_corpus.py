@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import struct
 import tarfile
+import tempfile
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pyarrow as pa
 
@@ -126,13 +129,32 @@ def others() -> dict[str, dict[str, bytes]]:
     }
 
 
+def formats() -> dict[str, bytes]:
+    """What ``convert`` reads of other programs."""
+    records = (CORPUS.parents[1] / "shard_tools/data/tfrecord/sequences/a.tfrecords").read_bytes()
+    (size,) = struct.unpack_from("<Q", records)
+    words = b"".join(struct.pack("<I", len(word)) + word for word in (b"a", b"bc"))
+    rows = b"\6" + struct.pack("<3I", 1, 1, 1) + b"k\x12" + bytes(8)
+    with tempfile.TemporaryDirectory() as folder:
+        with lmdb.open(folder, map_size=1 << 20) as database, database.begin(write=True) as out:
+            for number in range(40):
+                out.put(b"k%03d" % number, bytes(number * 7) + bytes(5000 * (number == 7)))
+        entries = (Path(folder) / "data.mdb").read_bytes()
+    nested = [b"\5", struct.pack("<2I", 2, 1), b"a\1", struct.pack("<I", 2), words, struct.pack("<I", 1), b"b", rows]
+    return {
+        "example": records[12 : 12 + size],
+        "nested": b"".join(nested),
+        "data.mdb": entries,
+    }
+
+
 def make() -> dict[str, dict[str, bytes]]:
     """Files by the folder of their kind."""
     shards = tars()
     packed = {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in shards.items() if "long" in name}
     packed["two.tar.gz"] = packed["gnu-long.tar.gz"] + bytes(100) + packed["pax-long.tar.gz"]
     packed["bomb.tar.gz"] = gzip.compress(whole(member("a.x", bytes(24 << 20))), 9, mtime=0)
-    return {"tar": shards, "gzip": packed, "index": tables(), **others()}
+    return {"tar": shards, "gzip": packed, "index": tables(), "formats": formats(), **others()}
 
 
 if __name__ == "__main__":

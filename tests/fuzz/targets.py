@@ -10,11 +10,17 @@ import contextlib
 import json
 import re
 import resource
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from shard_tools.convert import SourceOptions
+from shard_tools.convert.formats.example import parse_example
+from shard_tools.convert.formats.litdata import decode_nested
+from shard_tools.convert.formats.lmdb import LmdbFiles
 from streaming.catalog import urls as expand
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, ShardstreamError, StateError, TarError
@@ -220,6 +226,25 @@ def urls(data: bytes) -> None:
             raise Disagreement(f"{len(found)} URLs")
 
 
+# --- what convert reads --------------------------------------------------------------------------------------------
+
+
+def formats(data: bytes) -> None:
+    """An Example, a tagged value of LitData, and an LMDB file: each of them, or an error."""
+    with contextlib.suppress(ValueError, RecursionError):
+        parse_example(data)
+    with contextlib.suppress(ValueError, LookupError, RecursionError):
+        decode_nested(data)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.mdb"
+        path.write_bytes(data)
+        with contextlib.suppress(DataError, ConfigError):
+            source = LmdbFiles(str(path), Storage(), SourceOptions(fields=(("value", "bin"),), key_field="number"))
+            count = sum(1 for _ in source.records(0))
+            if count != source.num_records:
+                raise Disagreement(f"{count} entries, and {source.num_records} are said")
+
+
 class _Nowhere(Storage):
     """A store that holds nothing."""
 
@@ -233,5 +258,5 @@ class _Nowhere(Storage):
 _NOWHERE = _Nowhere()
 
 TARGETS: dict[str, Target] = {
-    target.__name__: target for target in (headers, scanner, gzipped, pax, index, state, urls)
+    target.__name__: target for target in (headers, scanner, gzipped, pax, index, state, urls, formats)
 }

@@ -115,7 +115,7 @@ def find_files(
     """
     if more:
         each = (find_files(one, storage, suffixes, exclude=exclude) for one in (spec, *more))
-        return _once([file for found in each for file in found])
+        return once([file for found in each for file in found])
     literal = is_local(spec) and os.path.exists(local_path(spec))
     parts = expand_urls(spec, storage) if "{" in spec and not literal else [spec]
     found = [file for part in parts for file in _find_part(part, storage, suffixes, exclude)]
@@ -125,7 +125,7 @@ def find_files(
     return found
 
 
-def _once(files: list[SourceFile]) -> list[SourceFile]:
+def once(files: list[SourceFile]) -> list[SourceFile]:
     """Refuse a file that two of several sources name: its records would be there twice."""
     seen = {file.url for file in files}
     for file in files:
@@ -158,7 +158,7 @@ def list_files(specs: Sequence[str], storage: Storage, exclude: str | None) -> t
                 files += find_files(spec + "/", storage, exclude=exclude)
                 continue
             files += find_files(spec, storage, exclude=exclude)
-    return _once(files), skipped
+    return once(files), skipped
 
 
 def places(specs: Sequence[str], storage: Storage, suffixes: tuple[str, ...]) -> list[str]:
@@ -328,15 +328,15 @@ class StoredFile(io.RawIOBase):
 
 
 def open_each(
-    files: Sequence[SourceFile], storage: Storage, num_threads: int
+    files: Sequence[SourceFile], storage: Storage, num_threads: int, *, unzip: bool = True
 ) -> Generator[tuple[SourceFile, BinaryIO], None, None]:
-    """Open files one after the other.
+    """Open files one after the other; unless ``unzip`` is False, ``.gz`` and ``.zst`` are decompressed.
 
     In a store, their first blocks (often all of a file) are prefetched on threads.
     """
 
     def opened(file: SourceFile) -> tuple[SourceFile, BinaryIO]:
-        return file, open_stored(file, storage, fetch=not is_local(file.url))
+        return file, open_stored(file, storage, unzip=unzip, fetch=not is_local(file.url))
 
     if all(is_local(file.url) for file in files):
         num_threads = 1

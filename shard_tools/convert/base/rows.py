@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import decimal
 import io
@@ -11,15 +12,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
-from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, is_alike, is_read_as
+from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike, is_read_as
 from streaming.errors import ConfigError, DataError
 
 DROP = "-"  # as the extension of a column: leave it out
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^a-z0-9_-]+")
 
@@ -53,6 +57,8 @@ def _plain(value: object) -> object:
         return value.total_seconds()
     if isinstance(value, decimal.Decimal):
         return str(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, bytes):
         raise DataError(f"a binary value of {len(value)} bytes inside a list or struct; store its column with --field")
     raise DataError(f"a value of type {type(value).__name__} cannot be written as JSON")
@@ -63,6 +69,8 @@ def _without_nan(value: object) -> object:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _without_nan(value.tolist())
     return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -91,6 +99,11 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
         ) from error
     if array.dtype.kind not in "biuf":
         raise DataError(f"a list of {array.dtype} cannot be stored as .npy, which takes numbers; store it as json")
+    return dump_array(array)
+
+
+def dump_array(array: npt.NDArray[Any]) -> bytes:
+    """Return an array as ``.npy``, with its type and shape."""
     out = io.BytesIO()
     np.lib.format.write_array(out, array, allow_pickle=False)
     return out.getvalue()
@@ -218,7 +231,7 @@ class RowMapper:
         """Return the field of a column that no option names; None if the value belongs into ``json``."""
         if as_payload(value) is not None:
             return self.binary.get(column)
-        return self.arrays.get(column) if isinstance(value, list) else None
+        return self.arrays.get(column) if isinstance(value, (list, np.ndarray)) else None
 
     def _content(self, value: object, name: str, column: str) -> tuple[bytes, str]:
         """Return the content of a field, and a remark if it is not what the field's name says."""
@@ -246,6 +259,52 @@ def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
                 f"{first[name]}=-"
             )
         first[name] = column
+
+
+def with_lists(mapper: RowMapper, lists: Mapping[str, str], columns: Collection[str]) -> RowMapper:
+    """Return a mapper for rows in which each item of some columns becomes a field of its own: ``FIELD`` with a number.
+
+    Args:
+        mapper: Maps everything else.
+        lists: The field of each column of lists; of ``view.jpg`` item 3 becomes ``view.3.jpg``.
+        columns: All columns.
+
+    Raises:
+        ConfigError: Another column has a name that :func:`spread_lists` makes.
+    """
+    for name in lists:
+        if any(other.startswith(f"{name}[") for other in columns):
+            raise ConfigError(f"column {name!r} is a list of files, and another is called {name}[…; rename one of them")
+    kept = tuple(pair for pair in mapper.fields if pair[0] not in lists)
+    dropped = tuple((name, DROP) for name in lists)
+    return replace(mapper, fields=kept + dropped, binary=_NumberedFields(mapper.binary, lists))
+
+
+def spread_lists(row: dict[str, object], lists: Collection[str]) -> dict[str, object]:
+    """Return a row with a column ``COLUMN[NUMBER]`` for each item of the columns of lists."""
+    for name in lists:
+        items = row.get(name)
+        row |= {f"{name}[{number}]": item for number, item in enumerate(items if isinstance(items, list) else ())}
+    return row
+
+
+class _NumberedFields(dict[str, str]):
+    """Fields of binary columns; those of columns ``COLUMN[NUMBER]`` are made from the field of the list."""
+
+    def __init__(self, fields: Mapping[str, str], lists: Mapping[str, str]) -> None:
+        super().__init__(fields)
+        self._lists = lists
+
+    def __reduce__(self) -> tuple[type[_NumberedFields], tuple[dict[str, str], Mapping[str, str]]]:
+        return _NumberedFields, (dict(self), self._lists)
+
+    def get(self, column: str, default: Any = None) -> Any:
+        """Return the field of a column."""
+        name, is_item, number = column.rpartition("[")
+        if not is_item or name not in self._lists:
+            return super().get(column, default)
+        stem, dot, extension = self._lists[name].rpartition(".")
+        return f"{stem}{dot}{number[:-1]}.{extension}"
 
 
 def unreadable(number: int, where: str, problem: DataError) -> Record:
@@ -288,6 +347,37 @@ def choose_type(column: str, types: Counter[str]) -> str:
     return known[0]
 
 
+def content_type(payload: bytes) -> str:
+    """Return the extension of a value that may also be text: that of its type, ``json``, ``txt``, or ``""``."""
+    found = file_type(payload)
+    if found or not is_text(payload):
+        return found
+    with contextlib.suppress(ValueError, RecursionError):
+        if payload[:1] in {b"{", b"["} and json.loads(payload) is not None:
+            return "json"
+    return "txt"
+
+
+def is_text(payload: bytes) -> bool:
+    """Tell whether this is UTF-8 without control characters but white space."""
+    try:
+        payload.decode()
+    except UnicodeDecodeError:
+        return False
+    return _CONTROL.search(payload) is None
+
+
+def choose_content_type(column: str, types: Counter[str]) -> str:
+    """Return the extension of a column of values, of which so many are of each :func:`content_type`.
+
+    Raises:
+        ConfigError: They are of several.
+    """
+    if types and types.keys() <= {"json", "txt"}:
+        return "txt" if types["txt"] else "json"
+    return choose_type(column, types)
+
+
 def as_payload(value: object) -> bytes | None:
     """Return the bytes of a binary value, or of Hugging Face's ``{"bytes", "path"}`` struct; None for anything else."""
     if isinstance(value, bytes):
@@ -308,6 +398,8 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     last = extension.lower().rpartition(".")[2]
     if last == "json":
         return json_of(value)
+    if last == "npy" and isinstance(value, np.ndarray):
+        return dump_array(value), ""
     if last == "npy" and isinstance(value, list):
         try:
             remark = f"column {column!r}: NULL among the items of a list is stored as NaN" if _has_none(value) else ""
