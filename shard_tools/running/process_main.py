@@ -45,7 +45,7 @@ def main(numbers: tuple[int, int, int, int]) -> None:
         channel.send_bytes(pickle.dumps((BROKEN, dump_error(error, told))))
         return
     importing = False
-    parent = _Parent(channel, _Ring(ring_fd, ring_bytes))
+    parent = _Parent(channel, Ring(ring_fd, ring_bytes))
     threading.Thread(target=parent.listen, daemon=True, name="shard_tools-parent").start()
     parent.send((READY,))
 
@@ -64,7 +64,7 @@ def main(numbers: tuple[int, int, int, int]) -> None:
             parent.send((END, number, time.perf_counter() - begun_s))
 
 
-class _Ring:
+class Ring:
     """Memory shared with the parent, filled in a circle: it is freed in the order in which it is filled.
 
     Args:
@@ -136,7 +136,7 @@ class _Ring:
 class _Parent:
     """The connection to the parent: a thread listens, the main thread tells."""
 
-    def __init__(self, channel: Connection, ring: _Ring) -> None:
+    def __init__(self, channel: Connection, ring: Ring) -> None:
         self._channel, self._ring = channel, ring
         self._tasks: deque[tuple[Any, ...]] = deque()
         self._changed = threading.Condition()

@@ -12,6 +12,9 @@ import sys
 import textwrap
 import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,18 @@ import numpy as np
 import psutil
 import pytest
 from conversions import contents, members
+from folders import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import Interrupted, dies_always, dies_once, exits, fails_at_threes, large, slow, varied
+from PIL import Image
 
 import shard_tools
 from shard_tools import ShardWriter, lines, optimize
 from shard_tools.convert.journal import TargetNotEmptyError
+from shard_tools.functions.produce import Kind, Produce, ReadHere
+from shard_tools.running.parts import ExecutorRunner
+from shard_tools.running.process_main import Ring
 from shard_tools.running.progress import NoProgress
 from streaming import StreamingDataset
 from streaming.batches.bad_file import BadRecord, iter_records
@@ -39,6 +47,7 @@ from streaming.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from streaming.platforms import unnamed_file
 
 run: Any = functools.partial(optimize, progress=False)
 here: Any = functools.partial(run, workers=0)
@@ -509,3 +518,55 @@ def test_progress_counts_inputs(tmp_path: Path) -> None:
     optimize(varied, range(300), tmp_path / "t", workers=1, progress=told)
     assert (told.num, told.total) == (300, 300)
     assert told.num_bytes == sum(map(len, members(tmp_path / "t").values()))
+
+
+class Mortal(ThreadPoolExecutor):
+    """Does not survive calls with one input."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        start, part, _, avoid = args[0]
+        if 31 in range(start, start + len(part)) and 31 not in avoid:
+            function = _die
+        return super().submit(function, *args, **kwargs)
+
+
+def _die(*_: Any) -> None:
+    raise WorkerDiedError("gone")
+
+
+def test_an_input_that_no_call_elsewhere_survives_is_found() -> None:
+    work = Produce(function=made_samples.plain, read=ReadHere(), columns={}, name="plain")
+    with Mortal(3) as executor:
+        items = list(ExecutorRunner(work, executor, 4).items(lambda start, stop: [*range(start, stop)], 10, 90, 0))
+    assert [item.meta.number for item in items] == list(range(10, 90))
+    assert [item.meta.number for item in items if item.meta.kind is Kind.FAILED] == [31]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_shared_memory_holds_what_was_put_until_it_is_freed(data: st.DataObject) -> None:
+    """Regions never overlap while they are held; one that is larger than all fits alone."""
+    fd = unnamed_file("test-ring")
+    ring, held = Ring(fd, 4 * PAGESIZE), deque[tuple[int, bytes]]()
+    for number in range(data.draw(st.integers(1, 40))):
+        size = data.draw(st.sampled_from([0, 1, 100, PAGESIZE, 3 * PAGESIZE, 4 * PAGESIZE, 9 * PAGESIZE]))
+        content = bytes([number]) * size
+        while not ring.has_room(size):
+            assert held
+            held.popleft()
+            ring.free(1)
+        held.append((ring.put([content[: size // 2], content[size // 2 :]], size), content))
+        for offset, expected in held:
+            assert os.pread(fd, len(expected), offset) == expected
+    os.close(fd)
+
+
+def test_the_program_of_the_docs_runs(tmp_path: Path) -> None:
+    section = (ROOT / "docs/tools.md").read_text().partition("## Your own function")[2].partition("## index")[0]
+    text = section.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "photos").mkdir()
+    for number, size in enumerate([(300, 200), (80, 64), (63, 200), (64, 64)]):
+        Image.new("RGB", size).save(tmp_path / f"photos/{number}.jpg")
+    ran = script(tmp_path, text)
+    assert (ran.stdout, ran.returncode) == ("3 samples, 1 images too small\n", 0), ran.stderr
+    assert json.loads(members(tmp_path / "out")["000000003.json"]) == {"path": "photos/3.jpg", "size": [64, 64]}

@@ -130,3 +130,8 @@ def refuses_threes(sample: dict[str, Any]) -> Any:
     if sample["__key__"].endswith("3"):
         raise LookupError("a three")
     return {}
+
+
+def plain(number: int) -> dict[str, Any]:
+    """A number."""
+    return {"txt": str(number)}
