@@ -387,6 +387,8 @@ def map_command(
       shard_tools map s3://bucket/raw/ s3://bucket/small/ mymodule:resize --fields jpg
       shard_tools map shards/ english/ mymodule:clean --where "lang = 'en'" --on-error drop --write-bad bad.jsonl
     """
+    if on_error == "raise" and (max_bad is not None or write_bad is not None):
+        raise click.UsageError("--max-bad and --write-bad are for --on-error drop.")
     running = Running(
         workers=workers, engine=engine, on_error=on_error, max_bad_samples=max_bad, bad_samples_file=write_bad
     )

@@ -24,7 +24,7 @@ from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load
 from shard_tools.convert.records import Remarks, ShardOptions, Source, Standing, later_wrong_names, refuse_known
 from shard_tools.convert.rows import plain_value
 from shard_tools.running.progress import Progress
-from shard_tools.write.keys import WRONG_NAMES
+from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
@@ -385,6 +385,8 @@ def _write(
             try:
                 writer.write(record.sample)
             except ConfigError as error:
+                if not any(wrong_names([(record.key, record.fields)])):
+                    raise  # no name is wrong, so later ones are not looked for
                 raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
             remarks.add(record)
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)

@@ -171,7 +171,7 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
     Args:
         fn: Called with one input. It returns a sample, a dict of fields as ``ShardWriter.write`` takes them; or
             several, as a list or by ``yield``; or None. It runs in processes that do not import the main script, so
-            it may be defined there or in a notebook. It should be deterministic.
+            it may be defined there or in a notebook; what it prints goes to standard error. It should be deterministic.
         inputs: A list or another sequence; a set of samples (a dataset, or its URL); or a file of lines (a path that
             ends in ``.txt`` or ``.jsonl``, or ``shard_tools.lines(path)``). Samples come decoded, as from the dataset.
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.

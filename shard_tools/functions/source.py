@@ -148,7 +148,9 @@ class FunctionSource:
         partly = f", after {counted(made.part, 'sample')} of it" if made.part else ""
         if self.policy.on_error == "raise":
             error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
-            error.add_note(f"{self.name} failed on {where}{partly}; on_error='drop' leaves such inputs out")
+            error.add_note(
+                f"{self.name} failed on {where}{partly}; on_error='drop' (--on-error drop) leaves such inputs out"
+            )
             raise error
         if not self.tally.num_failed:
             _log.warning("%s failed on %s%s: %s; others like it are counted", self.name, where, partly, made.reason)

@@ -102,11 +102,15 @@ def digest_of(value: object) -> str:
     return sha.hexdigest()[:_SHOWN]
 
 
-def dumps(thing: Any) -> bytes:
+def dumps(thing: Any, what: str = "it") -> bytes:
     """Pickle for a process that does not have the main script.
 
+    Args:
+        thing: What is sent.
+        what: Its name, for the error.
+
     Raises:
-        ConfigError: It cannot be pickled; the message names the part.
+        ConfigError: It cannot be pickled.
     """
     main = sys.modules.get(_MAIN_OF_A_CHILD)
     if main is not None and main.__name__ == _MAIN_OF_A_CHILD:  # elsewhere it is another name of __main__
@@ -115,7 +119,7 @@ def dumps(thing: Any) -> bytes:
     try:
         cloudpickle.Pickler(out, protocol=5).dump(thing)
     except Exception as error:  # of anybody's __reduce__
-        raise ConfigError(f"it cannot be sent to worker processes: {error}") from error
+        raise ConfigError(f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}") from error
     return out.getvalue()
 
 

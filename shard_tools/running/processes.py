@@ -37,6 +37,7 @@ _AHEAD = 64  # parts of one process whose results may wait for those of another
 _TASKS = 2  # of a process at once, so that it does not wait for the next one
 _DEATHS = 2  # of processes at one input before it is taken for the cause
 _END_S = 2.0
+_STDERR = 2  # where processes print: standard output is for results
 _START = "import sys; sys.path[:] = {path!r}; from shard_tools.running.process_main import main; main({numbers!r})"
 
 
@@ -196,8 +197,8 @@ class ProcessRunner:
             return None
         start, stop = self._next, min(self._stop, self._next + self._pace.size)
         task = _Task(
-            number=self._count, start=start, num_inputs=stop - start, body=dumps(self._part(start, stop)),
-            skip=self._skip,
+            number=self._count, start=start, num_inputs=stop - start, skip=self._skip,
+            body=dumps(self._part(start, stop), f"one of the inputs {start} to {stop - 1}"),
         )  # fmt: skip
         self._next, self._skip, self._count = stop, 0, self._count + 1
         self._pending.append(task)
@@ -278,7 +279,7 @@ def _started(body: bytes, ring_bytes: int) -> _Process:
     code = _START.format(path=sys.path, numbers=numbers)
     with theirs, ours:
         popen = subprocess.Popen(  # noqa: S603  our own interpreter
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=numbers[:3]
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=_STDERR, pass_fds=numbers[:3]
         )
         channel = connection.Connection(os.dup(ours.fileno()))
     with suppress(OSError):  # it has died already

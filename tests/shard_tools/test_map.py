@@ -189,7 +189,7 @@ def test_failing_samples_are_listed_for_reshard(tmp_path: Path, source: Path) ->
     assert members(tmp_path / "good") == members(tmp_path / "t")
     refused = shell("map", source, tmp_path / "u", "made_samples:refuses_threes", "--write-bad", bad)
     assert refused.exit_code == 2
-    assert "is for on_error='drop'" in refused.stderr
+    assert "--max-bad and --write-bad are for --on-error drop." in refused.stderr
 
 
 def test_damaged_samples_are_failing_samples(tmp_path: Path, source: Path) -> None:

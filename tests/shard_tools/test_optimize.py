@@ -228,7 +228,10 @@ def test_the_first_failing_input_is_named(tmp_path: Path, workers: int) -> None:
     with pytest.raises(LookupError, match="no 13") as raised:
         run(fails_at_threes, [*range(10, 90)], tmp_path / "t", workers=workers)
     notes = "\n".join(raised.value.__notes__)
-    assert "made_samples.fails_at_threes failed on input 3 (13); on_error='drop' leaves such inputs out" in notes
+    assert (
+        "made_samples.fails_at_threes failed on input 3 (13); on_error='drop' (--on-error drop) leaves such inputs out"
+        in notes
+    )
     assert "in fails_at_threes" in notes  # where, in the process that ran it
     assert not (tmp_path / "t").exists() or not contents(tmp_path / "t")
 
@@ -351,6 +354,8 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
     ):
         run(made, range(3), tmp_path / "t", workers=1)
     assert here(made, range(3), tmp_path / "t").num_samples == 3
+    with pytest.raises(ConfigError, match=r"one of the inputs 0 to 0 cannot be sent to worker processes: TypeError"):
+        run(varied, [lock], tmp_path / "v", workers=1)
     with pytest.raises(WorkerError, match=r"cannot load the function: ModuleNotFoundError.*no_such_module"):
         run(Missing(), range(3), tmp_path / "u", workers=1)
 
@@ -363,6 +368,18 @@ class Missing:
 
     def __reduce__(self) -> Any:
         return exec, ("import no_such_module",)
+
+
+def test_a_column_of_several_types_ends_the_run_at_once(tmp_path: Path) -> None:
+    called = []
+
+    def made(number: int) -> Any:
+        called.append(number)
+        return {"json": {"value": number if number % 2 else str(number)}}
+
+    with pytest.raises(ConfigError, match=r"column 'json.value' of shard '000000.tar': its values have no common type"):
+        here(made, range(1000), tmp_path / "t", columns=["json.value"], max_samples=10)
+    assert len(called) < 80
 
 
 def test_memory_is_bounded_for_large_samples(tmp_path: Path) -> None:
