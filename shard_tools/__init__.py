@@ -39,6 +39,11 @@ _HOMES = {
 __all__ = ["ShardWriter", "lines", "optimize"]
 
 
+def __dir__() -> list[str]:
+    """Return all names, also of what is imported on first use."""
+    return sorted({*globals(), *_HOMES})
+
+
 def __getattr__(name: str) -> object:
     """Import a public name on first use: worker processes need none of them."""
     if name not in _HOMES:

@@ -29,6 +29,7 @@ VERBS = (
     "index",
     "verify",
     "reshard",
+    "map",
     "repair",
     "copy",
     "info",

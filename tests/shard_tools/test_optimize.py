@@ -353,7 +353,7 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
         r"enclosing function 'lock', of type lock .*; make it inside the function, or give workers=0",
     ):
         run(made, range(3), tmp_path / "t", workers=1)
-    assert here(made, range(3), tmp_path / "t").num_samples == 3
+    assert run(made, range(3), tmp_path / "t", workers=0).num_samples == 3
     with pytest.raises(ConfigError, match=r"one of the inputs 0 to 0 cannot be sent to worker processes: TypeError"):
         run(varied, [lock], tmp_path / "v", workers=1)
     with pytest.raises(WorkerError, match=r"cannot load the function: ModuleNotFoundError.*no_such_module"):
