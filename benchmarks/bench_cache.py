@@ -26,7 +26,7 @@ from streaming.cache.entry import HEADER_BYTES, file_bytes
 from streaming.cache.key import EntryKey
 from streaming.cache.paths import CachePaths
 from streaming.cache.space import Space
-from streaming.metrics import Metrics
+from streaming.counters import Metrics
 
 CHUNK_BYTES = 8 << 20
 URL = "s3://bucket/train/000000.tar"

@@ -15,11 +15,11 @@ from typing import Any
 
 from streaming.batches.build import BadSample, Part, Recipe
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.decode import resolve_decoders
 from streaming.engine.builders import Crew
 from streaming.engine.unindexed.gather import pack_samples
 from streaming.engine.unindexed.samples import RawSample
-from streaming.metrics import Metrics
 
 
 def sized(sample: dict[str, Any]) -> dict[str, Any]:

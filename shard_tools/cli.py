@@ -1,6 +1,7 @@
 """Parse the command line: every command is a thin wrapper around one library function.
 
-Exit codes: 0 done, 1 a finding or a failure, 2 wrong usage, 130 stopped by Ctrl-C. Results go to standard output,
+Exit codes: 0 done, 1 a finding or a failure, 2 wrong usage, 3 of commands that judge: they could not look, 130 stopped
+by Ctrl-C. Results go to standard output,
 progress and errors to standard error; an error is a single message, without a traceback unless ``--debug`` is given.
 """
 
@@ -11,18 +12,32 @@ from typing import Any
 
 import click
 
-from shard_tools import render
-from shard_tools.bench_verb import bench_command
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
-from shard_tools.column_verbs import column_group, show_added, view_group
 from shard_tools.columns.lift import lift_all
+from shard_tools.commands.bench import bench_command, trace_group
+from shard_tools.commands.clean import clean_command
+from shard_tools.commands.column import column_group, show_added, view_group
+from shard_tools.commands.diff import diff_command
+from shard_tools.commands.export import export_command
+from shard_tools.commands.map import map_command
+from shard_tools.commands.plan import plan_command
+from shard_tools.commands.show import show_command
+from shard_tools.commands.stats import stats_command
+from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
-from shard_tools.diff_verb import diff_command
-from shard_tools.functions.mapped import MapOptions, map_set
-from shard_tools.functions.run import Running
-from shard_tools.functions.source import ON_ERROR
-from shard_tools.options import (
+from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
+from shard_tools.running.progress import progress_bar
+from shard_tools.sets.bad_list import load_bad_list, records_of
+from shard_tools.sets.copy import copy
+from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
+from shard_tools.sets.reindex import index
+from shard_tools.sets.repair import repair
+from shard_tools.sets.rewrite.field_changes import FieldChanges
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.terminal import render
+from shard_tools.terminal.config_file import load_config
+from shard_tools.terminal.options import (
     COUNT,
     KEEP_ORDER,
     PAIR,
@@ -32,26 +47,19 @@ from shard_tools.options import (
     as_storage_options,
     duplicates_option,
     engine_option,
+    for_this_run,
     index_option,
     json_option,
     names,
     on_shards,
+    places_and_target,
+    quiet_option,
     typed_option,
     unfinished_option,
     with_storage_options,
+    writing_options,
 )
-from shard_tools.plan_verb import plan_command
-from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
-from shard_tools.running.progress import progress_bar
-from shard_tools.sets.bad_list import load_bad_list, records_of
-from shard_tools.sets.copy import copy
-from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.sets.reindex import index
-from shard_tools.sets.repair import repair
-from shard_tools.sets.reshard import ReshardOptions, reshard
-from shard_tools.stats_verb import stats_command
-from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
-from shard_tools.verbs import ToolGroup, emit, finish
+from shard_tools.terminal.verbs import ToolGroup, emit, finish
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -68,15 +76,30 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
         "column": column_group,
         "view": view_group,
         "plan": plan_command,
+        "clean": clean_command,
         "diff": diff_command,
+        "export": export_command,
+        "map": map_command,
         "bench": bench_command,
         "stats": stats_command,
+        "trace": trace_group,
+        "show": show_command,
     },
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "auto_envvar_prefix": "SHARD_TOOLS",
+    },
 )
 @click.version_option(VERSION, prog_name="shard_tools")
+@click.option(
+    "--config", metavar="FILE", is_eager=True, expose_value=False, callback=load_config,
+    help='Take options from this TOML file, such as max-bytes = "1GB" below [convert].',
+)  # fmt: skip
 def cli() -> None:
     """Pack, index, check and inspect WebDataset tar shards in any store.
+
+    Every option may also come from the environment: SHARD_TOOLS_CONVERT_MAX_BYTES=1GB is --max-bytes of convert.
 
     \b
     Example:
@@ -86,6 +109,7 @@ def cli() -> None:
 
 
 @cli.command("convert")
+@writing_options
 @click.argument("source")
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
@@ -168,6 +192,7 @@ def convert_command(
 
 
 @cli.command("index")
+@writing_options
 @engine_option
 @click.option("--workers", type=COUNT, help="Shards in parallel (default 8; on Ray 64).")
 @click.option("--force", is_flag=True, help="Rebuild existing indexes.")
@@ -214,6 +239,7 @@ def index_command(
 
 
 @cli.command("verify")
+@quiet_option
 @click.argument("urls", nargs=-1, metavar="URL...")
 @index_option
 @click.option("--decode", is_flag=True, help="Also decode every field.")
@@ -268,8 +294,8 @@ def verify_command(
 
 
 @cli.command("reshard")
-@click.argument("source")
-@click.argument("target")
+@writing_options
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET")
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
@@ -283,6 +309,15 @@ def verify_command(
     "--drop-missing", type=names, default=(), metavar="EXT,...", help="Leave out samples that lack one of these fields."
 )
 @click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
+@click.option("--drop-fields", type=names, default=(), metavar="EXT,...", help="Leave out these fields.")
+@click.option("--rename", type=PAIR, multiple=True, metavar="EXT=NEW", help="Give a field another name.")
+@click.option(
+    "--add",
+    type=PAIR,
+    multiple=True,
+    metavar="EXT=COLUMN",
+    help="Make a field from the values of a column, late or not.",
+)
 @click.option(
     "--dedupe", is_flag=True, help="Merge samples with the same key; of a field that occurs twice, keep the first."
 )
@@ -307,8 +342,7 @@ def verify_command(
 @json_option
 @with_storage_options
 def reshard_command(
-    source: str,
-    target: str,
+    sources: tuple[str, ...],
     *,
     shuffle: bool,
     seed: int | None,
@@ -330,79 +364,37 @@ def reshard_command(
       shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl' --drop-missing jpg,txt
       shard_tools reshard shards/ good/ --where "score >= 0.3" --columns score
       shard_tools reshard scattered/ whole/ --dedupe
+      shard_tools reshard shards/ renamed/ --rename jpeg=jpg --drop-fields pdf --add txt=caption
     """
+    places, target = places_and_target(sources)
     if seed is not None and not shuffle:
         raise click.UsageError("--seed is the seed of --shuffle; give both.")
     options = ReshardOptions(
         shuffle_seed=(seed or 0) if shuffle else None,
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         drop_missing=tuple(name.lstrip(".") for name in drop_missing),
+        changes=_changes(arguments),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
     with progress_bar("reshard", "samples") as progress:
         report = reshard(
-            source, target, options=options, storage_options=as_storage_options(arguments), progress=progress
+            places, target, options=options, storage_options=as_storage_options(arguments), progress=progress
         )
     emit(report, as_json=as_json, for_people=render.show_reshard)
 
 
-@cli.command("map")
-@click.argument("source")
-@click.argument("target")
-@click.argument("function", metavar="MODULE:FUNCTION")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
-@click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay as is.")
-@click.option("--where", metavar="CONDITION", help='Take only samples that match, such as "tokens >= 512".')
-@click.option("--view", metavar="NAME", help="Take only the samples of a saved view.")
-@click.option("--columns", type=names, default=(), metavar="A,B", help="Late columns to keep, in the sample tables.")
-@click.option(
-    "--on-error",
-    type=click.Choice(ON_ERROR),
-    default="raise",
-    show_default=True,
-    help="What to do with samples on which the function fails.",
-)
-@click.option("--max-bad", type=COUNT, help="With --on-error drop: most of these.  [default: 0.1 % of the samples]")
-@click.option("--write-bad", metavar="FILE", help="With --on-error drop: list them, for reshard --drop.")
-@engine_option
-@click.option("--workers", type=COUNT, help="Processes (default: one per core), or Ray tasks (default 64).")
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
-@index_option
-@unfinished_option
-@json_option
-@with_storage_options
-def map_command(
-    source: str, target: str, *, function: str, engine: str, workers: int | None, on_error: str, max_bad: int | None,
-    write_bad: str | None, fields: tuple[str, ...] | None, as_json: bool, **arguments: Any,
-) -> None:  # fmt: skip
-    """Write what your function makes of the samples of SOURCE into new shards in TARGET.
-
-    It gets a decoded sample (a dict), and returns the fields that change (None removes one), several such dicts, or
-    None to leave the sample out. Other fields keep their bytes, samples their keys and columns. It runs in processes. A
-    run that was stopped continues where it left off when it is run again.
-
-    \b
-    Example:
-      shard_tools map s3://bucket/raw/ s3://bucket/small/ mymodule:resize --fields jpg
-      shard_tools map shards/ english/ mymodule:clean --where "lang = 'en'" --on-error drop --write-bad bad.jsonl
-    """
-    if on_error == "raise" and (max_bad is not None or write_bad is not None):
-        raise click.UsageError("--max-bad and --write-bad are for --on-error drop.")
-    running = Running(
-        workers=workers, engine=engine, on_error=on_error, max_bad_samples=max_bad, bad_samples_file=write_bad
+def _changes(arguments: dict[str, Any]) -> FieldChanges:
+    """Take the options that change fields."""
+    rename, drop, add = (arguments.pop(name) for name in ("rename", "drop_fields", "add"))
+    return FieldChanges(
+        rename=tuple((old.lstrip("."), new.lstrip(".").lower()) for old, new in rename),
+        drop=tuple(name.lstrip(".") for name in drop),
+        add=tuple((name.lstrip(".").lower(), column) for name, column in add),
     )
-    storage_options = as_storage_options(arguments)
-    options = MapOptions(fields=None if fields is None else tuple(name.lstrip(".") for name in fields), **arguments)
-    with progress_bar("map", "samples") as progress:
-        report = map_set(
-            source, target, function, options=options, running=running, storage_options=storage_options,
-            progress=progress,
-        )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_made)
 
 
 @cli.command("repair")
+@writing_options
 @click.option("--to", "target", required=True, metavar="TARGET", help="Folder or prefix for the repaired shards.")
 @click.option("--drop-damaged", is_flag=True, help="Also write shards that have lost samples.")
 @on_shards
@@ -425,8 +417,8 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 
 
 @cli.command("copy")
-@click.argument("source")
-@click.argument("target")
+@writing_options
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET")
 @click.option(
     "--target-option",
     type=SECRET_PAIR,
@@ -441,7 +433,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 @json_option
 @with_storage_options
 def copy_command(
-    source: str, target: str, *, target_option: tuple[tuple[str, str], ...], as_json: bool, **arguments: Any
+    sources: tuple[str, ...], *, target_option: tuple[tuple[str, str], ...], as_json: bool, **arguments: Any
 ) -> None:
     """Copy the shards of SOURCE and their index to TARGET.
 
@@ -453,11 +445,13 @@ def copy_command(
       shard_tools copy s3://bucket/train/ /data/train/
       shard_tools copy shards/ s3://bucket/train/ --target-option endpoint_url=https://host:9000
     """
+    places, target = places_and_target(sources)
     storage_options = as_storage_options(arguments)
-    target_options = {key: typed_option(key, text) for key, text in target_option} or None
+    given = {key: typed_option(key, text) for key, text in target_option}
+    target_options = for_this_run(given) if given else None
     with progress_bar("copy", "shards") as progress:
         report = copy(
-            source,
+            places,
             target,
             storage_options=storage_options,
             target_options=target_options,

@@ -108,6 +108,22 @@ class StorageError(ShardstreamError, OSError):
     """A request to the store failed, after retries."""
 
 
+class ReadOnlyError(ShardstreamError):
+    """A write through a store that was opened with ``read_only=True``; nothing was written.
+
+    Attributes:
+        url: What would have been written or deleted.
+        action: ``"write"`` or ``"delete"``.
+    """
+
+    def __init__(self, url: str, action: str) -> None:
+        super().__init__(f"{redact(url)}: would {action} it, but this store is read-only (storage option read_only)")
+        self.url, self.action = url, action
+
+    def __reduce__(self) -> tuple[type[ReadOnlyError], tuple[str, str]]:
+        return ReadOnlyError, (self.url, self.action)
+
+
 class NotFoundError(StorageError, FileNotFoundError):
     """No such bucket, object or file, or nothing matches a pattern."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from streaming.arguments import (
     seconds_or_none,
     shows,
 )
+from streaming.counters import Observation
 from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
 from streaming.engine.workers.ring import PageLocker
@@ -43,6 +45,8 @@ from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.replicas.options import Replicas
 from streaming.replicas.start_check import StartCheck
+from streaming.tracing.file import TraceFile, checked_steps, here
+from streaming.tracing.recorder import Recorder
 from streaming.types import Sample, SamplesT
 
 _log = logging.getLogger("streaming.loader")  # whichever class it is, by the name that users filter by
@@ -114,6 +118,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
         self._check: StartCheck | None = None
+        self._tracing: Recorder | None = None
         self._finder = MeshFinder(device_mesh)
         self._open(self._finder.mesh)
 
@@ -417,6 +422,49 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         """
         return self._loop.report()
 
+    def trace(self, path: str | os.PathLike[str], steps: int = 20) -> None:
+        """Record the next ``steps`` steps of this loader, and write them to a file for Perfetto or chrome://tracing.
+
+        The file shows who did what and when: a lane for each thread that fetches or builds, each worker process, copies
+        to the device, and the consumer, who waits, gets a batch, or is in its own step; arrows lead from chunks to
+        batches to steps. ``shard_tools trace merge`` joins the files of several ranks and sums up where the time went.
+        A step begins when its batch is handed over, and ends when the next one is asked for; recording begins now.
+
+        The file is written when the steps are over, by the thread that then asks for a batch. With the steps so far it
+        is written when an epoch ends, which does not end the recording, and when the loader is closed, which does.
+        Until it is whole it has another name. If it cannot be written then, a warning says so.
+
+        Args:
+            path: Path of the file, which is replaced; ``{rank}`` stands for this process's rank.
+            steps: How many.
+
+        Raises:
+            ConfigError: An argument is invalid, nothing can be written at ``path``, or an earlier trace is still being
+                recorded.
+        """
+        number = checked_steps(steps)
+        self._look_again()
+        if self._tracing is not None and not self._tracing.is_over:
+            done = len(self._tracing.recording.steps)
+            raise ConfigError(
+                f"trace: an earlier call is still recording: {done} of {self._tracing.num_steps} steps are over. Wait "
+                "until its file is written, or close the loader, which writes it"
+            )
+        metrics, mesh = self._loop.metrics, self._finder.mesh
+        about = {**here(), "world_size": mesh.world_size, "data_rank": mesh.data_rank, "asked_steps": number}
+        file = TraceFile(path, mesh.rank, about)
+        self._tracing = Recorder(metrics, number, partial(_place_of, weakref.ref(self)), file.write)
+        weakref.finalize(self, self._tracing.close)
+
+    def _observed(self) -> Observation:
+        """Return what exporters read; from any thread, without looking for the mesh or opening anything."""
+        mesh, loop = self._finder.mesh, self._loop
+        place = loop.position.place
+        return Observation(
+            rank=mesh.rank, data_rank=mesh.data_rank, world_size=mesh.world_size, epoch=place.epoch,
+            samples_seen=place.samples_seen, numbers=loop.numbers(), readers=loop.numbers_elsewhere(),
+        )  # fmt: skip
+
     def describe(self) -> str:
         """Describe what the next batch is waiting for right now, one line per stage. May be called from any thread."""
         waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
@@ -443,7 +491,11 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
 
     def close(self) -> None:
         """Stop all threads and free memory. A running iterator raises an error; the loader itself can be used again."""
-        self._loop.close()
+        try:
+            self._loop.close()
+        finally:
+            if self._tracing is not None:
+                self._tracing.close()
 
     shutdown = close
     """The same method under the name that torchdata's DataLoader2 used."""
@@ -482,6 +534,13 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
             self.load_state_dict(self._loaded)
         self._loop.succeed(old)
         self.page_lock(self._locker)
+
+
+def _place_of(loader: weakref.ref[DeviceMeshFetcher[Any]]) -> tuple[int, int]:
+    """Return the place after the batch that training received last."""
+    alive = loader()
+    place = None if alive is None else alive._loop.position.place
+    return (-1, -1) if place is None else (place.epoch, place.samples_seen)
 
 
 def _committed(at: Any, global_batch_size: int) -> LoaderState | int:

@@ -26,6 +26,16 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+@cache
+def boot_id() -> bytes:
+    """Return what tells this start of the machine from others; empty where the system does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read(36)
+    except OSError:
+        return b""
+
+
 def has_worker_processes() -> bool:
     """Tell whether decode workers can run, which is the case on Linux."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")

@@ -24,6 +24,7 @@ from leftovers import our_threads
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that ``make matrix``, ``make torture`` and ``make differential`` set."""
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
+    parser.addoption("--pictures", action="store_true", help="write the pictures of the docs anew: docs/pictures")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both, and of the flips")

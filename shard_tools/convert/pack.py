@@ -152,6 +152,7 @@ class PackingRun:
         overwrite = self._work.options.overwrite
         if self._earlier.complete and not self._mark.is_set():
             return self
+        self._progress.start(total_bytes=self._work.reader.num_bytes, total=self._work.reader.num_records)
         self._mark.begin((lambda _: True) if overwrite else None)
         if overwrite:
             # The journal is deleted last: a run that is interrupted here starts with what is left.

@@ -21,8 +21,8 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import BadList
 from shard_tools.sets.open_set import open_set, table_of_shard
 from shard_tools.sets.pieces import ShardPieces
-from shard_tools.sets.selection import ShardPart, Taken, select
-from shard_tools.sets.shard_source import ShardSource
+from shard_tools.sets.rewrite.selection import ShardPart, Taken, select
+from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import home_of
 from streaming.decode import decode_field, resolve_decoders

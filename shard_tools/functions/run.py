@@ -248,6 +248,7 @@ def pack_made(
             inputs=inputs, runner=runner, columns=tuple(work.columns), policy=running.policy(), progress=progress,
             name=work.name,
         )  # fmt: skip
+        progress.start(total_bytes=None, total=len(inputs))
         packing = PackingRun(
             source, place, options, columns=source.columns, position=source, progress=NoProgress(), **how
         )  # fmt: skip

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
 
+from shard_tools.running.switches import is_on
 from streaming.arguments import format_bytes
+from streaming.errors import ReadOnlyError
 
 
 class Progress(Protocol):
@@ -46,11 +49,12 @@ class _Bar:
     task: TaskID
     counted: str
     num_total: int | None = None
+    total_bytes: int | None = None
     num_done: int = field(default=0)
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Set the totals."""
-        self.num_total = total
+        self.num_total, self.total_bytes = total, total_bytes
         self.display.update(self.task, total=total_bytes)
         self.advance()
 
@@ -59,6 +63,16 @@ class _Bar:
         self.num_done += num
         of_total = f"/{self.num_total:,}" if self.num_total else ""
         self.display.update(self.task, advance=num_bytes, items=f"{self.num_done:,}{of_total} {self.counted}")
+
+    @property
+    def work(self) -> str:
+        """The whole work in words; "" before it is known."""
+        return _in_words(self.num_total, self.counted, self.total_bytes)
+
+
+def _in_words(total: int | None, counted: str, total_bytes: int | None) -> str:
+    parts = ([f"{total:,} {counted}"] if total else []) + ([format_bytes(total_bytes)] if total_bytes else [])
+    return ", ".join(parts)
 
 
 class _Lines:
@@ -90,6 +104,11 @@ class _Lines:
             line = self._line(now_s - self._began_s)
         click.echo(line, err=True)
 
+    @property
+    def work(self) -> str:
+        """The whole work in words; "" before it is known."""
+        return _in_words(self._total, self._counted, self._total_bytes)
+
     def _line(self, seconds: float) -> str:
         of_total = f" of {self._total:,}" if self._total else ""
         of_bytes = f" of {format_bytes(self._total_bytes)}" if self._total_bytes else ""
@@ -100,9 +119,14 @@ class _Lines:
         )
 
 
+_TBar = TypeVar("_TBar", _Bar, _Lines)
+
+
 @contextlib.contextmanager
 def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every_s: float = 60.0) -> Iterator[Progress]:
     """Show a bar on standard error while the block runs, or a line a minute if that is not a terminal.
+
+    A :class:`~streaming.errors.ReadOnlyError` that ends the block learns, as ``work``, what was to be done.
 
     Args:
         title: What is being done.
@@ -110,8 +134,9 @@ def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every
         enabled: Whether to draw; default: when standard error is a terminal.
         every_s: Interval of the lines elsewhere.
     """
-    if not (sys.stderr.isatty() if enabled is None else enabled):
-        yield _Lines(title, counted, every_s)
+    if is_on("quiet") or not (sys.stderr.isatty() if enabled is None else enabled):
+        with _told(_Lines(title, counted, math.inf if is_on("quiet") else every_s)) as lines:
+            yield lines
         return
     columns = (
         TextColumn("{task.description}"),
@@ -121,5 +146,16 @@ def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as display:
-        yield _Bar(display=display, task=display.add_task(title, total=None, items=""), counted=counted)
+    display = RichProgress(*columns, console=Console(stderr=True), transient=True)
+    task = display.add_task(title, total=None, items="")
+    with display, _told(_Bar(display=display, task=task, counted=counted)) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
+def _told(progress: _TBar) -> Iterator[_TBar]:
+    try:
+        yield progress
+    except ReadOnlyError as error:
+        vars(error)["work"] = progress.work
+        raise

@@ -89,7 +89,7 @@ class _Shard:
 
 
 def copy(
-    source: str,
+    source: str | Sequence[str],
     target: str,
     *,
     index_url: str | None = None,
@@ -111,7 +111,7 @@ def copy(
     Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
 
     Args:
-        source: Indexed shards, as in ``StreamingDataset``.
+        source: Indexed shards, as in ``StreamingDataset``; several keep what differs of their folders.
         target: Directory or prefix.
         index_url: Location of the source's index, if not beside its shards.
         storage_options: How to reach the source.
@@ -135,17 +135,18 @@ def copy(
     place = Destination.of(target)
     if "{" in target:
         raise ConfigError(f"{redact(target)}: copied shards keep their names; give a folder or prefix")
-    if target_options is None:
-        refuse_overlap(source, place)
-        warn_of_nesting(source, place)
-    urls, marks = shards_beside([source], there, place.directory, allow_unfinished=allow_unfinished)
+    sources = [source] if isinstance(source, str) else list(source)
+    for one in sources if target_options is None else ():
+        refuse_overlap(one, place)
+        warn_of_nesting(one, place)
+    urls, marks = shards_beside(sources, there, place.directory, allow_unfinished=allow_unfinished)
     names = relative_names(urls)
     tables = load_tables(there, urls, index_url)
     shards = _shards(urls, names, in_order(urls, index_url, tables), place.directory)
     num_bytes = sum(shard.size_bytes for shard in shards)
     progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
-    mark = _mark_of(shards, here, source, None if marks else len(shards))
+    mark = _mark_of(shards, here, " ".join(sources), None if marks else len(shards))
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     if not overwrite:
         _check_notes(shards, there, here, index_url, contents)

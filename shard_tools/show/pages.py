@@ -1,17 +1,11 @@
-"""Make pages: each one file that needs no other, and asks for none."""
+"""Make the page of ``shard_tools stats``: one file that needs no other, and asks for none."""
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
-import os
 from dataclasses import dataclass
-from typing import Any
 
-from shard_tools.running.report import plain
-from shard_tools.running.templates import Template, jinja
-from shard_tools.show.plots import Histogram, Row, histogram, rows
+from shard_tools.show.base.plots import Histogram, Row, histogram, rows
+from shard_tools.show.base.render import render
 from shard_tools.stats.report import StatsReport
 from shard_tools.stats.sketches import Distribution, Top
 from streaming.arguments import counted, format_bytes
@@ -135,30 +129,3 @@ def _bytes(number: float | None) -> str:
 
 def _number(number: float | None) -> str:
     return "" if number is None else f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"
-
-
-def render(name: str, **values: Any) -> str:
-    """Return a page: a template with its values, the style, and a policy that allows this style alone."""
-    style = _template("style.css").render()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-    return _template(name).render(policy=policy, **values)
-
-
-@functools.cache
-def _template(name: str) -> Template:
-    return _environment().get_template(name)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _environment() -> Any:
-    jinja2 = jinja("--html", "show")
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(os.path.join(os.path.dirname(__file__), "templates")),
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_visible,
-    )  # fmt: skip
-
-
-def _visible(value: object) -> object:
-    """Show control characters of the data by their codes; what templates made stays as it is."""
-    return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import re
 from array import array
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from streaming.errors import ConfigError
 Ids: TypeAlias = npt.NDArray[np.uint32]
 """Token ids of one text, ``[num_tokens]``."""
 
+_UNKNOWN = "\ufffd"  # in place of a token without text
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
 _CL100K += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -41,6 +43,9 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """Return the text of each token, for people: joined, they are the text if no character is cut into tokens."""
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its name, None if there is none."""
@@ -69,6 +74,12 @@ class BytesTokenizer:
             for number, part in enumerate(parts)  # every second part is a separator: a special token
         ]
         return np.concatenate(whole).astype(np.uint32)
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """Return characters, each at its last byte, and the names of special tokens."""
+        names = {number: name for name, number in self.SPECIAL.items()}
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        return [reader.decode(bytes([one])) if one < 256 else names.get(one, _UNKNOWN) for one in ids.tolist()]
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a special token."""
@@ -105,6 +116,10 @@ class HuggingFaceTokenizer:
         encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [_of_list(one.ids) for one in encoded]
 
+    def pieces(self, ids: Ids) -> list[str]:
+        """Return the text of each token."""
+        return [self._library.decode([one], skip_special_tokens=False) or _UNKNOWN for one in ids.tolist()]
+
     def id_of(self, token: str) -> int | None:
         """Return the id of a token."""
         return self._vocabulary.get(token)
@@ -140,6 +155,11 @@ class SentencePieceTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
         return [_of_list(ids) for ids in self._library.encode(list(texts), out_type=int, num_threads=1)]
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """Return each piece, with spaces in place of the model's mark."""
+        known = (self._library.id_to_piece(one) if one < self.vocab_size else _UNKNOWN for one in ids.tolist())
+        return [piece.replace("\u2581", " ") for piece in known]
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a piece."""
@@ -196,6 +216,16 @@ class RanksTokenizer:
         """Return the ids of each text."""
         encode, allowed = self._encode, self._allowed
         return [encode(text, allowed_special=allowed, disallowed_special=()).astype(np.uint32) for text in texts]
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """Return the text of each token."""
+        return [self._piece(one) for one in ids.tolist()]
+
+    def _piece(self, one: int) -> str:
+        try:
+            return str(self._library.decode([one], errors="replace"))
+        except (KeyError, OverflowError):
+            return _UNKNOWN
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a special token."""

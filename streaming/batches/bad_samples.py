@@ -13,10 +13,10 @@ from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import LENGTH, BadSample, Samples
 from streaming.batches.loss_log import DROPPED, LossLog, cure_of
+from streaming.counters import Metrics
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
 from streaming.job.tally import Tally
-from streaming.metrics import Metrics
 
 _LISTED = 5
 _log = logging.getLogger(__name__)

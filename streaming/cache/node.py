@@ -22,8 +22,8 @@ from streaming.cache.key import EntryKey
 from streaming.cache.locks import Waiting, try_lock
 from streaming.cache.paths import CachePaths
 from streaming.cache.space import PartFile, Space
+from streaming.counters import Metrics
 from streaming.errors import ConfigError
-from streaming.metrics import Metrics
 
 RETRY_AFTER_S = 60.0
 """How long nothing is written after a disk error: long compared with one failed call, short compared with an epoch."""
@@ -163,7 +163,7 @@ class NodeCache:
                     os.unlink(path)
             return False
         if found is LookupResult.WHOLE:
-            self.metrics.add("cache_hits")
+            self.metrics.count("cache_hits")
             self.metrics.add("cache_hit_bytes", len(out))
         return found is LookupResult.WHOLE
 

@@ -14,14 +14,14 @@ import os
 import struct
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 
 import crc32c
 
 from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import Waiting, locked, try_lock, unlock
 from streaming.cache.paths import CachePaths, try_lock_existing
-from streaming.metrics import Metrics
+from streaming.counters import Metrics
+from streaming.platforms import boot_id
 
 LOW_WATER = 0.9
 """Share of the limit to evict down to: one scan of the directory pays for a tenth of the cache."""
@@ -29,7 +29,6 @@ _LOCK_LIMIT_S = 10.0
 """Far above the longest hold, one scan (0.2 s for 60,000 entries)."""
 _ROOM_LIMIT_S = 2.0
 """How long an entry may wait for room that other processes make or hold; a reader is waiting for it."""
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _RECORD = struct.Struct("<8s36sQI")
 _MAGIC = b"shstuse1"
 
@@ -211,27 +210,18 @@ def _live_bytes(path: str) -> int:
     return 0
 
 
-@cache
-def _boot_id() -> bytes:
-    try:
-        with open(_BOOT_ID, "rb") as file:
-            return file.read(36)
-    except OSError:  # not Linux: the counter is then trusted across restarts
-        return b""
-
-
 def _read(usage: int) -> int | None:
     record = os.pread(usage, _RECORD.size, 0)
     if len(record) != _RECORD.size:
         return None
-    magic, boot_id, used_bytes, crc = _RECORD.unpack(record)
-    if magic != _MAGIC or crc != crc32c.crc32c(record[:-4]) or boot_id.rstrip(b"\0") != _boot_id():
+    magic, boot, used_bytes, crc = _RECORD.unpack(record)
+    if magic != _MAGIC or crc != crc32c.crc32c(record[:-4]) or boot.rstrip(b"\0") != boot_id():
         return None
     return int(used_bytes)
 
 
 def _write(usage: int, used_bytes: int) -> None:
-    body = _RECORD.pack(_MAGIC, _boot_id(), used_bytes, 0)[:-4]
+    body = _RECORD.pack(_MAGIC, boot_id(), used_bytes, 0)[:-4]
     os.pwrite(usage, body + struct.pack("<I", crc32c.crc32c(body)), 0)
 
 

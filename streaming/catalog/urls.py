@@ -30,6 +30,7 @@ _DECOMPRESSORS = {
 _ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfss": "abfs"}
 _HIDDEN = re.compile(r"\.").match
 _log = logging.getLogger(__name__)
+_STARS = re.compile(r"(\*\*|\*)")
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 
@@ -37,10 +38,10 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
     """Return the shard URLs that ``spec`` names, in its order (listings sorted).
 
-    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several URLs; a
-    prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and
-    folders (whose names begin with a dot). Different spellings of a URL, and symbolic links, are recognized as the same
-    shard.
+    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; a ``*`` stands for what
+    the store lists (``part-*/*.tar``; ``**`` also for folders); ``::`` joins several URLs; a prefix or directory stands
+    for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and folders (whose names begin with a
+    dot). Different spellings of a URL, and symbolic links, are recognized as the same shard.
 
     Raises:
         ConfigError: A pattern is malformed, a shard is named twice, or it is compressed in another way.
@@ -179,12 +180,12 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
             f"{redact(url)}: this compression is not supported; decompress it (`{cure}`) and read the tar"
         )
     if path.endswith(SHARD_SUFFIXES) and not directory:
-        if "*" in path:
-            raise ConfigError(
-                f"{redact(url)!r}: '*' is not expanded; write braces, or name the directory to read all of it"
-            )
-        yield url
+        yield from _matching(url, storage) if _is_pattern(url) else [url]
         return
+    if "*" in path and not directory and _is_pattern(url):
+        raise ConfigError(
+            f"{redact(url)!r}: a pattern with '*' names shards, such as 'part-*/*.tar'; add the ending of the shards"
+        )
     if scheme_of(url) in HTTP_SCHEMES and not path.endswith("/"):
         yield url  # a download link whose name does not say what it is
         return
@@ -210,6 +211,32 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
             f"{', '.join(SHARD_SUFFIXES)}; "
             + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else "check the prefix")
         )
+
+
+def _is_pattern(url: str) -> bool:
+    """Tell whether ``*`` in a URL stands for other names; a local file may be called so."""
+    return "*" in split_query(url)[0] and not (scheme_of(url) == "file" and os.path.exists(local_path(url)))
+
+
+def _matching(url: str, storage: Storage) -> Iterator[str]:
+    """Yield the shards whose names match: ``*`` stands for any part of a name, ``**`` also for folders.
+
+    Raises:
+        ConfigError: The store lists nothing.
+        NotFoundError: None matches.
+    """
+    if scheme_of(url) in HTTP_SCHEMES:
+        raise ConfigError(f"{redact(url)!r}: '*' is not expanded, as web servers list nothing; write braces")
+    path, query = split_query(url)
+    base = path[: path.rfind("/", 0, path.index("*")) + 1]
+    parts = (".*" if part == "**" else "[^/]*" if part == "*" else re.escape(part) for part in _STARS.split(path))
+    matches = re.compile("".join(parts)).fullmatch
+    where = base or "./"
+    found = [info.url for info in storage.list(where + query) if is_shard(info.url, where)]
+    found = [one for one in found if matches(split_query(one)[0].removeprefix("" if base else where))]
+    if not found:
+        raise NotFoundError(f"no shards match {redact(url)}{looked_for(url)}; check the pattern")
+    yield from found
 
 
 def is_shard(url: str, base: str) -> bool:

@@ -71,7 +71,7 @@ class StreamingDataset(DataSet[SampleSource]):
         print(len(dataset), dataset[0]["__key__"])
 
     Args:
-        urls: The shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or
+        urls: The shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``) or ``*``, a prefix or
             directory, a list, or several of these joined by ``::``.
         index: Directory that holds the index; default: beside the shards.
         fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others

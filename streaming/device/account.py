@@ -6,11 +6,18 @@ import copy
 from collections import deque
 from typing import Any, Protocol
 
+from streaming.counters import Metrics
 from streaming.epochs.iterator import Batches
 
 
 class BatchAccount(Protocol):
-    """Tracks the consumer's position while the loader is ahead of it."""
+    """Tracks the consumer's position while the loader is ahead of it.
+
+    Attributes:
+        metrics: Where work on its batches is counted: with the loader, if it is one of ours.
+    """
+
+    metrics: Metrics
 
     def pulled(self) -> None:
         """Note that the loader has delivered a batch."""
@@ -28,6 +35,7 @@ class HeldBack:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
+        self.metrics = batches.metrics
 
     def pulled(self) -> None:
         """See ``BatchAccount``."""
@@ -44,10 +52,12 @@ class Noted:
     Attributes:
         state: Its ``state_dict()`` at the last batch handed out; None: it has none.
         epoch: Its epoch at that time; None: it has none.
+        metrics: Numbers that nobody reads.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        self.metrics = Metrics()
         self._ahead: deque[tuple[Any, Any]] = deque()
         self.state, self.epoch = self._now()
 

@@ -17,17 +17,20 @@ with the training loop for the interpreter lock, and makes shutdown harder.
 from __future__ import annotations
 
 import copy
+import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Self
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 
 from streaming.arguments import checks_names, is_whole
+from streaming.counters import Observation
 from streaming.device.account import BatchAccount, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
@@ -39,6 +42,14 @@ from streaming.forks import Maker
 from streaming.types import BatchT
 
 _END = object()
+
+
+class _Held(NamedTuple):
+    """A source that is kept until its copy is done, and when the copy was started."""
+
+    event: Event
+    source: Any
+    begun_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,9 +71,11 @@ class _Flight:
     depth: int
     account: BatchAccount
     watchdog: Watchdog
+    where: str
+    done_s: float = 0.0
     stage: str = "hands out batches"
     ahead: deque[Copied] = field(default_factory=deque)
-    held: deque[tuple[Event, Any]] = field(default_factory=deque)
+    held: deque[_Held] = field(default_factory=deque)
     steps: deque[Event] = field(default_factory=deque)
     failure: Exception | None = None
     has_failed: bool = False
@@ -92,8 +105,8 @@ class _Flight:
 
     def _advance(self) -> bool:
         self._pace()
-        while self.held and self.held[0][0].query():
-            self.held.popleft()
+        while self.held and self.held[0].event.query():
+            self._let_go()
         while len(self.ahead) <= self.depth and not self.ended:
             self._pull()
         if not self.ahead and self.failure is not None:
@@ -142,8 +155,8 @@ class _Flight:
         self.closed = self.ended = True
         try:
             while self.held:
-                self._await(self.held[0][0], "waits for copies under way, to end")
-                self.held.popleft()
+                self._await(self.held[0].event, "waits for copies under way, to end")
+                self._let_go()
             self.ahead.clear()
         finally:
             source, self.source = self.source, iter(())
@@ -152,6 +165,12 @@ class _Flight:
             self.watchdog.stop()
             if self.owns_source and hasattr(source, "close"):
                 source.close()
+
+    def _let_go(self) -> None:
+        """Release the oldest source, whose copy is done."""
+        held = self.held.popleft()
+        begun_s, self.done_s = max(held.begun_s, self.done_s), time.perf_counter()  # one copy after the other
+        self.account.metrics.observer.seen(self.where, "copies", begun_s, self.done_s, dict)
 
     def _pace(self) -> None:
         """Keep the host at most ``depth`` steps ahead of the device."""
@@ -164,7 +183,7 @@ class _Flight:
         """Block until ``event`` is done; a watchdog reports if that takes too long."""
         if event.query():
             return
-        with self._in_stage(stage):
+        with self._in_stage(stage), self.account.metrics.timed("wait_for_device_s"):
             self.watchdog.begin()
             try:
                 self.copier.wait(event)
@@ -181,20 +200,23 @@ class _Flight:
 
     def _pull(self) -> None:
         """Take one batch from the loader and start its copies."""
+        before, self.stage = self.stage, "waits for the loader"
         try:
-            with self._in_stage("waits for the loader"):
-                batch = next(self.source, _END)
+            batch = next(self.source, _END)
             if batch is _END:
                 self.ended = True
                 return
             self.account.pulled()
-            with self._in_stage("starts the copies of a batch"):
+            self.stage = "starts the copies of a batch"
+            with self.account.metrics.timed("copy_s"):
                 copied = self.copier.issue(batch)
         except Exception as error:  # noqa: BLE001  raised in its place, after the batches before it
             self.ended, self.has_failed, self.failure = True, True, error
         else:
-            self.held.append((copied.event, (batch, copied.staged)))
+            self.held.append(_Held(copied.event, (batch, copied.staged), time.perf_counter()))
             self.ahead.append(replace(copied, staged=()))
+        finally:
+            self.stage = before
 
 
 @checks_names()
@@ -268,6 +290,7 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
             account=self._noted or HeldBack(source), watchdog=self._watchdog(),
+            where=f"copies to {self.device}",
         )  # fmt: skip
         return _DeviceBatches(self, flight, turn)
 
@@ -321,9 +344,30 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         self._noted = None
 
     def metrics(self) -> dict[str, Any]:
-        """Return the loader's metrics; their ``wait_s`` is the time this object waited for the loader."""
+        """Return the loader's metrics; ``consumer_s`` is then the time between two batches that this object takes."""
         numbers: dict[str, Any] = self.loader.metrics()
         return numbers
+
+    def trace(self, path: str | os.PathLike[str], steps: int = 20) -> None:
+        """Record the next steps of the loop over this object, as the loader's ``trace`` does, with its copies.
+
+        A copy ends, in its lane, when the host first sees that it is done.
+
+        Raises:
+            ConfigError: The loader is none of ours; or see ``DataLoader.trace``.
+        """
+        trace = getattr(self.loader, "trace", None)
+        if trace is None:
+            raise ConfigError(
+                f"trace: works over a streaming.DataLoader only; this prefetcher copies the batches of a "
+                f"{type(self.loader).__name__}, whose work nobody records"
+            )
+        trace(path, steps)
+
+    def _observed(self) -> Observation:
+        """Return what exporters read of the loader; from any thread."""
+        found: Observation = self.loader._observed()
+        return found
 
     def describe(self) -> str:
         """Describe what this object and the loader are doing. May be called from any thread."""
@@ -445,6 +489,13 @@ class _DeviceBatches(Generic[BatchT]):
         if self._failure is not None:
             raise IteratorEndedError(self._failure)
         self._turn.has_begun = True
+        asked = self._flight.account.metrics.observer.asks()
+        if asked is None:
+            return self._next()
+        with asked:
+            return self._next()
+
+    def _next(self) -> BatchT:
         try:
             if self._flight.advance():
                 return self._hand_out()  # no name here: the consumer alone decides how long the batch lives

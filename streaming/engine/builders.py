@@ -18,13 +18,13 @@ from streaming.batches.draw_watch import DrawGuard, DrawSeenError, DrawWatch, na
 from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, PageLocker
-from streaming.metrics import Metrics
 
 Substitutes = Callable[[int], Iterator[Rows]]
 Attempt = Callable[[frozenset[str], BadSampleReport], Any]

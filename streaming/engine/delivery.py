@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -25,11 +24,11 @@ from typing import Any, Protocol
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport
 from streaming.batches.draw_watch import DrawSeenError
+from streaming.counters import Metrics
 from streaming.engine.builders import Builder
 from streaming.engine.status import thread_lines
 from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.engine.weigh import tensor_bytes, weigh
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.plan.memory import enough_for_batches_mib
 
@@ -128,7 +127,6 @@ class Delivery(ABC):
         self._tell = report
         self._changed = changed
         self._started = self._handed_out = first
-        self._handed_out_s = 0.0
         self._batch_bytes = batch_bytes
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._failure: BaseException | None = None
@@ -162,6 +160,10 @@ class Delivery(ABC):
         Raises:
             DrawSeenError: Only the consumer may build it. Another call does so.
         """
+
+    @abstractmethod
+    def _told(self, number: int) -> Mapping[str, Any]:
+        """Tell of a batch that was built what it is made of, for whoever watches; in any thread, without the lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -215,8 +217,6 @@ class Delivery(ABC):
             BaseException: Whatever kept the batch from being built, once; the run is closed then.
         """
         number = self._handed_out
-        if number > self._first:
-            self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
         if number >= self._num_batches:
             raise StopIteration
         # set before _closed is read; close() sets _closed before it reads this
@@ -240,7 +240,6 @@ class Delivery(ABC):
                     self._go_on()
                 if self._threads:
                     self._changed.notify_all()
-        self._handed_out_s = time.perf_counter()
         return value
 
     def _take_or_close(self, number: int) -> Any:
@@ -284,7 +283,7 @@ class Delivery(ABC):
 
     def _build_here(self, number: int) -> Any:
         """Build, in the consumer's thread, a batch that was begun, here or by a builder that had to leave it."""
-        with self._metrics.timed("build_in_consumer_s"):
+        with self._metrics.timed("build_in_consumer_s", self._told, number):
             try:
                 value = self._build(number)
             except DrawSeenError:
@@ -302,12 +301,11 @@ class Delivery(ABC):
             raise obstacle
         if self._can_start():
             self._changed.notify_all()
-        started_s = time.perf_counter()
-        self._changed.wait(LOOK_UP_S, when=partial(self._consumer_has_work, number))
-        waited_s = time.perf_counter() - started_s
-        self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
+        waiting = self._metrics.timed("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s")
+        with waiting:
+            self._changed.wait(LOOK_UP_S, when=partial(self._consumer_has_work, number))
         if number == self._first:
-            self._metrics.add("first_batch_wait_s", waited_s)
+            self._metrics.add("first_batch_wait_s", waiting.seconds)
 
     def _consumer_has_work(self, number: int) -> bool:
         """Tell whether the consumer, which waits for a batch, can take it, build it, call ``_go_on``, or end."""
@@ -391,7 +389,7 @@ class Delivery(ABC):
         error: BaseException | None = None
         num_bytes = object_bytes = 0
         try:
-            with self._metrics.timed("build_s"):
+            with self._metrics.timed("build_s", self._told, number):
                 value = self._build(number)
             num_bytes = weigh(value)
             object_bytes = num_bytes - tensor_bytes(value)
@@ -477,6 +475,15 @@ class Delivery(ABC):
             # Invariant: only one caller closes, and every thread that checks this stops at its next step
             self._closed = True
             return True
+
+    def ahead(self) -> dict[str, float]:
+        """Count the batches that are ahead of the consumer, by what is done for them; from any thread."""
+        if self._closed or not self._changed.acquire(timeout=_LOCK_S):
+            return {}
+        try:
+            return {"fetched_ahead": max(0, self._num_ready() - self._handed_out), "built_ahead": len(self._results)}
+        finally:
+            self._changed.release()
 
     def describe(self) -> str:
         """Describe what the next batch waits for and what every stage is doing; from any thread."""

@@ -25,6 +25,7 @@ from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.engine.builders import Builder
 from streaming.engine.delivery import Delivery
 from streaming.engine.groups import BatchGroups, Group
@@ -34,7 +35,7 @@ from streaming.engine.source import Source
 from streaming.engine.status import PipelineStatus, status_lines
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DecodeError, MemoryLimitError
-from streaming.metrics import Metrics
+from streaming.fetch.read import UnitKey
 from streaming.plan.plan import Plan
 
 _BLOCKS_AHEAD = 16
@@ -100,7 +101,8 @@ class Pipeline(Delivery):
         self._block_batches = max(1, min(BLOCK_SAMPLES // rows_per_batch, few_passes, plan.stretch_batches))
         self._planned = 0
         self._needs = units.needs()
-        self._next_need: Need | None = next(self._needs, None)
+        self._next_need: Need | None = None
+        self._look_ahead()
         self._coming: deque[tuple[Need, Unit, int]] = deque()
         self._items = settings.recipe.items
         self._lookup = Lookup(plan, source, store, settings.recipe, settings.fields)
@@ -109,6 +111,7 @@ class Pipeline(Delivery):
         self._num_built = 0
         self._groups = BatchGroups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
         self._group: Group | None = None
+        self._told_keys: dict[int, UnitKey] = {}
         self._start()
 
     # --- under the lock ---
@@ -162,7 +165,7 @@ class Pipeline(Delivery):
             self._coming.append((need, unit, wanted.lead))
             if (work := self._items.ahead(self._lookup, need.unit, need.pass_number)) is not None:
                 self._store.beside(work)
-            self._next_need = next(self._needs, None)
+            self._look_ahead()
         while self._coming and self._coming[0][1].ready:
             self._store.settle(self._coming[0][1])
             if self._coming[0][1].failure is not None:
@@ -183,10 +186,15 @@ class Pipeline(Delivery):
         # Invariant: no batch from first_batch on is built before this, so the last one will release the unit.
         self._releases[need.last_batch].append(unit)
 
+    def _look_ahead(self) -> None:
+        with self._metrics.timed("plan_s"):
+            self._next_need = next(self._needs, None)
+
     def _plan_block(self) -> None:
         first = self._planned
         self._planned = min(first + self._block_batches, self._plan.num_batches)
-        self._blocks.append(self._units.block(first, self._planned))
+        with self._metrics.timed("plan_s"):
+            self._blocks.append(self._units.block(first, self._planned))
 
     def _finish(self, batch: int) -> None:
         """Release, after a batch is built, the units that it was the last to need."""
@@ -237,7 +245,7 @@ class Pipeline(Delivery):
 
     def _cut(self, group: Group, batch: int) -> Any:
         """Return the batch from its group; after its last batch the group is released."""
-        with self._metrics.timed("build_in_consumer_s"):
+        with self._metrics.timed("build_in_consumer_s", self._told, batch):
             if group.allocate is not self._builder.allocate:  # page-locking was switched on or off
                 self._group = group = self._groups.moved(group, self._builder.allocate)
             try:
@@ -282,6 +290,28 @@ class Pipeline(Delivery):
 
             valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
             return self._builder.build(rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch)
+
+    def _told(self, number: int) -> dict[str, Any]:
+        with self._changed:
+            # The block of a batch is there until the batch is given back, unless the run has ended meanwhile.
+            block = next((one for one in self._blocks if one.first <= number < one.last), None)
+            if block is None:
+                return {}
+            low, high = block.rows.row_splits[number - block.first : number - block.first + 2].tolist()
+            units, rows = np.unique(block.units[low:high], return_index=True)
+            keys = [self._key_of(unit) for unit in units.tolist()]
+        chunks = block.rows.chunk_ids[low:high][rows].tolist()
+        return {
+            "batch": number, "row": self._plan.row_of(number), "samples": high - low,
+            "made_of": dict(zip(keys, chunks, strict=True)),
+        }  # fmt: skip
+
+    def _key_of(self, unit: int) -> UnitKey:
+        """Return what identifies a unit, for whoever watches; those of a window are asked for by each batch."""
+        key = self._told_keys.get(unit)
+        if key is None:
+            key = self._told_keys[unit] = self._units.wanted(unit).key
+        return key
 
     def _report(self, bad: BadSample) -> None:
         """Report a bad sample, by its key and location if they are known."""

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from streaming.batches.build import BadSampleReport
+from streaming.counters import Metrics
 from streaming.engine.builders import Crew
+from streaming.engine.delivery import Delivery
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
@@ -16,7 +18,6 @@ from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.engine.workers.ring import PageLocker
 from streaming.fetch.read import FetchRange
 from streaming.forks import in_children
-from streaming.metrics import Metrics
 from streaming.plan.demand import Demand, Rooms
 from streaming.plan.plan import Plan
 
@@ -41,6 +42,7 @@ class Contents(Protocol):
 
 
 _Contents = TypeVar("_Contents", bound=Contents)
+_Delivery = TypeVar("_Delivery", bound=Delivery)
 
 
 class Machinery(Generic[_Contents]):
@@ -58,6 +60,7 @@ class Machinery(Generic[_Contents]):
         self.contents: _Contents | None = None
         self._metrics = metrics
         self._locker: PageLocker | None = None
+        self._delivery: weakref.ref[Delivery] | None = None
         in_children(self, Machinery.leave_behind)
 
     def open(self, make: Callable[[], tuple[Crew, _Contents]]) -> tuple[Crew, _Contents]:
@@ -86,12 +89,20 @@ class Machinery(Generic[_Contents]):
         """Start worker processes anew if what the user's functions refer to has changed; return whether it has."""
         return self.crew is not None and not self.crew.abandoned and self.crew.renew()
 
+    def serves(self, delivery: _Delivery) -> _Delivery:
+        """Note which run uses this now, and return it."""
+        self._delivery = weakref.ref(delivery)
+        return delivery
+
     def gauges(self) -> dict[str, float]:
-        """Return the current values of gauges, by name."""
+        """Return the current values of gauges, by name; from any thread."""
         self._note_peak()
-        crew = self.crew
+        crew, delivery = self.crew, None if self._delivery is None else self._delivery()
         ring = None if crew is None else crew.ring
         return {
+            "fetched_ahead": 0,
+            "built_ahead": 0,
+            **({} if delivery is None else delivery.ahead()),
             "arena_limit_bytes": 0 if self.contents is None else self.contents.limit_bytes,
             "arena_bytes": 0 if crew is None else crew.arena.used_bytes,
             "ring_bytes": 0 if ring is None else ring.held_bytes,
@@ -109,7 +120,7 @@ class Machinery(Generic[_Contents]):
         """Forget, in a forked child, the threads, processes and shared memory of the parent."""
         if self.crew is not None:
             self._end.detach()
-        self.crew = self.contents = None
+        self.crew = self.contents = self._delivery = None
 
     def _note_peak(self) -> None:
         ring = None if self.crew is None else self.crew.ring
@@ -154,7 +165,8 @@ class PlanReader:
         Raises:
             MemoryLimitError: What is needed at once does not fit.
         """
-        demand = self.rooms.demand(plan, self.dp_rank)
+        with self._metrics.timed("plan_s"):
+            demand = self.rooms.demand(plan, self.dp_rank)
         demand.check(resumed=resumed)
         return lambda: self._read(plan, demand)
 
@@ -176,10 +188,11 @@ class PlanReader:
                 # What is kept and wanted is held again; everything else that was retained is free.
                 num_kept = store.keep_first([] if demand.is_sliced else self._first_units(plan, demand.limit_bytes))
             _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)
-        return Pipeline(
+        pipeline = Pipeline(
             plan=plan, dp_rank=self.dp_rank, units=units, source=self.source, store=store,
             settings=self._settings(crew), metrics=self._metrics, report=self._report,
         )  # fmt: skip
+        return self._machinery.serves(pipeline)
 
     def _first_units(self, plan: Plan, limit_bytes: int) -> Iterator[FetchRange]:
         """Yield the chunks that this rank needs first, at least as many as fit.

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, Protocol, Self
 
+from streaming.counters import Metrics
 from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.position import Place, Position
 from streaming.epochs.watch import Watchdog
 from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
-from streaming.metrics import Metrics
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+from streaming.tracing.ranges import ProfilerRanges
 from streaming.types import BatchT
 
 NO_SOURCES_SEEN = (
@@ -120,7 +121,7 @@ class Loop(ABC):
 
     def __init__(self, shape: Shape, position: Position | None = None) -> None:
         self.position = Position() if position is None else position
-        self.metrics = Metrics()
+        self.metrics = Metrics(ProfilerRanges())
         self.shape = shape
         self.running: Run | None = None
         self.announce: Callable[[Loop, Place], None] | None = None
@@ -215,6 +216,14 @@ class Loop(ABC):
     def report(self) -> dict[str, Any]:
         """Return all metrics and bad samples, by name."""
 
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of ``report`` that this process knows; from any thread."""
+        return self.metrics.snapshot()
+
+    def numbers_elsewhere(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of processes that read for this one, by data rank, as far as they answer at once."""
+        return {}
+
     def page_lock(self, locker: Any) -> None:  # noqa: B027  most have nothing to lock
         """Page-lock batches from now on, if the loop builds them itself; None turns this off."""
 
@@ -258,6 +267,7 @@ class Loop(ABC):
 
     def succeed(self, other: Loop) -> None:
         """Take the place of another loop over the same dataset: in its epoch, with the seed that it was given."""
+        self.metrics.observer = other.metrics.observer
         here, there = self.position, other.position
         self.set_epoch(there.place.epoch)
         seed, has_begun = there.next_seed, there.place.has_begun
@@ -312,9 +322,11 @@ class Batches(Generic[BatchT]):
         self._loop = loop
         self._watchdog = watchdog
         self._place: Place | None = None  # after the last batch handed out; None: not begun
+        self._was: Place | None = None  # before it
         self._run: Run | None = None
         self._is_over = False
         self._failure: str | None = None
+        self._handed_out_s: float | None = None
         self._asked = threading.RLock()
         self._turn = loop.position.open()
         loop.stop()
@@ -327,7 +339,13 @@ class Batches(Generic[BatchT]):
         """Return the next batch. The position advances before the batch is returned."""
         self._maker.check()
         with self._asked:  # held until the position has advanced, so that no two threads begin, or take the same batch
-            return self._answer()
+            asked = self._loop.metrics.observer.asks()
+            if asked is None:
+                return self._answer()
+            with asked:
+                batch = self._answer()
+                asked.got(self._told())
+                return batch
 
     def _answer(self) -> BatchT:
         if self._is_over:
@@ -338,16 +356,30 @@ class Batches(Generic[BatchT]):
             self._turn.check()
         if self._failure is not None:
             raise IteratorEndedError(self._failure)
-        begun_s = time.thread_time()
+        begun_s, begun_thread_s = time.perf_counter(), time.thread_time()
         try:
             self._watchdog.begin()
-            return self._next()
+            batch = self._next()
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._watchdog.end()
-            self._loop.metrics.add("consumer_thread_s", time.thread_time() - begun_s)
+        self._count(begun_s, begun_thread_s)
+        return batch
+
+    def _count(self, begun_s: float, begun_thread_s: float) -> None:
+        """Count a batch that is about to be handed out, and how the consumer's time was spent since the last one."""
+        last_s, now_s = self._handed_out_s, time.perf_counter()
+        self._handed_out_s = now_s
+        spent = {
+            "batches": 1, "in_loader_s": now_s - begun_s, "consumer_thread_s": time.thread_time() - begun_thread_s
+        }  # fmt: skip
+        if last_s is None:
+            spent["first_batch_s"] = now_s - begun_s
+        else:
+            spent["consumer_s"] = begun_s - last_s
+        self._loop.metrics.add_each(spent)
 
     def hold_back(self, change: int) -> None:
         """Change the number of batches that were handed out but not yet received by training.
@@ -371,6 +403,11 @@ class Batches(Generic[BatchT]):
         self._loop.position.hold_back(change)
 
     @property
+    def metrics(self) -> Metrics:
+        """Where the loop counts, for wrappers that count with it."""
+        return self._loop.metrics
+
+    @property
     def has_ended(self) -> bool:
         """Whether it was superseded, or its loader was closed."""
         return self._turn.has_ended
@@ -391,11 +428,22 @@ class Batches(Generic[BatchT]):
         if place is None or run is None:
             place, run = self._begin()
         batch: BatchT = self._taken(run)
+        self._was = place
         after = self._place = self._loop.after_batch(place, run)
         self._is_over = after.epoch != place.epoch
         self._loop.position.advance(after)
-        self._loop.metrics.add("batches")
         return batch
+
+    def _told(self) -> dict[str, Any]:
+        """Tell which step the batch handed out last is of, for whoever watches."""
+        loop, was, now = self._loop, self._was, self._place
+        if was is None or now is None:
+            return {}
+        row = loop.row_of(was)
+        return {
+            "epoch": was.epoch, "samples_seen": was.samples_seen, "row": row, "after": (now.epoch, now.samples_seen),
+            "global_batch_size": loop.shape.sizes.at(row),
+        }  # fmt: skip
 
     def _begin(self) -> tuple[Place, Run]:
         place, seed = self._loop.position.begin(self._turn)

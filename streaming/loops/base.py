@@ -12,6 +12,7 @@ from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw, own_generators
+from streaming.counters import Metrics
 from streaming.engine.builders import Crew
 from streaming.engine.reading import Contents, Machinery
 from streaming.engine.source import ShardSet
@@ -23,7 +24,6 @@ from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
-from streaming.metrics import Metrics
 from streaming.plan.memory import Budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
@@ -215,11 +215,16 @@ class BaseLoop(Loop, Generic[_Contents]):
 
     def report(self) -> dict[str, Any]:
         """Return all metrics, and the bad samples of this epoch by name."""
+        return {**self.numbers(), "bad": self._account.bad.listing()}
+
+    @override
+    def numbers(self) -> dict[str, float]:
         shared = {name: value - self._earlier.get(name, 0) for name, value in self._read_set.counters().items()}
         gauges = self._machinery.gauges()
+        gauges["requests_in_flight"] = len(self._read_set.in_flight())
         own = self.metrics.snapshot()
         gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
-        return {**own, **shared, **gauges, "bad": self._account.bad.listing()}
+        return {**own, **shared, **gauges}
 
     def describe(self) -> str:
         """Describe what the loop is waiting for right now."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from infra import DeviceMesh
 from streaming.batches.portion import Portion
+from streaming.counters import Metrics
 from streaming.engine.builders import Crew, is_surely_trivial
 from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
@@ -26,7 +27,6 @@ from streaming.job.agreement import Facts
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.course import Course, course_of, ranks_together
 from streaming.loops.runs import Begin, NotedRun, SegmentedRun, what_changes
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.plan.demand import Rooms
 from streaming.plan.ledger import NO_OTHER_SEED

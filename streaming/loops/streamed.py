@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
+from streaming.counters import Metrics
 from streaming.engine.builders import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
@@ -15,7 +16,6 @@ from streaming.epochs.iterator import Run, staged
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
-from streaming.metrics import Metrics
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
@@ -157,7 +157,7 @@ class StreamedLoop(BaseLoop[_Window]):
             keep_duplicates=self.dataset.duplicate_keys == "keep",
             max_gzip_ratio=self.dataset.max_gzip_ratio,
         )
-        return ShardStream(
+        stream = ShardStream(
             self.dataset.storage,
             settings,
             self._machinery.open(partial(_open_crew, config, self.metrics))[0],
@@ -166,6 +166,7 @@ class StreamedLoop(BaseLoop[_Window]):
             metrics=self.metrics,
             report=self._account.bad.report,
         )
+        return self._machinery.serves(stream)
 
 
 def _open_crew(config: LoopConfig, metrics: Metrics) -> tuple[Crew, _Window]:

@@ -33,10 +33,10 @@ from torch.utils.data import Dataset, Sampler
 from infra import DeviceMesh
 from streaming.arguments import check_choice, checked_int, checked_limit, checks_names, is_number, most_bad
 from streaming.batches.loss_log import LossLog, user_trace
+from streaming.counters import Metrics
 from streaming.epochs.position import Lasting
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally
-from streaming.metrics import Metrics
 from streaming.platforms import unnamed_file
 
 _BATCH = TypeVar("_BATCH")

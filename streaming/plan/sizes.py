@@ -105,7 +105,7 @@ class Steps:
     def at(self, row: int) -> int:
         """Return the number that holds at a row."""
         steps = self.steps
-        return steps[0][1] if len(steps) == 1 else value_at(steps, row)  # once for each batch, almost always of one step
+        return steps[0][1] if len(steps) == 1 else value_at(steps, row)  # asked once for each batch
 
     def next_change(self, row: int) -> int | None:
         """Return the next row at which the number changes."""

@@ -8,8 +8,10 @@ is restarted by Ray and asked the same again, and nothing is lost or duplicated.
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -20,7 +22,7 @@ from infra import DeviceMesh
 from streaming.arguments import format_bytes, is_whole
 from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
-from streaming.errors import ConfigError, StateError
+from streaming.errors import ConfigError, StateError, WorkerError
 from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.settings import Shape
 from streaming.remote import cluster
@@ -280,6 +282,19 @@ class RemoteLoop(Loop):
             "bad": [bad for report in readers for bad in report["bad"]],
             "readers": readers,
         }
+
+    @override
+    def numbers_elsewhere(self) -> dict[int, dict[str, float]]:
+        """See ``Loop``: a reader that does not answer within seconds, or has died, is left out."""
+        found: dict[int, dict[str, float]] = {}
+        asked = [cluster.ask(actor, "reports") for actor in list(self._actors)]
+        until_s = time.monotonic() + _DESCRIBE_S
+        for ranks, answer in zip(self._ranks, asked, strict=False):  # there are no actors while it is closed
+            with suppress(TimeoutError, WorkerError):
+                reports = cluster.get(answer, timeout_s=max(0.0, until_s - time.monotonic()))
+                for data_rank, report in zip(ranks, reports, strict=True):
+                    found[data_rank] = {name: one for name, one in report.items() if name != "bad"}
+        return found
 
     def describe(self) -> str:
         """Return what the first running reader waits for, or that Ray has not started it."""

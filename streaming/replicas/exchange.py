@@ -22,11 +22,11 @@ import torch.distributed as dist
 from infra import DeviceMesh
 from streaming.batches.build import Items
 from streaming.batches.jagged import Allocate
+from streaming.counters import Metrics
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError
 from streaming.forks import in_children
-from streaming.metrics import Metrics
 from streaming.packing.balance import exchange
 from streaming.replicas.batch_codec import ALIGN_BYTES, decode, encode
 from streaming.replicas.group import gloo_group

@@ -5,6 +5,7 @@ threads in ``requests``, shared definitions in ``base``. Handles bytes and URLs;
 """
 
 from streaming.errors import redact, redact_text
+from streaming.storage.adapters.local import files_left, remove_left
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,
     ChangedError,
@@ -41,12 +42,14 @@ __all__ = [
     "StorageOptions",
     "StoreWriter",
     "as_url",
+    "files_left",
     "join_url",
     "local_path",
     "looked_for",
     "mirrors_of",
     "redact",
     "redact_text",
+    "remove_left",
     "scheme_of",
     "split_query",
     "split_url",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from streaming.errors import ConfigError, NotFoundError, StorageError, redact
+from streaming.counters import Metrics
+from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, StorageError, redact
 from streaming.forks import in_children, never_free
-from streaming.metrics import Metrics
 from streaming.storage.adapters.object import OBJECT_SCHEMES
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,
@@ -150,6 +150,7 @@ class Storage:
 
     def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
         """Create or replace ``url`` with ``data``, atomically: readers see either the old or the new content."""
+        self._check_writable(url, "write")
         view = memoryview(data).cast("B")
         if scheme_of(url) in OBJECT_SCHEMES and len(view) > DEFAULT_PART_BYTES:
             with self.open_write(url) as writer:
@@ -163,11 +164,17 @@ class Storage:
         In object stores, up to ``part_bytes`` are a single put, and more an upload in parts of that size, sent while
         the caller writes.
         """
+        self._check_writable(url, "write")
         return self._store.adapter(url).open_write(url, part_bytes)
 
     def delete(self, url: str) -> None:
         """Remove ``url``; does nothing if there is no such object."""
+        self._check_writable(url, "delete")
         self._store.call(url, lambda adapter: adapter.delete(url))
+
+    def _check_writable(self, url: str, action: str) -> None:
+        if self._options.read_only:
+            raise ReadOnlyError(url, action)
 
     def _connect_anew(self) -> None:
         """Reset a forked child: the connections, threads and history that it inherits are its parent's."""
@@ -241,7 +248,7 @@ class Storage:
 
 def _count(metrics: Metrics, observer: Observer | None, name: str, amount: int) -> None:
     """Count under the name in ``metrics``, and tell the observer."""
-    metrics.add(_METRICS.get(name, name), amount)
+    metrics.count(_METRICS.get(name, name), amount)
     if observer is not None:
         observer(name, amount)
 

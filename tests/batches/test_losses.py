@@ -20,9 +20,9 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
 from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import BadSample
+from streaming.counters import Metrics
 from streaming.errors import TooManyBadSamplesError
 from streaming.job.tally import Tally
-from streaming.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -40,11 +40,11 @@ from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
 from streaming.cache.paths import CachePaths
 from streaming.catalog.urls import expand_urls
+from streaming.counters import Metrics
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import MAX_UNPACKED_BYTES, read_facts, sealed
 from streaming.index.sample_table import SampleTable
-from streaming.metrics import Metrics
 from streaming.storage import Storage, redact
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS, split_name

@@ -15,13 +15,13 @@ import pytest
 from data_sets import write_set
 
 from streaming import DataLoader, ShuffleConfig
+from streaming.counters import Metrics
 from streaming.engine.memory import mapped
 from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
-from streaming.metrics import Metrics
 
 MIB = 1 << 20
 

@@ -36,13 +36,13 @@ from streaming import (
     StreamingDataset,
     TorchIterable,
 )
+from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.memory.mapped import NoMaps
 from streaming.errors import ConfigError, IteratorSupersededError, StateError
 from streaming.job import store as job_store_module
 from streaming.loops import base
-from streaming.metrics import Metrics
 from streaming.replicas import start_check
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

@@ -21,7 +21,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.diff import read
 from shard_tools.diff.compare import DiffOptions, DiffReport, diff
-from shard_tools.sets.reshard import ReshardOptions, reshard
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from streaming.catalog.build import index_shards
 from streaming.errors import ChecksumError
 from streaming.index.cutter import ChunkRule

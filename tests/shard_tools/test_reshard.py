@@ -20,13 +20,13 @@ from fault_proxy import Fault, FaultProxy
 from forked import Forked, killed_until_it_is_done
 from servers import MiniS3Server, fresh_name
 
-import shard_tools.sets.shard_source as shard_source
+import shard_tools.sets.rewrite.shard_source as shard_source
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
-from shard_tools.sets.reshard import ReshardOptions, ReshardReport, reshard
-from shard_tools.sets.selection import Taken
+from shard_tools.sets.rewrite.reshard import ReshardOptions, ReshardReport, reshard
+from shard_tools.sets.rewrite.selection import Taken
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DuplicateKeyError, NotFoundError
@@ -362,7 +362,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 STOPPER = """
 import os, sys
 import shard_tools.write.writer as writer
-from shard_tools.sets.reshard import ReshardOptions, reshard
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 stop_at = int(sys.argv[3])
 write = writer.ShardWriter.write
 def counted(self, sample, state=[0]):

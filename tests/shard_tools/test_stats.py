@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from chromium import Chromium, installed
+from browser import Tab
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
@@ -780,30 +780,25 @@ def test_nothing_of_the_data_is_markup(hostile_page: Path) -> None:
     assert "style=" not in text
 
 
-@pytest.mark.skipif(installed() is None, reason="no Chromium here")
 @pytest.mark.timeout(240)
-def test_the_page_in_a_browser(hostile_page: Path, tmp_path: Path) -> None:
-    with Chromium(tmp_path / "profile") as browser:
-        browser.width(360)
-        browser.open(hostile_page)
-        assert browser.value("document.querySelectorAll('article').length") > 8
+def test_the_page_in_a_browser(hostile_page: Path, tab: Callable[..., Tab]) -> None:
+    colors = {}
+    for scheme in ("light", "dark"):
+        seen = tab(color_scheme=scheme)
+        seen.open(hostile_page.as_uri())
+        assert seen.value("document.querySelectorAll('article').length") > 8
         for width in (360, 768, 1920, 3840):
-            browser.width(width)
-            assert browser.value("document.documentElement.scrollWidth") <= width
-            assert browser.value("document.querySelector('article').getBoundingClientRect().width") > 200
-        colors = {}
-        for scheme in ("light", "dark"):
-            browser.scheme(scheme)
-            colors[scheme] = browser.value("getComputedStyle(document.body).backgroundColor")
-        brightness = {name: sum(map(int, re.findall(r"\d+", color)[:3])) for name, color in colors.items()}
-        assert brightness["light"] > 700
-        assert brightness["dark"] < 100
-        assert browser.value("document.querySelectorAll('script, img, iframe').length") == 0
-        asked = [one["request"]["url"] for one in browser.seen("Network.requestWillBeSent")]
-        assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-        assert browser.seen("Page.javascriptDialogOpening") == []
-        assert [one for one in browser.seen("Log.entryAdded") if one["entry"]["level"] == "error"] == []
-        assert browser.value("getComputedStyle(document.querySelector('.plot rect')).fill") != "rgb(0, 0, 0)"
+            seen.width(width)
+            assert seen.value("document.documentElement.scrollWidth") <= width
+            assert seen.value("document.querySelector('article').getBoundingClientRect().width") > 200
+        colors[scheme] = seen.value("getComputedStyle(document.body).backgroundColor")
+        assert seen.value("document.querySelectorAll('script, img, iframe').length") == 0
+        assert [url for url in seen.asked if not url.startswith(("file:", "data:"))] == []
+        assert seen.dialogs == seen.errors == []
+        assert seen.value("getComputedStyle(document.querySelector('.plot rect')).fill") != "rgb(0, 0, 0)"
+    brightness = {name: sum(map(int, re.findall(r"\d+", color)[:3])) for name, color in colors.items()}
+    assert brightness["light"] > 700
+    assert brightness["dark"] < 100
 
 
 def test_without_jinja_the_page_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, TargetNotEmptyError, convert
 from shard_tools.sets.copy import copy
 from shard_tools.sets.repair import repair
-from shard_tools.sets.reshard import ReshardOptions, reshard
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, UnfinishedError

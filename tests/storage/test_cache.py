@@ -29,8 +29,8 @@ from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
 from streaming.cache.key import EntryKey, normalized
 from streaming.cache.locks import try_lock, unlock
 from streaming.cache.paths import CachePaths
+from streaming.counters import Metrics
 from streaming.errors import ConfigError, TransferError
-from streaming.metrics import Metrics
 
 URL = "s3://bucket/train/000000.tar"
 BLOCK = 4096
@@ -364,7 +364,7 @@ def test_a_counter_that_cannot_be_believed_is_made_anew(
     else:
         fd = os.open(usage, os.O_RDWR)
         with monkeypatch.context() as patch:
-            patch.setattr(space, "_boot_id", lambda: b"an earlier start of the machine")
+            patch.setattr(space, "boot_id", lambda: b"an earlier start of the machine")
             space._write(fd, 0)
         os.close(fd)
     reader.read(8)

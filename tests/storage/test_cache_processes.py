@@ -22,7 +22,7 @@ from streaming.cache import NodeCache, space
 from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import locked
 from streaming.cache.paths import CachePaths
-from streaming.metrics import Metrics
+from streaming.counters import Metrics
 
 FORKED = multiprocessing.get_context("forkserver")
 NUM_PROCESSES = 8

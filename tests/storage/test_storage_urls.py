@@ -98,7 +98,7 @@ class TestExpand:
         with pytest.raises(ConfigError, match="named twice"):
             expand_urls(spec, Storage())
 
-    @pytest.mark.parametrize("spec", ["s3://b/{000..099.tar", "a.tar::", "", [], "s3://b/*.tar", [3]])
+    @pytest.mark.parametrize("spec", ["s3://b/{000..099.tar", "a.tar::", "", [], "s3://b/a*/", "http://b/*.tar", [3]])
     def test_malformed_pattern_is_refused(self, spec) -> None:
         with pytest.raises(ConfigError):
             expand_urls(spec, Storage())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import browser
 import fsspec.asyn
 import pytest
 from forked import IMPORTS, Forked
@@ -167,3 +169,30 @@ def join_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peers | None], None]:
             monkeypatch.setattr(module, "job_peers", lambda _: peers)
 
     return join
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A browser, started once; tests that ask for it are skipped where none is installed."""
+    with browser.running() as found:
+        yield found
+
+
+@pytest.fixture
+def tab(chromium: Any) -> Iterator[Callable[..., browser.Tab]]:
+    """Opens pages in contexts of their own: ``tab(color_scheme="dark")``; they are closed after the test."""
+    opened: list[browser.Tab] = []
+
+    def new(**context: Any) -> browser.Tab:
+        opened.append(browser.Tab(chromium, **context))
+        return opened[-1]
+
+    yield new
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def pictures(request: pytest.FixtureRequest) -> browser.Pictures:
+    """Compares pages with the pictures of the docs; with ``--pictures`` takes them anew."""
+    return browser.Pictures(renew=request.config.getoption("--pictures"))

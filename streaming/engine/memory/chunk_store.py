@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.mapped import FileMaps, NoMaps
 from streaming.engine.memory.row_table import RowTable
@@ -16,7 +18,6 @@ from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexFormatError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 
 IN_FLIGHT_BYTES = 128 << 20
@@ -64,6 +65,14 @@ class Unit:
     failure: BaseException | None = None
     asked_at_s: float = field(default_factory=time.monotonic)
     begun_at_s: float = 0.0
+
+    def told(self) -> dict[str, Any]:
+        """Tell what is fetched, for whoever watches."""
+        wanted = self.wanted
+        return {
+            "of": wanted.key, "shard": wanted.shown_url, "byte_start": wanted.byte_start, "bytes": wanted.num_bytes,
+            "samples": wanted.num_samples, "waited_s": self.begun_at_s - self.asked_at_s,
+        }  # fmt: skip
 
 
 class UnitTable:
@@ -293,6 +302,7 @@ class ChunkStore:
             found = self._fetched(unit)
         except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
             _note(unit, error)
+        self._metrics.add("fetched_chunks")
         with self.changed:
             try:
                 self._enter(unit, found)
@@ -309,15 +319,12 @@ class ChunkStore:
 
     def _fetched(self, unit: Unit) -> UnitLayout | TakeApart:
         """Fetch the bytes of a unit to their place in the arena."""
-        try:
-            with self.arena.view[unit.start : unit.start + unit.num_bytes] as out:
-                if self._maps.map(unit.wanted, unit.start, out):
-                    self._metrics.add("mapped_bytes", unit.num_bytes)
-                    return self._apart(unit.wanted)
-                return self._fetch(unit.wanted, out)
-        finally:
-            self._metrics.add("fetch_s", time.monotonic() - unit.begun_at_s)
-            self._metrics.add("fetched_chunks")
+        place = slice(unit.start, unit.start + unit.num_bytes)
+        with self._metrics.timed("fetch_s", unit.told), self.arena.view[place] as out:
+            if self._maps.map(unit.wanted, unit.start, out):
+                self._metrics.count("mapped_bytes", unit.num_bytes)
+                return self._apart(unit.wanted)
+            return self._fetch(unit.wanted, out)
 
     def _enter(self, unit: Unit, found: UnitLayout | TakeApart | None) -> None:
         """Enter the samples of a unit into the row table, or keep the function that locates them. Under the lock."""

@@ -22,12 +22,12 @@ from streaming.batches.build import BadSampleReport, BatchBuilder, Mask
 from streaming.batches.draw_watch import DrawSeenError
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.engine.builders import Crew
 from streaming.engine.delivery import Delivery
 from streaming.engine.unindexed.gather import Packing, alone, neighbors, pack_samples
 from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.unindexed.samples import RawSample, StreamSettings, samples_of
-from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.storage import Storage, redact
 
@@ -80,7 +80,7 @@ class ShardStream(Delivery):
         )  # fmt: skip
         self._settings = settings
         self._draw_key = epoch_key(settings.order.seed, settings.epoch)
-        self._reader = ReadAhead(storage, settings.piece_bytes)
+        self._reader = ReadAhead(storage, settings.piece_bytes, metrics)
         self._crew = crew
         self._arena = crew.arena
         self._gathered: dict[int, _Gathered] = {}
@@ -97,6 +97,11 @@ class ShardStream(Delivery):
 
     def _stop_reading(self) -> None:
         self._reader.close()
+
+    def _told(self, number: int) -> dict[str, Any]:
+        shape = self._settings.shape
+        samples = shape.rows(number, self._settings.dp_rank)[1]
+        return {"batch": number, "row": number * shape.global_batch_size, "samples": samples}
 
     def _give_back(self) -> None:
         """Free the room in the arena."""

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from streaming.counters import Metrics
 from streaming.engine.threads.jobs import JobThreads
 from streaming.monitor import Monitor
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 
 PIECE_BYTES = 8 << 20
 PIECES_AHEAD = 4
@@ -49,9 +50,11 @@ class ReadAhead:
     Args:
         storage: Store of the objects.
         piece_bytes: Bytes of one request.
+        metrics: Where the time of its threads is counted; None: nowhere.
     """
 
-    def __init__(self, storage: Storage, piece_bytes: int) -> None:
+    def __init__(self, storage: Storage, piece_bytes: int, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
         self._storage = storage
         self._piece_bytes = piece_bytes
         self._changed = Monitor()
@@ -86,7 +89,8 @@ class ReadAhead:
     def _read(self, url: str, start: int, stop: int) -> memoryview:
         place = start // self._piece_bytes % (PIECES_AHEAD + 1) * self._piece_bytes
         out = self._room[place : place + stop - start]
-        self._storage.read_into(url, start, out)
+        with self._metrics.timed("fetch_s", _told, url, start, stop):
+            self._storage.read_into(url, start, out)
         return out
 
     def _ask(self, work: Callable[[], _T]) -> _Answer[_T]:
@@ -112,3 +116,7 @@ class ReadAhead:
         if answer.error is not None:
             raise answer.error
         return answer.value  # type: ignore[return-value]  # it is there
+
+
+def _told(url: str, start: int, stop: int) -> dict[str, Any]:
+    return {"shard": redact(url), "byte_start": start, "bytes": stop - start}

@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -218,6 +219,7 @@ class _Worker:
                 _trim_heap()
 
     def _answer(self, order: BatchOrder) -> tuple[Any, ...]:
+        begun_s = time.perf_counter()
         slot = self._slots[order.slot]
         rows: Rows | None = None
         if self._broken is not None:
@@ -228,7 +230,7 @@ class _Worker:
             self._found.clear()
             self._row[0] = -1
             batch, writer = self._built(order, rows, slot)
-            return DONE, pack(batch, rows, writer)
+            return DONE, pack(batch, rows, writer), (begun_s, time.perf_counter())
         except _AbortedError:
             return (ABORTED,)
         except ChannelClosedError:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, Recipe
 from streaming.batches.rows import Rows
+from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
 from streaming.engine.threads.stacks import state_of
@@ -38,7 +39,6 @@ from streaming.engine.workers.processes import Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.errors import ConfigError, WorkerDiedError
-from streaming.metrics import Metrics
 from streaming.storage import redact
 
 MAX_DEATHS = 3
@@ -62,12 +62,17 @@ class _Job:
     substitutes: Substitutes
     report: BadSampleReport
     seed: int | None
+    batch: int
     num_reported: int = 0
     deaths: list[str] = field(default_factory=list)
     failed_starts: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _worker: Worker | None = None
     _given_up: bool = False
+
+    def told(self) -> dict[str, Any]:
+        """Tell what is built, for whoever watches."""
+        return {"batch": self.batch, "samples": len(self.rows.keys)}
 
     def begin(self, worker: Worker) -> None:
         """Note that ``worker`` has the job now."""
@@ -198,10 +203,10 @@ class WorkerPool:
             GivenUpError: The batch was given up.
             BaseException: Whatever the recipe's functions raised, with the worker's traceback as a note.
         """
-        job = _Job(rows, valid, substitutes, report, seed)
+        job = _Job(rows, valid, substitutes, report, seed, batch)
         self._jobs.add(job)
         try:
-            return self._recipe.finished(self._done(job, batch))
+            return self._recipe.finished(self._done(job))
         finally:
             self._jobs.discard(job)
 
@@ -256,11 +261,11 @@ class WorkerPool:
 
     # --- the dialogue about one batch ---
 
-    def _done(self, job: _Job, number: int) -> Any:
+    def _done(self, job: _Job) -> Any:
         """Return the batch, without ``finish``; see ``build``."""
         while True:
             worker = self._processes.take()
-            worker.work = BatchWork(number, job.rows.keys, job.rows.urls)
+            worker.work = BatchWork(job.batch, job.rows.keys, job.rows.urls)
             job.begin(worker)
             batch: Any = None
             is_dead, error = False, None
@@ -340,6 +345,8 @@ class WorkerPool:
             (kind, *rest), _ = worker.channel.receive()
             if kind == DONE:
                 parcel: Parcel = rest[0]
+                # Processes of one machine share the clock.
+                self._metrics.observer.seen(f"worker {worker.pid}", "build_in_worker", *rest[1], job.told)
                 return parcel
             if kind == FAILED:
                 raise _BatchFailedError(error_from_wire(rest[0]))

@@ -215,7 +215,7 @@ class _FileWriter(StoreWriter):
             except FileNotFoundError:  # the directory was empty, and somebody removed it just now
                 os.makedirs(self._directory, exist_ok=True)
             except FileExistsError:
-                if not _remove_left(self._temporary):
+                if not remove_left(self._temporary):
                     return None
             else:
                 return self._descriptor
@@ -269,7 +269,7 @@ class _FileWriter(StoreWriter):
         try:
             with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
                 if self._descriptor is None:  # interrupted where it is not known whether the file was made
-                    _remove_left(self._temporary)
+                    remove_left(self._temporary)
                 elif _is_at(self._descriptor, self._temporary):  # not if it is published
                     os.unlink(self._temporary)
         finally:
@@ -286,7 +286,13 @@ class _FileWriter(StoreWriter):
             os.close(descriptor)
 
 
-def _remove_left(path: str) -> bool:
+def files_left(folder: str) -> Iterator[str]:
+    """Yield the temporary files below a folder, of writers that are running or were killed."""
+    for directory, _, names in os.walk(folder):
+        yield from (os.path.join(directory, name) for name in sorted(names) if name.startswith(_TEMPORARY))
+
+
+def remove_left(path: str) -> bool:
     """Remove a temporary file that no writer has locked; tell whether it is gone."""
     try:
         # For writing, which locks of network file systems need. Without O_NOFOLLOW, a link could name any file.

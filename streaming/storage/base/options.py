@@ -84,6 +84,7 @@ class StorageOptions:
         mirrors: Prefix → whole copies of the objects below it: one or a list, each a URL or a dict of ``url`` and the
             options that differ from these. Used when the primary fails for good.
         retry: Time-outs and retries; set by options of their own, see :class:`RetryPolicy`.
+        read_only: Refuse every write and every deletion, before anything is sent.
         hedge: Whether a read that stalls gets a second request for the missing bytes; not for files.
     """
 
@@ -106,6 +107,7 @@ class StorageOptions:
     mirrors: Mapping[str, tuple[Mirror, ...]] = field(default_factory=dict, repr=False)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     hedge: bool = True
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         if self.client not in {None, "fsspec", "obstore"}:
@@ -124,7 +126,7 @@ class StorageOptions:
         return found | secrets_of(self.endpoint_url or "")
 
 
-_BOOLEANS = {"anon", "requester_pays", "path_style", "hedge"}
+_BOOLEANS = {"anon", "requester_pays", "path_style", "hedge", "read_only"}
 _TIMES = tuple(item.name for item in fields(RetryPolicy))
 _NAMES = tuple(item.name for item in fields(StorageOptions) if item.name != "retry")
 
@@ -156,7 +158,13 @@ def _checked(name: str, value: object) -> object:
     """Return ``value`` if its type fits; never shown, since it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
     if value is None and name != "hedge":
-        return None if name not in {"anon", "requester_pays", "fsspec"} else expected() if expected is bool else {}
+        return (
+            None
+            if name not in {"anon", "requester_pays", "fsspec", "read_only"}
+            else expected()
+            if expected is bool
+            else {}
+        )
     if not isinstance(value, expected):
         raise ConfigError(f"storage option {name}: expected {expected.__name__}, got {type(value).__name__}")
     return value

@@ -1,0 +1,171 @@
+"""Parse the commands that say where the time goes: ``bench`` on this machine, ``trace`` in a job that ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from shard_tools.bench.prices import load_prices
+from shard_tools.bench.run import BenchOptions, BenchReport, bench
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.terminal.options import (
+    COUNT,
+    SIZE,
+    as_storage_options,
+    index_option,
+    json_option,
+    unfinished_option,
+    with_storage_options,
+)
+from shard_tools.terminal.verbs import emit
+from shard_tools.trace.merge import MergeReport, RankReport, merge_traces
+from streaming.arguments import counted, format_bytes
+from streaming.storage import Storage
+
+_OF_DATASET = ("cache_dir", "cache_limit")
+
+
+@click.command("bench")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="Time to measure, beside what it takes to start.",
+)
+@click.option("--bytes", "max_bytes", type=SIZE, default="1GB", show_default=True, help="Bytes to read, about.")
+@click.option("--batch-size", type=COUNT, default=64, show_default=True, help="Samples per batch, as in training.")
+@click.option(
+    "--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's memory limit, as in training."
+)
+@click.option("--prices", metavar="FILE", help="TOML or JSON with prices, in place of the built-in ones.")
+@index_option
+@unfinished_option
+@json_option
+@with_storage_options
+def bench_command(urls: tuple[str, ...], *, prices: str | None, as_json: bool, **arguments: Any) -> None:
+    """Measure how fast this machine reads a set, and say what limits it.
+
+    Measures the store (latency and bandwidth, by size and number of requests), decoding (on threads and in processes)
+    and delivery (a DataLoader loop with nothing that uses its batches). Says which of them limits and why, suggests
+    settings for DataLoader and StreamingDataset, and what an epoch costs. Nothing is written.
+
+    \b
+    Example:
+      shard_tools bench s3://bucket/train/
+      shard_tools bench s3://bucket/train/ --seconds 60 --bytes 10GB --batch-size 256 --json
+      shard_tools bench gs://bucket/train/ --prices prices.toml
+    """
+    storage_options = as_storage_options(arguments)
+    index_url = arguments.pop("index_url")
+    table = None if prices is None else load_prices(Storage(storage_options).read(prices), prices)
+    with progress_bar("bench", "measurements") as progress:
+        report = bench(
+            urls, storage_options=storage_options, index_url=index_url, progress=progress,
+            options=BenchOptions(prices=table, **arguments),
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show)
+
+
+def _show(report: BenchReport) -> None:
+    """Print what was measured, and the advice."""
+    click.echo(f"limit: {report.limit}; {report.why}")
+    click.echo(f"sure?  {report.sure}")
+    click.echo("")
+    for one in report.probes:
+        click.echo(
+            f"store     {format_bytes(one.size_bytes):>10} x {one.at_once:<3} {format_bytes(one.bytes_per_s):>10}/s, "
+            f"{one.read_s * 1000:,.1f} ms each, spread {one.spread:.0%}"
+            f"{f', repeated after failures: {one.retries:,}' if one.retries else ''}"
+        )
+    if report.decoding is not None:
+        alone = report.decoding
+        processes = "" if alone.processes is None else f", {alone.processes:,.0f} in {alone.num} processes"
+        click.echo(
+            f"decoding  {alone.one_thread:,.0f} samples/s on a thread, {alone.threads:,.0f} on {alone.num}{processes}"
+        )
+    if report.not_decoded:
+        click.echo(f"          as bytes, since most do not decode: {plain(', '.join(report.not_decoded))}")
+    for loop in report.deliveries:
+        settings = ", ".join(f"{name}={value}" for name, value in loop.settings.items())
+        said = loop.refused or (
+            f"{loop.samples_per_s:,.0f} samples/s; waits for bytes {loop.fetch_share:.0%}, for batches "
+            f"{loop.build_share:.0%}"
+        )
+        click.echo(f"delivery  {settings}: {said}")
+    click.echo("")
+    dataset = [f"{name}={report.suggest[name]!r}" for name in _OF_DATASET if name in report.suggest]
+    loader = [f"{name}={value!r}" for name, value in report.suggest.items() if name not in _OF_DATASET]
+    click.echo(f"use    DataLoader(…, {', '.join(loader)})")
+    if dataset:
+        click.echo(f"       StreamingDataset(…, {', '.join(dataset)})")
+    for name, value in report.convert.items():
+        click.echo(f"       shard_tools reshard … --{name.replace('_', '-')} {value}: larger shards have larger chunks")
+    click.echo(f"       {report.expect}")
+    _show_cost(report)
+
+
+def _show_cost(report: BenchReport) -> None:
+    cost = report.cost
+    said = f"epoch  {counted(cost.requests, 'request')}, {format_bytes(cost.num_bytes)}"
+    if cost.for_requests is None:
+        click.echo(f"{said}; no prices are known for this store, give --prices")
+        return
+    click.echo(
+        f"{said}: {cost.for_requests:,.2f} {cost.currency} for requests, and for bytes {cost.same_region:,.2f} in the "
+        f"store's region, {cost.internet:,.2f} out to the internet ({cost.prices})"
+    )
+
+
+@click.group("trace")
+def trace_group() -> None:
+    """Join and sum up the traces that ``loader.trace(path)`` writes."""
+
+
+@trace_group.command("merge")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("-o", "--out", metavar="OUT", help="The file to write, for Perfetto. Default: none, only the summary.")
+@json_option
+def merge_command(files: tuple[str, ...], *, out: str | None, as_json: bool) -> None:
+    """Join the traces of several ranks in one file, and say what they waited for.
+
+    Give the files that `loader.trace("trace-{rank}.json")` wrote. Ranks on one machine share its clock. The times of a
+    rank on another machine are shifted, such that its steps end when those of the lowest rank do; the summary says by
+    how much, and how far apart they are then. Open the result at ui.perfetto.dev, or in chrome://tracing.
+
+    \b
+    Example:
+      shard_tools trace merge trace-*.json -o trace.json
+      shard_tools trace merge trace-0.json --json
+    """
+    emit(merge_traces(files, out), as_json=as_json, for_people=_show_merged)
+
+
+def _show_merged(report: MergeReport) -> None:
+    """Print a line for each rank, and who is waited for."""
+    for one in report.ranks:
+        click.echo(_rank_line(one))
+    if (worst := report.worst) is not None:
+        rank, cause, count = worst
+        longest = max(step.seconds for step in report.steps if (step.rank, step.cause) == (rank, cause))
+        click.echo(
+            f"longest before a batch: rank {rank}, {cause}, in {count} of {counted(len(report.steps), 'step')} that "
+            f"all took, up to {longest * 1000:,.1f} ms"
+        )
+    missing = report.world_size - len(report.ranks)
+    if missing:
+        click.echo(f"without {counted(missing, 'rank')} of {report.world_size}", err=True)
+    if report.path is not None:
+        click.echo(f"written: {plain(report.path)}")
+
+
+def _rank_line(one: RankReport) -> str:
+    whole_s = sum(one.seconds.values())
+    said = ", ".join(f"{cause} {seconds / whole_s:.0%}" for cause, seconds in one.seconds.items() if whole_s)
+    shift = "" if one.is_same_clock else f"; shifted by {one.shift_us / 1000:+,.3f} ms"
+    end = "" if one.spread_us is None else f"; its steps end within {one.spread_us / 1000:,.1f} ms of the first's"
+    cut = "; cut off, it was full" if one.is_cut_off else ""
+    return f"rank {one.rank:<4} {counted(one.steps, 'step')}, {whole_s:,.2f} s: {said or 'nothing'}{shift}{end}{cut}"

@@ -1,0 +1,193 @@
+"""Parse the command ``stats``, and show its report as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.running.templates import jinja
+from shard_tools.show.pages import stats_page
+from shard_tools.stats.report import StatsReport
+from shard_tools.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
+from shard_tools.stats.sketches import WORDS, Distribution, Top
+from shard_tools.stats.totals import FieldTotals
+from shard_tools.terminal.options import COUNT, on_shards
+from shard_tools.terminal.verbs import emit
+from streaming.arguments import counted, format_bytes
+from streaming.errors import ConfigError
+from streaming.filters.select import parse_subset
+from streaming.storage import Storage, redact_text
+
+_SHOWN = 6  # words of a field, values of a column
+_RARE = 100  # a value that less than one in so many samples has
+
+
+@click.command("stats")
+@click.option(
+    "--limit", type=COUNT, default=DEFAULT_LIMIT, show_default=True, metavar="N",
+    help="Read the bytes of N samples, spread over all shards.",
+)  # fmt: skip
+@click.option("--all", "everything", is_flag=True, help="Read the bytes of all samples; can be stopped and continued.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of their choice.")
+@click.option("--where", metavar="CONDITION", help="Only samples that match; see docs/filters.md.")
+@click.option("--view", metavar="NAME", help="Only the samples of a saved view.")
+@click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000.")
+@click.option("--html", metavar="FILE", help="Also write the report as one HTML file, with plots (extra: show).")
+@click.option(
+    "--journal", default=JOURNALS, show_default=True, metavar="URL",
+    help="With --all: folder or prefix where the progress is kept until it is done.",
+)  # fmt: skip
+@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards in parallel.")
+@on_shards
+@click.pass_context
+def stats_command(
+    context: click.Context, /, *, urls: tuple[str, ...], storage: Storage, limit: int, everything: bool,
+    subset: str | None, html: str | None, as_json: bool, index_url: str | None, allow_unfinished: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Say what is in a set, and what will surprise in training.
+
+    Shows fields with their sizes, kinds of content, classes, image sizes and modes, lengths of texts, columns (late
+    ones, too), duplicates, and surprises, each with its cure. What the index knows is that of all samples; the rest
+    comes from --limit of them.
+
+    \b
+    Example:
+      shard_tools stats s3://bucket/train/
+      shard_tools stats s3://bucket/train/ --all --html report.html
+      shard_tools stats shards/ --where "tokens >= 512" --json
+    """
+    given = {
+        name for name in ("limit", "journal") if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }  # fmt: skip
+    if everything and "limit" in given:
+        raise click.UsageError("--limit and --all cannot be combined: give one of them.")
+    if "journal" in given and not everything:
+        raise click.UsageError("--journal has no effect without --all. Leave it out.")
+    if html is not None:
+        jinja("--html", "show")  # before the work
+        write_page(html, "")
+    options = StatsOptions(limit=None if everything else limit, subset=parse_subset(subset), **arguments)
+    with progress_bar("stats", "shards") as progress:
+        report = stats(
+            urls, storage=storage, index_url=index_url, options=options, allow_unfinished=allow_unfinished,
+            progress=progress,
+        )  # fmt: skip
+    if html is not None:
+        write_page(html, stats_page(report))
+    emit(report, as_json=as_json, for_people=show_stats)
+
+
+def write_page(path: str, text: str) -> None:
+    """Write the local file of ``--html``.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--html {path}: {error.strerror}; give the path of a file that can be written") from error
+
+
+def show_stats(report: StatsReport) -> None:
+    """Print totals, fields, columns, duplicates and surprises."""
+    mean = report.num_bytes / report.num_samples if report.num_samples else 0
+    click.echo(f"samples    {report.num_samples:,}{f' ({plain(report.selected)})' if report.selected else ''}")
+    click.echo(f"bytes      {report.num_bytes:,} ({format_bytes(report.num_bytes)}, {format_bytes(mean)} a sample)")
+    click.echo(f"shards     {report.num_shards:,}")
+    click.echo(f"chunks     {report.num_chunks:,}")
+    click.echo(f"read       {report.read_words}")
+    totals = report.totals
+    _table(
+        ("field", "kind", "samples", "bytes min", "p50", "mean", "max"),
+        [
+            (name, report.kinds[name], f"{one.num:,}", *_sizes(one.sizes))
+            for name, one in sorted(totals.fields.items())
+        ],
+    )  # fmt: skip
+    for name, one in sorted(totals.fields.items()):
+        for line in _shown(one):
+            click.echo(f"{plain(name)}: {line}")
+    for name, top in sorted(report.classes().items()):
+        many = f"{len(top.counts):,}" if top.is_exact else f"more than {WORDS:,}"
+        click.echo(f"classes of {plain(name)}: {many}: {_most(top)}")
+    columns = sorted(totals.columns.items())
+    _table(
+        ("column", "type", "missing", "min", "max", "most frequent"),
+        [
+            (
+                f"{name}{' (late)' if one.is_late else ''}", one.type, f"{report.num_samples - one.num:,}",
+                *(_ends(one.numbers) if one.numbers.num else (one.least or "", one.most or "")), _frequent(one.top),
+            )
+            for name, one in columns
+        ],
+    )  # fmt: skip
+    _show_duplicates(report)
+    for found in report.found:
+        what, why, cure = (plain(redact_text(text)) for text in (found.what, found.why, found.cure))
+        click.echo(f"! {what}\n    why:  {why}\n    cure: {cure}")
+    click.echo(f"{counted(len(report.found), 'surprise')}")
+
+
+def _show_duplicates(report: StatsReport) -> None:
+    keys = report.totals.keys
+    about = "" if keys.is_exact else "about "
+    click.echo(f"duplicates {about}{keys.num_again:,} of {keys.num:,} keys", nl=False)
+    compared = report.compared
+    if compared is None:
+        click.echo("; contents were not compared (--all compares them)")
+        return
+    contents = report.totals.fields[compared].repeats
+    about = "" if contents.is_exact else "about "
+    click.echo(f"; {about}{contents.num_again:,} of {contents.num:,} contents of {plain(compared)} that were compared")
+
+
+def _sizes(spread: Distribution) -> tuple[str, ...]:
+    told = spread.told()
+    return tuple(format_bytes(told[name] or 0) for name in ("min", "p50", "mean", "max"))
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"
+
+
+def _ends(spread: Distribution) -> tuple[str, str]:
+    return _number(spread.told()["min"]), _number(spread.told()["max"])
+
+
+def _shown(one: FieldTotals) -> Iterator[str]:
+    for what, spread in sorted(one.numbers.items()):
+        told = spread.told()
+        yield f"{what} " + ", ".join(f"{name} {_number(told[name])}" for name in ("min", "p50", "mean", "max"))
+    for what, top in one.shown_words():
+        yield f"{what} {_most(top, one.num_looked)}"
+
+
+def _most(top: Top, total: int | None = None) -> str:
+    found = [f"{plain(str(word))[:40]} {count / (total or top.num):.1%}" for word, count in top.most_common(_SHOWN)]
+    return ", ".join(found) + (", …" if len(top.counts) > _SHOWN else "")
+
+
+def _frequent(top: Top) -> str:
+    """Return the most frequent values of a column, or how many there are if each is rare."""
+    most = max(top.counts.values(), default=0)
+    if most * _RARE >= top.num:
+        return _most(top)
+    return f"{len(top.counts):,} different" if top.is_exact else f"more than {WORDS:,} different"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows below their heads, in columns as wide as they need."""
+    if not rows:
+        return
+    shown = [heads, *([plain(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(heads))]
+    for row in shown:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

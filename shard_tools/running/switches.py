@@ -1,0 +1,19 @@
+"""Remember switches of the command line that concern every layer of a command: ``--quiet``, ``--dry-run``."""
+
+from __future__ import annotations
+
+import click
+
+_PREFIX = "shard_tools."
+
+
+def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: FBT001 (click's)
+    """Note that a switch was given; the callback of an option."""
+    if value:
+        ctx.find_root().meta[_PREFIX + str(param.name)] = True
+
+
+def is_on(name: str) -> bool:
+    """Tell whether a switch such as ``"quiet"`` was given to the command that runs."""
+    context = click.get_current_context(silent=True)
+    return context is not None and _PREFIX + name in context.find_root().meta

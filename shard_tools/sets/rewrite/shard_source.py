@@ -1,0 +1,235 @@
+"""Read indexed shards as a source of records, in any order: what ``reshard`` packs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shard_tools.convert.records import Record, Skipped, number_key
+from shard_tools.sets.pieces import read_pieces
+from shard_tools.sets.rewrite.selection import ShardPart, Taken
+from streaming.errors import DataError
+from streaming.storage import Storage, split_url
+from streaming.types import Int64Array
+
+_RUN_BYTES = 8 << 20  # largest request; larger ones reduce parallelism, smaller ones cost requests
+_CURE = (
+    "To leave out what is damaged: `shard_tools verify SOURCE --write-bad bad.jsonl`, then the same command with "
+    "--drop bad.jsonl"
+)
+_Found: TypeAlias = "list[tuple[int, Record]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Adjacent pieces of one shard that are read at once.
+
+    ``positions`` are those of the wanted samples in their window, ``kept`` their numbers within the part, in order.
+    """
+
+    part: ShardPart
+    first_piece: int
+    stop_piece: int
+    positions: Int64Array
+    kept: Int64Array
+
+
+class ShardSource:
+    """Samples of indexed shards, in a given order, every byte checked against the index. Used by one thread.
+
+    The order is cut into windows of ``window_bytes``. The pieces that hold a window's samples are read, each once per
+    window, adjacent ones together, by several threads, while the previous window is handed out.
+
+    Memory: two windows, two requests of 8 MiB per thread, and 16 bytes per sample in addition to the selection's.
+
+    Args:
+        selection: The samples.
+        order: Their numbers in the selection, in the order wanted, each once; None: as they are.
+        storage: Store of the shards.
+        fingerprint: Fingerprint of the source's chunk table.
+        fields: Fields to keep; None: all.
+        window_bytes: See above.
+        num_threads: Requests at a time.
+        firsts: Places of ``order`` that begin a record; the samples after one are joined to it. None: all.
+        key_prefix: As in :class:`~shard_tools.sets.rewrite.reshard.ReshardOptions`.
+        known_fields: The fields of the records, True for those that every one has, as a conversion noted them.
+    """
+
+    kind = "shards"
+
+    def __init__(
+        self,
+        selection: Taken,
+        order: Int64Array | None,
+        storage: Storage,
+        *,
+        fingerprint: str,
+        fields: Sequence[str] | None,
+        window_bytes: int,
+        num_threads: int,
+        firsts: npt.NDArray[np.bool_] | None = None,
+        key_prefix: str = "",
+        known_fields: Mapping[str, bool] | None = None,
+    ) -> None:
+        self.skipped: tuple[Skipped, ...] = ()
+        self.fields = known_fields
+        self._parts, self._columns = selection.parts, selection.columns
+        self._storage = storage
+        self._facts = {"kind": self.kind, "fingerprint": fingerprint, "samples": selection.digest()}
+        self._fields = None if fields is None else frozenset(fields)
+        self._window_bytes, self._num_threads = window_bytes, num_threads
+        self._offsets = np.cumsum([0] + [part.rows.size for part in self._parts])
+        self._order = np.arange(self._offsets[-1]) if order is None else order
+        self._firsts = np.ones(self._order.size, np.bool_) if firsts is None else firsts
+        self._key_prefix = key_prefix
+        sizes = [np.diff(part.pieces.record_starts)[part.rows] for part in self._parts]
+        self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
+
+    @property
+    def num_records(self) -> int:
+        """Number of samples to be written."""
+        return int(self._firsts.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of their records."""
+        return int(self._ends[-1]) if self._ends.size else 0
+
+    def identity(self) -> dict[str, object]:
+        """Return the shards' content, and which of their samples are taken."""
+        return dict(self._facts)
+
+    def records(self, start: int) -> Generator[Record, None, None]:
+        """Yield the records from number ``start`` on; earlier ones are not read.
+
+        Raises:
+            ChecksumError, TarError, IndexMismatchError: A sample is damaged; notes name it.
+            StorageError: The store failed.
+        """
+        begins = np.flatnonzero(self._firsts)
+        if start >= begins.size:
+            return
+        current: Record | None = None
+        with closing(self._samples(int(begins[start]))) as samples:
+            for is_first, sample in zip(self._firsts[begins[start] :].tolist(), samples, strict=True):
+                if current is None or is_first:
+                    if current is not None:
+                        yield current
+                    current = sample
+                else:
+                    current = replace(current, fields={**sample.fields, **current.fields})
+        if current is not None:
+            yield current
+
+    def _samples(self, start: int) -> Generator[Record, None, None]:
+        """Yield the samples from place ``start`` of the order on, each as a record."""
+        pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard_tools-read")
+        try:
+            before: tuple[int, list[Future[_Found]]] | None = None
+            for first, stop in self._windows(start):
+                reads = [pool.submit(self._read, run) for run in self._runs(self._order[first:stop])]
+                if before is not None:
+                    yield from _in_order(*before)
+                before = stop - first, reads
+            if before is not None:
+                yield from _in_order(*before)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _windows(self, start: int) -> Iterator[tuple[int, int]]:
+        while start < self._order.size:
+            before = int(self._ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(self._ends, before + self._window_bytes, side="right"))
+            stop = max(stop, start + 1)
+            yield start, stop
+            start = stop
+
+    def _runs(self, window: Int64Array) -> Iterator[_Run]:
+        """Yield the runs that hold the samples of ``window`` (numbers in the selection), by place."""
+        by_place = np.argsort(window, kind="stable")  # parts and rows ascend with the number
+        numbers = window[by_place]
+        bounds = np.searchsorted(numbers, self._offsets)
+        for which in np.flatnonzero(np.diff(bounds)).tolist():
+            low, high = bounds[which], bounds[which + 1]
+            part = self._parts[which]
+            kept = numbers[low:high] - self._offsets[which]
+            yield from _part_runs(part, by_place[low:high], kept)
+
+    def _read(self, run: _Run) -> _Found:
+        part = run.part
+        wanted = part.pieces.range(run.first_piece, run.stop_piece)
+        rows = part.rows[run.kept].tolist()
+        try:
+            buffer, layout = read_pieces(self._storage, wanted, part.samples)
+        except DataError as error:
+            error.add_note(f"Samples {rows[0]} to {rows[-1]} of the shard were to be read. {_CURE}")
+            raise
+        first = int(part.pieces.bounds[run.first_piece])
+        taken = pa.array(run.kept)
+        values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
+        names = [
+            (column, name) for column, name in enumerate(layout.fields) if self._fields is None or name in self._fields
+        ]
+        for row in rows if layout.damage else ():
+            if row - first in layout.damage:
+                damage = layout.damage[row - first]
+                damage.add_note(f"Sample {layout.keys[row - first]!r} (number {row} of the shard) is damaged. {_CURE}")
+                raise damage
+        found: _Found = []
+        with memoryview(buffer) as view:
+            for i, (position, row) in enumerate(zip(run.positions.tolist(), rows, strict=True)):
+                starts, sizes = layout.starts[row - first].tolist(), layout.sizes[row - first].tolist()
+                fields = {
+                    name: bytes(view[starts[column] : starts[column] + sizes[column]])
+                    for column, name in names
+                    if starts[column] >= 0
+                }
+                metadata: Mapping[str, object] = {name: column[i] for name, column in values.items()}
+                key = self._key(layout.keys[row - first], part, row)
+                found.append((position, Record(key=key, fields=fields, metadata=metadata)))
+        return found
+
+    def _key(self, key: str, part: ShardPart, row: int) -> str:
+        prefix = self._key_prefix
+        if prefix:
+            shard = split_url(part.pieces.url)[1].removesuffix(".tar").replace(".", "_")
+            prefix = prefix.replace("{shard}", shard).replace("{number}", number_key(part.first + row))
+        return prefix + key.removeprefix("./").lstrip("/")
+
+
+def _part_runs(part: ShardPart, positions: Int64Array, kept: Int64Array) -> Iterator[_Run]:
+    pieces = part.pieces.piece_of(part.rows[kept])
+    ends = part.pieces.record_starts[part.pieces.bounds]
+    begin = 0
+    for i in range(1, kept.size + 1):
+        if i < kept.size:
+            apart = pieces[i] > pieces[i - 1] + 1
+            if not apart and (pieces[i] == pieces[i - 1] or ends[pieces[i] + 1] - ends[pieces[begin]] <= _RUN_BYTES):
+                continue
+        yield _Run(
+            part=part,
+            first_piece=int(pieces[begin]),
+            stop_piece=int(pieces[i - 1]) + 1,
+            positions=positions[begin:i],
+            kept=kept[begin:i],
+        )
+        begin = i
+
+
+def _in_order(num_records: int, reads: Sequence[Future[_Found]]) -> Iterator[Record]:
+    window: list[Record | None] = [None] * num_records
+    for read in reads:
+        for position, found in read.result():
+            window[position] = found
+    window.reverse()
+    while window:
+        record = window.pop()
+        if record is not None:
+            yield record

@@ -1,0 +1,147 @@
+"""Read what lies beside a set for readers: names of classes, and how its tokens turn back into text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shard_tools.convert.journal import CLASSES
+from shard_tools.show.base.samples import SampleSet
+from shard_tools.show.base.subject import Subject
+from shard_tools.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer, open_tokenizer
+from streaming.errors import ConfigError, DataError, StorageError
+from streaming.filters.late_columns import homes_of
+from streaming.index.files import read_note
+from streaming.index.layout import TOKENS_FILE
+from streaming.storage import join_url, redact
+
+_BESIDE = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """How the tokens of a set are stored, and what turns them into text.
+
+    Attributes:
+        field: The field that holds them.
+        dtype: Type of a token.
+        mask: The field that says which of them count; "": none.
+        file: The tokenizer, if it is at hand.
+        why: Why it is not, in words.
+    """
+
+    field: str
+    dtype: str
+    mask: str
+    file: TokenizerFile | None
+    why: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return np.dtype(self.dtype).itemsize
+
+    def pieces(self, data: bytes) -> list[str]:
+        """Return the text of each token; of a tokenizer that is not at hand, its number."""
+        ids = np.frombuffer(data[: len(data) // self.width * self.width], np.dtype(self.dtype).newbyteorder("<"))
+        if self.file is None:
+            return [str(one) for one in ids.tolist()]
+        found: list[str] = _opened(self.file).pieces(ids.astype(np.uint32))
+        return found
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(file: TokenizerFile) -> Any:
+    return open_tokenizer(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What lies beside a set.
+
+    Attributes:
+        classes: Names of classes, by number.
+        tokens: Its tokens; None: it has none, or nothing says how they are stored.
+    """
+
+    classes: tuple[str, ...] = ()
+    tokens: Tokens | None = None
+
+
+def notes_of(subject: Subject, source: str) -> Notes:
+    """Return what lies beside a set; read once."""
+    return subject.keep(f"notes of {source}", lambda: _read(subject, subject.set_of(source)))
+
+
+def check_tokenizer(subject: Subject) -> None:
+    """Refuse a tokenizer that made the tokens of no set.
+
+    Raises:
+        ConfigError: It did not, or it is none.
+    """
+    if not subject.tokenizer:
+        return
+    given = find_tokenizer(subject.tokenizer, subject.storage, special=False)
+    notes = [notes_of(subject, name) for name in subject.sets]
+    if not any(one.tokens and one.tokens.file and one.tokens.file.sha256 == given.sha256 for one in notes):
+        raise ConfigError(
+            f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of what is shown; expected the file whose "
+            f"sha256 {TOKENS_FILE} beside the set has, got {given.sha256[:12]}…. Leave it out to see numbers"
+        )
+
+
+def _read(subject: Subject, within: SampleSet) -> Notes:
+    storage = within.source.storage
+    home = homes_of(within.source.urls, within.source.shards.index)[0]
+
+    def note(path: str) -> dict[str, Any]:
+        try:
+            return read_note(bytes(storage.read(join_url(home, path))), redact(join_url(home, path)))
+        except (StorageError, DataError, ValueError):  # there is none, or none that this release knows
+            return {}
+
+    listed = note(CLASSES).get("classes", [])
+    told = note(TOKENS_FILE)
+    classes = tuple(map(str, listed)) if isinstance(listed, list) else ()
+    if not isinstance(told.get("field"), str) or told.get("dtype") not in ("uint16", "uint32"):
+        return Notes(classes=classes)
+    given = told.get("tokenizer")
+    file, why = _at_hand(subject, within, home, given if isinstance(given, dict) else {})
+    mask = told["mask"] if isinstance(told.get("mask"), str) else ""
+    return Notes(
+        classes=classes, tokens=Tokens(field=told["field"], dtype=told["dtype"], mask=mask, file=file, why=why)
+    )
+
+
+def _at_hand(subject: Subject, within: SampleSet, home: str, given: dict[str, Any]) -> tuple[TokenizerFile | None, str]:
+    """Return the tokenizer that a set names by its digest, from ``--tokenizer`` or beside it; or why there is none."""
+    if not given:
+        return None, "the set does not say which tokenizer made its tokens"
+    pattern = given.get("pattern") if isinstance(given.get("pattern"), str) else None
+    if given.get("kind") == BYTES:
+        return find_tokenizer(BYTES, within.source.storage, special=True), ""
+    places = [(subject.storage, subject.tokenizer)] if subject.tokenizer else []
+    for storage, spec in [*places, *((within.source.storage, join_url(home, name)) for name in _BESIDE)]:
+        try:
+            file = find_tokenizer(spec, storage, special=given.get("kind") == "huggingface", pattern=pattern)
+            if file.sha256 == given.get("sha256"):
+                _opened(file)
+                return file, ""
+        except (ConfigError, StorageError):  # not there, of another kind, or its package is missing
+            continue
+    digest = str(given.get("sha256"))[:12]
+    return None, f"text needs the tokenizer {given.get('kind')} with sha256 {digest}…: give it with --tokenizer FILE"
+
+
+def named(classes: Sequence[str], value: str) -> str:
+    """Return the name of a class given by its number; "": it has none."""
+    text = value.strip()
+    return (
+        classes[int(text)]
+        if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < len(classes)
+        else ""
+    )

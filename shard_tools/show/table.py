@@ -1,0 +1,28 @@
+"""List the pages: a new one costs its module and a row here."""
+
+from __future__ import annotations
+
+from shard_tools.show.base.page import Media, Page, PagePart
+from shard_tools.show.data import bad, columns, gallery, sample, values
+from shard_tools.show.run import page as run
+
+OF_A_SAMPLE: tuple[PagePart, ...] = ()
+"""What is told of one sample, beside what is stored."""
+
+PAGES: tuple[Page, ...] = (
+    Page(path="/", title="Samples", template="gallery.html", answer=gallery.gallery, asks=gallery.ASKS, in_file=True),
+    Page(
+        path="/columns", title="Columns", template="columns.html", answer=columns.columns, asks=columns.ASKS,
+        in_file=True,
+    ),
+    Page(
+        path="/sample", title="Sample", template="sample.html", answer=sample.sample, asks=sample.ASKS,
+        parts=OF_A_SAMPLE, in_navigation=False,
+    ),
+    Page(path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS),
+    Page(path="/run", title="Run", template="run.html", answer=run.run_page, asks=run.ASKS, needs="run"),
+)  # fmt: skip
+"""All pages, in the order of the navigation and of ``--html``."""
+
+MEDIA: tuple[Media, ...] = (Media(path="/value", answer=values.value, asks=values.ASKS),)
+"""The bytes that they show."""

@@ -1,0 +1,237 @@
+"""Define the click options that several commands share, and convert them for the library."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, get_args
+
+import click
+
+from shard_tools.running.engine import ENGINES
+from shard_tools.running.switches import is_on, remember
+from streaming.arguments import parse_bytes
+from streaming.errors import ConfigError
+from streaming.storage import RetryPolicy, Storage
+from streaming.types import DuplicateKeys
+
+Command = Callable[..., Any]
+KEEP_ORDER = "none"  # the value of --shuffle that keeps what is usually shuffled in order
+
+
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
+    """A number of bytes, written as ``268435456``, ``256MB`` or ``256MiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number of bytes."""
+        try:
+            return parse_bytes(value, name=param.name if param and param.name else "size")
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class PairType(click.ParamType):  # type: ignore[type-arg]
+    """``KEY=VALUE``; ``is_secret``: never repeat what is given."""
+
+    name = "key=value"
+
+    def __init__(self, *, is_secret: bool = False) -> None:
+        self._is_secret = is_secret
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Return the text before and after the first ``=``."""
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = str(value).partition("=")
+        if not equals or not key:
+            shown = "what is given (not shown, as it may be secret)" if self._is_secret else repr(value)
+            self.fail(f"{shown} is not of the form KEY=VALUE", param, ctx)
+        return key, text
+
+
+class SeedType(click.ParamType):  # type: ignore[type-arg]
+    """The seed of a shuffle, 0 or more, or ``none``."""
+
+    name = "seed"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the seed, or ``"none"``."""
+        text = str(value)
+        if text != KEEP_ORDER and not text.isdecimal():
+            self.fail(f"{text!r} is neither a seed (0, 1, 2, …) nor {KEEP_ORDER!r}", param, ctx)
+        return text if text == KEEP_ORDER else int(text)
+
+
+def names(value: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    """Split comma-separated names such as ``json,txt``; used as the ``type`` of an option."""
+    return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else tuple(value)
+
+
+SIZE = SizeType()
+PAIR, SECRET_PAIR = PairType(), PairType(is_secret=True)
+SEED = SeedType()
+COUNT = click.IntRange(min=1)
+engine_option = click.option(
+    "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."
+)
+_SWITCHES = frozenset({"anon", "requester_pays", "path_style", "hedge", "read_only"})
+_NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
+
+
+def quiet_option(command: Command) -> Command:
+    """Add ``--quiet``, for commands whose exit code or result in the store is enough."""
+    return click.option(
+        "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="No progress and no report; warnings and errors stay, and --json.",
+    )(command)  # fmt: skip
+
+
+def writing_options(command: Command) -> Command:
+    """Add ``--dry-run`` and ``--quiet``, for commands that write."""
+    return click.option(
+        "--dry-run", is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="Check source, options and target, tell what would be written, and write nothing.",
+    )(quiet_option(command))  # fmt: skip
+
+
+def with_storage_options(command: Command) -> Command:
+    """Add the options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
+    decorators = (
+        click.option(
+            "--endpoint-url",
+            metavar="URL",
+            envvar="SHARD_TOOLS_ENDPOINT_URL",
+            help="Address of an S3-compatible server.",
+        ),
+        click.option("--region", envvar="SHARD_TOOLS_REGION", help="Region of the bucket."),
+        click.option("--profile", envvar="SHARD_TOOLS_PROFILE", help="Named profile of the AWS configuration files."),
+        click.option(
+            "--anon", is_flag=True, envvar="SHARD_TOOLS_ANON", help="Send unsigned requests, for public buckets."
+        ),
+        click.option(
+            "--storage-option",
+            type=SECRET_PAIR,
+            multiple=True,
+            metavar="K=V",
+            help="Any other option of the store. Command lines are visible to other users of this machine: "
+            "give secrets by environment variable or profile.",
+        ),
+        click.option(
+            "--debug",
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=remember,
+            help="On failure, show the traceback.",
+        ),
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
+    """Remove the options of :func:`with_storage_options` from ``arguments``; return them as ``Storage`` takes them."""
+    pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
+    options: dict[str, object] = {key: typed_option(key, text) for key, text in pairs}
+    for name in ("endpoint_url", "region", "profile", "anon"):
+        value = arguments.pop(name)
+        if value:
+            options[name] = value
+    return for_this_run(options)
+
+
+def for_this_run(options: dict[str, object]) -> dict[str, object]:
+    """Return the options of a store, read-only where nothing is to be written."""
+    return options | ({"read_only": True} if is_on("dry_run") else {})
+
+
+def typed_option(key: str, text: str) -> object:
+    """Return ``text`` converted to the type of the storage option ``key``: a switch, a number, or text."""
+    if key in _SWITCHES and text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    if key not in _NUMBERS:
+        return text
+    try:
+        return _NUMBERS[key](text)
+    except ValueError as error:
+        raise click.UsageError(f"--storage-option {key}: expected a number, got {text!r}") from error
+
+
+def json_option(command: Command) -> Command:
+    """Add ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+
+
+def index_option(command: Command) -> Command:
+    """Add ``--index``."""
+    return click.option(
+        "--index", "index_url", metavar="URL", help="Location of the index. Default: beside the shards."
+    )(command)
+
+
+def unfinished_option(command: Command) -> Command:
+    """Add ``--allow-unfinished``."""
+    return click.option(
+        "--allow-unfinished",
+        is_flag=True,
+        help="Take what is there of a set that is still being written, or whose writing was interrupted.",
+    )(command)
+
+
+def on_shards(command: Command) -> Command:
+    """Add URL..., ``--index``, ``--allow-unfinished``, ``--json`` and the storage options.
+
+    The command gets a ``storage``.
+    """
+
+    @functools.wraps(command)
+    def with_storage(**arguments: Any) -> Any:
+        return command(storage=Storage(as_storage_options(arguments)), **arguments)
+
+    decorated = index_option(unfinished_option(json_option(with_storage_options(with_storage))))
+    return click.argument("urls", nargs=-1, required=True, metavar="URL...")(decorated)
+
+
+def places_and_target(places: tuple[str, ...]) -> tuple[list[str], str]:
+    """Part what a command with SOURCE... TARGET was given.
+
+    Raises:
+        click.UsageError: One of them is missing.
+    """
+    *sources, target = places
+    if not sources:
+        raise click.UsageError("Missing argument 'TARGET': give one or more sources, and then the target.")
+    return sources, target
+
+
+def on_named(what: str) -> Callable[[Command], Command]:
+    """Add the same as :func:`on_shards`, with URL... NAME; the command gets the ``name`` of the ``what`` separately."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_name(*, urls: tuple[str, ...], **arguments: Any) -> Any:
+            *places, name = urls
+            if not places:
+                raise click.UsageError(f"Give the URL of shards, and the name of the {what}.")
+            return command(urls=places, name=name, **arguments)
+
+        decorated = on_shards(with_name)
+        decorated.__click_params__[-1].metavar = "URL... NAME"  # type: ignore[attr-defined]
+        return decorated
+
+    return decorate
+
+
+def duplicates_option(command: Command) -> Command:
+    """Add ``--duplicate-keys``."""
+    return click.option(
+        "--duplicate-keys",
+        type=click.Choice(get_args(DuplicateKeys)),
+        default="error",
+        show_default=True,
+        help="Treat a key that occurs twice as an error, or keep it as another sample.",
+    )(command)

@@ -1,0 +1,89 @@
+"""Show the results and failures of all commands, to people and to programs."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from shard_tools.running.switches import is_on
+from shard_tools.terminal import render
+from streaming.errors import ConfigError, DataError, ReadOnlyError, ShardstreamError
+from streaming.storage import redact, redact_text
+
+_AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
+_JUDGES = frozenset({"verify", "diff", "index", "repair", "info"})
+"""Commands whose exit code 1 is a finding, so that another one says that they could not look."""
+
+
+class ToolGroup(click.Group):
+    """Turn the library's errors into one message and an exit code, and with ``--json`` also into JSON."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Note whether ``--json`` is given, so that usage errors are also reported as JSON."""
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except ShardstreamError as error:
+            if ctx.meta.get(_DEBUG):
+                raise
+            if isinstance(error, ReadOnlyError):
+                _tell_dry_run(ctx, error)
+                return None
+            render.show_error(error)
+            _tell_program(ctx, error, str(error))
+            is_blind = ctx.invoked_subcommand in _JUDGES and not isinstance(error, DataError)
+            ctx.exit(2 if isinstance(error, ConfigError) else 3 if is_blind else 1)
+        except click.ClickException as error:
+            vars(error)["message"] = redact_text(error.message)  # a command line may name a URL
+            _tell_program(ctx, error, error.format_message())
+            raise
+        except OSError as error:
+            if error.errno != errno.ENOSPC or ctx.meta.get(_DEBUG):
+                raise
+            where = error.filename or "standard output, or a temporary file"
+            render.show_error(OSError(f"writing {where}: {error.strerror}; make room, and run the same command again"))
+            ctx.exit(1)
+        except KeyboardInterrupt as error:
+            click.echo("Stopped. Run the same command again to go on.", err=True)
+            _tell_program(ctx, error, "stopped; run the same command again to go on")
+            ctx.exit(130)
+
+
+def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
+    """Tell what would have been written, had this not been a dry run."""
+    work = getattr(stopped, "work", "")
+    if ctx.meta.get(_AS_JSON):
+        told = {"dry_run": True, "work": work, "first": {"action": stopped.action, "url": redact(stopped.url)}}
+        click.echo(render.as_json(told, indent=2))
+        return
+    said = f"Would do: {work}. " if work else ""
+    click.echo(f"{said}Would first {stopped.action} {redact(stopped.url)}. Dry run: nothing was written.")
+
+
+def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
+    """Print a failure as a JSON object on standard output if ``--json`` was given."""
+    if ctx.meta.get(_AS_JSON):
+        notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
+        told = {"type": type(error).__name__, "message": redact_text(message), "notes": notes}
+        click.echo(render.as_json({"ok": False, "error": told}, indent=2))
+
+
+def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
+    """Print a result as JSON, or with its renderer."""
+    if as_json:
+        click.echo(render.as_json(result.as_dict(), indent=2))
+    elif not is_on("quiet"):
+        for_people(result)
+
+
+def finish(*, failed: bool) -> None:
+    """Exit with code 1 if something was found."""
+    if failed:
+        click.get_current_context().exit(1)

@@ -1,0 +1,170 @@
+"""Count and time what one loader does: the numbers that explain what it waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from streaming.forks import in_children, renew_lock
+
+Told: TypeAlias = Callable[..., Mapping[str, Any]]
+"""Tells facts of one stretch of work. Called only if somebody looks, in the thread that did the work."""
+
+
+class Begun(Protocol):
+    """A stretch of work that somebody watches."""
+
+    def end(self, start_s: float, end_s: float, told: Told | None, args: tuple[Any, ...]) -> None:
+        """Note that it is over, in the thread that began it; times are of ``time.perf_counter``."""
+
+
+class Ask(Protocol):
+    """A request of the consumer for a batch that somebody watches: a context that lasts until it has one."""
+
+    def got(self, step: Mapping[str, Any]) -> None:
+        """Note which step's batch the consumer gets."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Observer:
+    """Watch what the threads of a loader do. This one does nothing. Thread-safe, and never raises.
+
+    Work is named as it is counted. None, as the result, says that nobody wants to know when it ends.
+    """
+
+    def begin(self, name: str) -> Begun | None:  # noqa: ARG002  for those who watch
+        """Note that this thread begins some work."""
+        return None
+
+    def asks(self) -> Ask | None:
+        """Note that the consumer asks for a batch."""
+        return None
+
+    def seen(self, lane: str, name: str, start_s: float, end_s: float, told: Told, *args: Any) -> None:
+        """Note work that was done elsewhere, by a process or a device that ``lane`` names."""
+
+
+class _Here(threading.local):
+    account: dict[str, float] | None = None
+
+
+_here = _Here()
+
+
+def account_here(account: dict[str, float] | None) -> None:
+    """Add what this thread counts by ``Metrics.count`` from now on to ``account`` as well; None: no more."""
+    _here.account = account
+
+
+class Metrics:
+    """Named numbers that threads add to. Thread-safe; one addition takes about a quarter of a microsecond.
+
+    Names end in their unit: ``_bytes``, ``_s`` (seconds), or none for a count.
+
+    Attributes:
+        observer: Watches the work that is timed. Whoever replaces it passes on to the one before.
+    """
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.observer = observer or Observer()
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+        in_children(self, renew_lock)
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add ``amount`` to the number called ``name``."""
+        with self._lock:
+            # No addition is lost.
+            self._values[name] = self._values.get(name, 0) + amount
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to the number called ``name``, and to the account of what this thread is doing, if there is one."""
+        self.add(name, amount)
+        account = _here.account
+        if account is not None:
+            account[name] = account.get(name, 0) + amount
+
+    def add_each(self, amounts: Mapping[str, float]) -> None:
+        """Add to several numbers at once, which takes the lock once."""
+        with self._lock:
+            # No addition is lost, and nobody sees some of these without the others.
+            for name, amount in amounts.items():
+                self._values[name] = self._values.get(name, 0) + amount
+
+    def peak(self, name: str, value: float) -> None:
+        """Raise the number called ``name`` to ``value`` if that is larger."""
+        with self._lock:
+            # The largest value so far, whoever came first.
+            self._values[name] = max(self._values.get(name, 0), value)
+
+    def timed(self, name: str, told: Told | None = None, *args: Any) -> Timed:
+        """Return a context manager that adds the seconds spent inside to the number called ``name``.
+
+        ``told(*args)`` has the facts for whoever watches.
+        """
+        return Timed(self, name, told, args)
+
+    def get(self, name: str) -> float:
+        """Return the number called ``name``; 0 if nothing has been added yet."""
+        with self._lock:
+            # A value that was really there, not half of an addition.
+            return self._values.get(name, 0)
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the current values of all numbers."""
+        with self._lock:
+            # All numbers are of one moment.
+            return dict(self._values)
+
+
+class Timed:
+    """See :meth:`Metrics.timed`. A class, because a generator takes three times as long.
+
+    Attributes:
+        seconds: The time spent inside, once it is over.
+    """
+
+    __slots__ = ("_args", "_begun", "_metrics", "_name", "_start_s", "_told", "seconds")
+
+    def __init__(self, metrics: Metrics, name: str, told: Told | None, args: tuple[Any, ...]) -> None:
+        self._metrics, self._name, self._told, self._args = metrics, name, told, args
+
+    def __enter__(self) -> None:
+        self._begun = self._metrics.observer.begin(self._name)
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        end_s = time.perf_counter()
+        self.seconds = end_s - self._start_s
+        self._metrics.add(self._name, self.seconds)
+        if self._begun is not None:
+            self._begun.end(self._start_s, end_s, self._told, self._args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What exporters read of a loader at one moment. Making one changes nothing, and is allowed in any thread.
+
+    Attributes:
+        rank: Rank of this process.
+        data_rank: Its data-parallel rank.
+        world_size: Number of ranks.
+        epoch: The epoch in progress, or the next one.
+        samples_seen: Samples of this epoch that training has received, over all ranks.
+        numbers: The numbers of ``loader.metrics()``.
+        readers: With ``remote_group``: the numbers of each data rank's reader; those that do not answer are missing.
+    """
+
+    rank: int
+    data_rank: int
+    world_size: int
+    epoch: int
+    samples_seen: int
+    numbers: Mapping[str, float]
+    readers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)

@@ -1,0 +1,186 @@
+"""Habits of command lines: dry runs, silence, options from files and the environment, exit codes, several sources."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from data_sets import write_set
+from servers import MiniS3Server, fresh_name
+
+from shard_tools import ShardWriter
+from shard_tools.cli import cli
+from shard_tools.sets.copy import copy
+from streaming import StreamingDataset
+from streaming.errors import ConfigError, NotFoundError, ReadOnlyError
+from streaming.storage import Storage
+
+WRITING = {
+    "convert": ["convert", "{source}/lines.jsonl", "{target}"],
+    "convert --tokenizer": ["convert", "{source}/lines.jsonl", "{target}", "--tokens-field", "tok"],
+    "index": ["index", "{set}/", "--force"],
+    "reshard": ["reshard", "{set}/", "{target}"],
+    "copy": ["copy", "{set}/", "{target}"],
+    "copy elsewhere": ["copy", "{set}/", "{target}", "--target-option", "read_timeout_s=5"],
+    "repair": ["repair", "{set}/000000.tar", "--to", "{target}"],
+    "export": ["export", "{set}/", "{target}", "--to", "parquet"],
+    "column add": ["column", "add", "{set}/", "words", "--lift", "json.number"],
+    "view save": ["view", "save", "{set}/", "some", "--where", "number > 1"],
+}
+
+
+def run(*arguments: object, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools", env=env)
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    with ShardWriter(f"{tmp_path}/set/{{:06d}}.tar", max_samples=4, columns={"number": "json.number"}) as writer:
+        for number in range(7):
+            writer.write({"__key__": f"{number:03d}", "json": {"number": number}, "txt": f"text {number}"})
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"n": n, "tok": [n]}) + "\n" for n in range(20)))
+    return {"source": tmp_path, "set": tmp_path / "set", "target": tmp_path / "new"}
+
+
+@pytest.mark.parametrize("verb", WRITING)
+def test_a_dry_run_writes_nothing_and_tells_what_it_would(verb: str, places: dict[str, Path]) -> None:
+    command = [word.format(**places) for word in WRITING[verb]]
+    before = everything(places["source"])
+    dry = run(*command, "--dry-run")
+    assert (dry.exit_code, dry.stderr) == (0, "")
+    assert dry.stdout.endswith("Dry run: nothing was written.\n")
+    told = json.loads(run(*command, "--dry-run", "--json").stdout)
+    assert told["dry_run"]
+    assert told["first"]["action"] in {"write", "delete"}
+    assert everything(places["source"]) == before
+    done = run(*command, "--quiet")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert everything(places["source"]) != before
+
+
+def test_a_dry_run_finds_what_the_run_would(places: dict[str, Path]) -> None:
+    assert "20 " not in run("convert", places["source"] / "lines.jsonl", places["set"], "--dry-run").stdout
+    assert run("convert", places["source"] / "lines.jsonl", places["set"], "--dry-run").exit_code == 1
+    assert run("reshard", f"{places['set']}/", places["target"], "--where", "nothing = 1", "--dry-run").exit_code == 2
+    assert "7 samples" in run("reshard", f"{places['set']}/", places["target"], "--dry-run").stdout
+
+
+def test_every_command_that_writes_has_a_dry_run() -> None:
+    def commands(group: click.Group, above: str = "") -> dict[str, click.Command]:
+        found: dict[str, click.Command] = {}
+        for name, one in group.commands.items():
+            found |= commands(one, f"{name} ") if isinstance(one, click.Group) else {above + name: one}
+        return found
+
+    overwriting = {
+        name for name, one in commands(cli).items()
+        if any("--overwrite" in param.opts or "--force" in param.opts for param in one.params)
+    }  # fmt: skip
+    dry = {name for name, one in commands(cli).items() if any("--dry-run" in param.opts for param in one.params)}
+    assert overwriting - {"map"} <= dry
+    assert {name.partition(" --")[0].removesuffix(" elsewhere") for name in WRITING} <= dry
+
+
+def test_a_read_only_store_refuses(tmp_path: Path) -> None:
+    storage = Storage({"read_only": True})
+    (tmp_path / "a").write_text("x")
+    for write in (
+        partial(storage.put, data=b"y"), storage.open_write, storage.delete,
+    ):  # fmt: skip
+        with pytest.raises(ReadOnlyError, match="read-only"):
+            write(str(tmp_path / "a"))
+    assert bytes(storage.read(str(tmp_path / "a"))) == b"x"
+
+
+@pytest.mark.parametrize("verb", ["verify", "diff", "info"])
+def test_could_not_look_is_no_finding(verb: str, places: dict[str, Path]) -> None:
+    shards = f"{places['set']}/"
+    others = [shards] if verb == "diff" else []
+    assert run(verb, shards, *others).exit_code == 0
+    assert run(verb, f"{places['source']}/gone/", *others).exit_code == 3
+    (places["set"] / "000001.tar").unlink()
+    if verb != "diff":
+        assert run(verb, shards).exit_code == 1
+    assert run(verb, shards, *others, "--no-such-option").exit_code == 2
+
+
+def test_options_from_a_file(places: dict[str, Path]) -> None:
+    config = places["source"] / "tools.toml"
+    config.write_text(
+        "max_samples = 5\noverwrite = true\n"
+        '[convert]\nfield = {n = "cls"}\ncolumns = ["n"]\n[column.add]\nlift = "json.number"\n'
+    )
+    run("--config", config, "convert", places["source"] / "lines.jsonl", places["target"])
+    assert len(StreamingDataset(f"{places['target']}/").source.shards.urls) == 4
+    assert StreamingDataset(f"{places['target']}/", where="n > 17")[0]["cls"] == 18
+    run("--config", config, "convert", places["source"] / "lines.jsonl", places["target"], "--max-samples", "10")
+    assert len(StreamingDataset(f"{places['target']}/").source.shards.urls) == 2
+    assert run("--config", config, "column", "add", f"{places['set']}/", "late").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-sample = 5", "no command has an option 'max-sample' (did you mean 'max-samples'?)"),
+        ("[convrt]\nmax-samples = 5", "'convrt' (did you mean 'convert'?)"),
+        ("[convert]\nmax-sample = 5", "convert has no option 'max-sample' (did you mean 'max-samples'?)"),
+        ("[column.add]\nlft = 'x'", "add has no option 'lft' (did you mean 'lift'?)"),
+        ("convert = 5", "expected a table [convert], got 5"),
+        ("= 5", "tools.toml:"),
+    ],
+)
+def test_files_of_options_that_are_wrong(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.toml").write_text(text)
+    refused = run("--config", tmp_path / "tools.toml", "info", tmp_path)
+    assert refused.exit_code == 2
+    assert message in refused.stderr
+
+
+def test_options_from_the_environment(places: dict[str, Path], mini_s3: MiniS3Server, s3_bucket: str) -> None:
+    env = {"SHARD_TOOLS_RESHARD_MAX_SAMPLES": "2", "SHARD_TOOLS_CONFIG": str(places["source"] / "tools.toml")}
+    (places["source"] / "tools.toml").write_text("[reshard]\nshuffle = true\n")
+    assert run("reshard", f"{places['set']}/", places["target"], env=env).exit_code == 0
+    shards = StreamingDataset(f"{places['target']}/")
+    assert len(shards.source.shards.urls) == 4
+    assert [one["__key__"] for one in shards] != [one["__key__"] for one in StreamingDataset(f"{places['set']}/")]
+    url, options = f"{s3_bucket}/{fresh_name()}/", mini_s3.storage_options
+    copy(f"{places['set']}/", url, target_options=options)
+    env = {
+        "SHARD_TOOLS_ENDPOINT_URL": options["endpoint_url"], "AWS_ACCESS_KEY_ID": options["key"],
+        "AWS_SECRET_ACCESS_KEY": options["secret"], "AWS_REGION": options["region"],
+    }  # fmt: skip
+    assert run("info", url, env=env).exit_code == 0
+
+
+def test_several_sources_and_patterns(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_set(places["source"] / "more/part-1", (2,), first=100)
+    sources = [f"{places['set']}/*.tar", f"{places['source']}/more/"]
+    keys = [one["__key__"] for url in sources for one in StreamingDataset(url)]
+    assert run("reshard", *sources, places["target"]).exit_code == 0
+    assert [one["__key__"] for one in StreamingDataset(f"{places['target']}/")] == keys
+    assert run("copy", *sources, places["source"] / "copied").exit_code == 0
+    assert sorted(one["__key__"] for one in StreamingDataset(f"{places['source']}/copied/")) == sorted(keys)
+    monkeypatch.chdir(places["source"])
+    for pattern, count in (("s*/*.tar", 7), ("**/00*.tar", 27), ("more/part-*/000*.tar", 2), ("set/*1.tar", 3)):
+        assert len(StreamingDataset(pattern)) == count
+    for pattern, error, message in (
+        ("set/x*.tar", NotFoundError, "no shards match"), ("mo*e/", ConfigError, "add the ending of the shards"),
+        ("http://host/a*.tar", ConfigError, "write braces"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            StreamingDataset(pattern)
+
+
+def test_a_file_whose_name_has_a_star(tmp_path: Path) -> None:
+    write_set(tmp_path, (3,), indexed=False)
+    (tmp_path / "000000.tar").rename(tmp_path / "a*.tar")
+    (tmp_path / "ab.tar").write_bytes(b"")
+    assert len(StreamingDataset(f"{tmp_path}/a*.tar")) == 3
