@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from infra import DeviceMesh
-from shard_tools.plan.report import PlanOptions, plan_opened
+from shard_tools.plan.report import PlanOptions, parse_ramp, plan_opened
 from shard_tools.plan.sources import open_planned
 from shard_tools.plan.steps import open_run, parse_steps, show_steps
 from shard_tools.plan.view import save_plot, show_plan
@@ -48,13 +48,9 @@ class RampType(click.ParamType):  # type: ignore[type-arg]  # generic in newer r
         if ":" not in text:
             return COUNT.convert(value, param, ctx)
         try:
-            pairs = [one.split(":") for one in text.split(",")]
-            made = {int(row): int(size) for row, size in pairs}
-            if len(made) < len(pairs):
-                self.fail(f"{text!r} gives one row twice", param, ctx)
-            return Schedule.steps(made)
-        except (ValueError, ConfigError) as error:
-            self.fail(f"{text!r}: expected rows with numbers such as 0:256,1000000:512 ({error})", param, ctx)
+            return parse_ramp(text)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 class ObjectType(click.ParamType):  # type: ignore[type-arg]

@@ -65,7 +65,7 @@ def show_command(
       shard_tools show s3://bucket/train/ --where "tokens >= 512" --state state.json --port 0 --no-browser
       shard_tools show mixture.json --html report.html
     """
-    storage_options = as_storage_options(arguments)
+    storage_options = as_storage_options(arguments) | {"read_only": True}
     need_server()
     check_host(host, exposed=expose)
     check_addresses(run)

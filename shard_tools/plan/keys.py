@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow.compute as pc
 
 from shard_tools.running.engine import map_ordered
 from streaming.errors import IndexMissingError
+from streaming.lru_cache import LruCache
 from streaming.platforms import num_cores
 from streaming.types import Int64Array
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from streaming.sources.keys import KeysOfShards
 
 _T = TypeVar("_T")
+_G = TypeVar("_G")
+_BLOCK = 4096  # keys that are kept together: steps that follow each other are in the same chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,11 +35,13 @@ class Places:
         splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
         shards: int64 [n], shard of each sample, among those of its set.
         numbers: int64 [n], its number in the shard.
+        pieces: int64 [n, 3]; of documents in packs the first token, one past the last, and all of the document; else 0.
     """
 
     splits: Int64Array
     shards: Int64Array
     numbers: Int64Array
+    pieces: Int64Array
 
     @classmethod
     def of(
@@ -57,7 +63,64 @@ class Places:
         ranges = [(number_of(chunk, one.url), one.first_sample + one.lead)
                   for chunk, one in ((chunk, source.chunk(chunk)) for chunk in chunks.tolist())]  # fmt: skip
         shards, firsts = np.array(ranges, np.int64).reshape(-1, 2).T
-        return cls(splits=rows.splits, shards=shards[which], numbers=firsts[which] + rows.samples)
+        pieces = np.stack([rows.starts, rows.stops, rows.lengths], axis=1)
+        return cls(splits=rows.splits, shards=shards[which], numbers=firsts[which] + rows.samples, pieces=pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptKeys:
+    """Keys of shards, of which those that were read last are kept. ``KeysOfShards``.
+
+    Attributes:
+        known: Reads them.
+        kept: Blocks of keys, by their shards, the shard and the block; others may share it.
+    """
+
+    known: KeysOfShards
+    kept: LruCache[tuple[int, int, int], Any]
+
+    @classmethod
+    def cache(cls, num_bytes: int) -> LruCache[tuple[int, int, int], Any]:
+        """Return what keeps so many bytes of keys."""
+        return LruCache(num_bytes, _size_of)
+
+    @property
+    def home(self) -> object:
+        """See ``KeysOfShards``."""
+        return self.known.home
+
+    @property
+    def filled(self) -> list[int]:
+        """See ``KeysOfShards``."""
+        return self.known.filled
+
+    @property
+    def num_threads(self) -> int:
+        """See ``KeysOfShards``."""
+        return self.known.num_threads
+
+    def column(
+        self, shard: int, only: tuple[int, int] | None = None, turns: AbstractContextManager[Any] | None = None
+    ) -> Any:
+        """See ``KeysOfShards``."""
+        if only is None:
+            return self.known.column(shard, None, turns)
+        low, high = only[0] // _BLOCK, -(-only[1] // _BLOCK)
+        read: dict[str, Any] = {}
+
+        def block(number: int) -> Any:
+            if not read:
+                read["all"] = self.known.column(shard, (number * _BLOCK, high * _BLOCK), turns)
+                read["from"] = number
+            return read["all"].slice((number - read["from"]) * _BLOCK, _BLOCK)
+
+        blocks = [self.kept.of((id(self.home), shard, number), partial(block, number)) for number in range(low, high)]
+        found = blocks[0] if len(blocks) == 1 else pa.concat_arrays(blocks)
+        return found.slice(only[0] - low * _BLOCK, only[1] - only[0])
+
+
+def _size_of(keys: Any) -> int:
+    return int(keys.nbytes) + 200
 
 
 def keys_at(dataset: Any, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:
@@ -69,25 +132,33 @@ def keys_at(dataset: Any, chunk_ids: Int64Array, offsets: Int64Array) -> list[st
 
 def keys_of(known: KeysOfShards, shards: Int64Array, rows: Int64Array) -> list[str | None]:
     """Return the key of each sample, given by its shard and its number there; None: no sample table."""
-    keys: list[str | None] = [None] * len(rows)
+    return keys_of_all([(known, shards, rows)])[0]
 
-    distinct, which = np.unique(shards, return_inverse=True)
-    first, last = np.full(len(distinct), np.iinfo(np.int64).max), np.zeros(len(distinct), np.int64)  # row wanted
-    np.minimum.at(first, which, rows)
-    np.maximum.at(last, which, rows)
 
-    def read(number: int, turns: AbstractContextManager[Any]) -> list[Any]:
-        at = np.flatnonzero(which == number)
-        only = (int(first[number]), int(last[number]) + 1)
+def keys_of_all(wanted: Sequence[tuple[KeysOfShards, Int64Array, Int64Array]]) -> list[list[str | None]]:
+    """Return the keys of samples of several sets, as :func:`keys_of` does, read side by side."""
+    keys: list[list[str | None]] = [[None] * len(rows) for _, _, rows in wanted]
+    parts: list[tuple[int, int, Int64Array]] = []  # number of the set, shard, places of the samples in it
+    for number, (_, shards, _) in enumerate(wanted):
+        distinct, which = np.unique(shards, return_inverse=True)
+        order = np.argsort(which, kind="stable")
+        cuts = np.flatnonzero(np.diff(which[order])) + 1
+        parts += [(number, shard, at) for shard, at in zip(distinct.tolist(), np.split(order, cuts), strict=False)]
+
+    def read(part: tuple[int, int, Int64Array], turns: AbstractContextManager[Any]) -> list[Any]:
+        number, shard, at = part
+        known, _, rows = wanted[number]
+        only = (int(rows[at].min()), int(rows[at].max()) + 1)
         try:
-            column = known.column(int(distinct[number]), only, turns)
+            column = known.column(shard, only, turns)
         except IndexMissingError:
             return []
         return list(zip(at.tolist(), column.take(pa.array(rows[at] - only[0])).to_pylist(), strict=True))
 
-    for found in _mapped(known, read, range(len(distinct))):
+    num_threads = max((known.num_threads for known, _, _ in wanted), default=1)
+    for (number, _, _), found in zip(parts, _mapped(num_threads, read, parts), strict=True):
         for place, key in found:
-            keys[place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
+            keys[number][place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
     return keys
 
 
@@ -112,16 +183,16 @@ def all_places(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
     """
     wanted = key.encode("utf-8", "surrogateescape")
     filled = known.filled
-    found = _mapped(known, lambda at, turns: _rows_in(known, filled[at], wanted, turns), range(len(filled)))
+    found = _mapped(known.num_threads, lambda shard, turns: _rows_in(known, shard, wanted, turns), filled)
     return [(shard, row) for shard, rows in zip(filled, found, strict=True) for row in rows]
 
 
 def _mapped(
-    known: KeysOfShards, function: Callable[[int, AbstractContextManager[Any]], list[_T]], numbers: range
+    num_threads: int, function: Callable[[_G, AbstractContextManager[Any]], list[_T]], given: Sequence[_G]
 ) -> Iterator[list[_T]]:
-    """Call a function with each number and the semaphore held while keys are unpacked; yield results in order."""
+    """Call a function with each value and the semaphore held while keys are unpacked; yield results in order."""
     turns = threading.Semaphore(num_cores())
-    return map_ordered(lambda number: function(number, turns), numbers, known.num_threads)
+    return map_ordered(lambda one: function(one, turns), given, num_threads)
 
 
 def _by_order(known: KeysOfShards, wanted: bytes) -> int | None:

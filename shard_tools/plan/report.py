@@ -21,6 +21,7 @@ from streaming.plan.demand import Rooms
 from streaming.plan.memory import needed_mib
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
+from streaming.plan.schedule import Schedule
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch
@@ -87,6 +88,23 @@ class PlanOptions:
     def ordered(self, planned: Any) -> Any:
         """Return the dataset in the order of these options."""
         return planned.ordered(shuffle=self.shuffle, seed=self.seed, lanes=self.lanes, window=self.window)
+
+
+def parse_ramp(text: str) -> Schedule:
+    """Parse ``ROW:N,…``: a number from this row of the run on.
+
+    Raises:
+        ConfigError: The text is no ramp.
+    """
+    try:
+        pairs = [one.split(":") for one in text.split(",")]
+        made = {int(row): int(size) for row, size in pairs}
+        found = Schedule.steps(made)
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{text!r}: expected rows with numbers such as 0:256,1000000:512 ({error})") from error
+    if len(made) < len(pairs):
+        raise ConfigError(f"{text!r} gives one row twice")
+    return found
 
 
 def epoch_plans(

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import click
 import numpy as np
 
-from shard_tools.plan.keys import Places, all_places, keys_of, places_by_order
+from shard_tools.plan.keys import Places, all_places, keys_of_all, places_by_order
 from shard_tools.plan.report import PlanOptions
 from shard_tools.plan.sources import sets_of
 from shard_tools.running.report import Report
 from streaming.arguments import some_names
 from streaming.arrays import sums
 from streaming.errors import ConfigError, NotFoundError, StateError
+from streaming.mixing.forecast import drawn_before
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders
-from streaming.plan.plan import Plan
+from streaming.plan.plan import Plan, dealt
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes, Steps
 from streaming.plan.state import LoaderState
@@ -28,6 +30,7 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array, LastBatch
 
 if TYPE_CHECKING:
+    from streaming.packing.rules import PackRules
     from streaming.sources.keys import KeysOfShards
     from streaming.sources.mixed import AnySource, MixedSource
 
@@ -92,8 +95,20 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Rows of steps, as the plan has them; int64 [n] each."""
+class StepRows:
+    """Rows of steps, as the plan has them; int64 [n] each.
+
+    Attributes:
+        steps: Step of each row.
+        ranks: Data rank that gets it.
+        chunk_ids: Chunk in the dataset.
+        offsets: Its number in the chunk.
+        passes: Pass of the stream.
+        seeds: Seed of the order.
+        positions: Position in the stream.
+        lanes: Lane that it comes from.
+        places: Its place in the lane, in that pass.
+    """
 
     steps: Int64Array
     ranks: Int64Array
@@ -101,12 +116,17 @@ class _Rows:
     offsets: Int64Array
     passes: Int64Array
     seeds: Int64Array
+    positions: Int64Array
+    lanes: Int64Array
+    places: Int64Array
 
-    def where(self, rows: Any) -> _Rows:
-        return _Rows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+    def where(self, rows: Any) -> StepRows:
+        """Return some of the rows."""
+        return StepRows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
 
     @classmethod
-    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+    def joined(cls, parts: Sequence[StepRows]) -> StepRows:
+        """Return the rows of several parts, one after the other."""
         empty = np.zeros(0, np.int64)
         return cls(
             **{
@@ -114,6 +134,33 @@ class _Rows:
                 for name in cls.__dataclass_fields__
             }
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What stands in a row: where it is stored, and the keys of the samples that it is made of.
+
+    Attributes:
+        leaf: Name of its set among those of the mixture; "": there is one set.
+        source: Its ``__source__`` in batches; None: they have none.
+        number: Its number in the dataset, or in the source.
+        shard: URL of its shard.
+        shard_number: Number of the shard in the set.
+        chunk: Number of its chunk in the set.
+        keys: The key of each of its samples; None: the index has no sample table.
+        samples: The number in the shard of each.
+        pieces: Of documents in packs the first token, one past the last, and all of the document; else zeros.
+    """
+
+    leaf: str
+    source: str | None
+    number: int
+    shard: str
+    shard_number: int
+    chunk: int
+    keys: tuple[str | None, ...]
+    samples: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +176,7 @@ class PlannedRun:
         global_batch_size: G.
         num_ranks: R, the number of data ranks.
         last_batch: How the tail is treated.
-        ramp: Batch sizes by row, of which ``global_batch_size`` is the first; None: a constant size.
+        keys: Returns the keys of a set's shards.
 
     Raises:
         StateError: The state belongs to another dataset or mixture.
@@ -141,6 +188,7 @@ class PlannedRun:
     global_batch_size: int | Sizes
     num_ranks: int
     last_batch: LastBatch
+    keys: Callable[[Any], KeysOfShards] = attrgetter("shard_keys")
     _plans: dict[int, list[tuple[int, Plan]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -148,19 +196,45 @@ class PlannedRun:
             _check_set(self.planned, self.state)
         else:
             _check_mixture(self.planned, self.state.ledger)
-            object.__setattr__(self, "planned", self._mixture.cut_as(self.state.ledger))
-            self._mixture.deal.check_shape(self._shape)
+            object.__setattr__(self, "planned", self.mixture.cut_as(self.state.ledger))
+            self.mixture.deal.check_shape(self.shape)
         if not self.batches_of(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
+    @classmethod
+    def begun(cls, planned: AnySource, shape: Shape, **more: Any) -> Self:
+        """Return a run that begins, in batches of a shape, of which there is no state; ``more`` as the class has it.
+
+        Raises:
+            ConfigError: Training would refuse the shape.
+        """
+        num_samples = int(planned.chunk_samples.sum())
+        if not num_samples:
+            raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
+        order, mixture = planned.order_settings(shape.sizes.size_for_lanes), cast("MixedSource", planned)
+        ledger = None
+        if planned.names:
+            mixture.deal.check_shape(shape)
+            ledger = mixture.begun(shape.global_batch_size, order)
+        shape.check_enough(shape.epoch_size or (num_samples if ledger is None else ledger.last.blend.samples_per_pass))
+        state = LoaderState(
+            epoch=0, samples_seen=0, order=order, fingerprint=planned.fingerprint, num_samples=num_samples,
+            ledger=ledger, epoch_size=shape.epoch_size, batch_sizes=shape.sizes, **planned.items.facts(),
+        )  # fmt: skip
+        return cls(
+            planned=planned, state=state, global_batch_size=shape.sizes, num_ranks=shape.num_ranks,
+            last_batch=shape.last_batch, **more,
+        )  # fmt: skip
+
     @property
-    def _mixture(self) -> MixedSource:
+    def mixture(self) -> MixedSource:
+        """What the run reads, where that is a mixture."""
         mixture: Any = self.planned
         found: MixedSource = mixture
         return found
 
     @cached_property
-    def _shape(self) -> Shape:
+    def shape(self) -> Shape:
         """The shape of the global batches: with a single rank, they are that rank's."""
         sizes, was = Sizes.of(self.global_batch_size), self.state.batch_sizes
         if was is not None:
@@ -174,7 +248,7 @@ class PlannedRun:
         """Samples of an epoch."""
         if self.state.epoch_size is not None:
             return self.state.epoch_size
-        return self._orders.samples_per_pass
+        return self.orders.samples_per_pass
 
     @property
     def is_endless(self) -> bool:
@@ -187,7 +261,7 @@ class PlannedRun:
     def _before(self) -> tuple[int, bool]:
         """Batches of the state's epoch before its place, and whether they end there."""
         row, seen = self.state.epoch * self.num_samples, min(self.state.samples_seen, self.num_samples)
-        whole, begun = (self._shape.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
+        whole, begun = (self.shape.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
         return begun, whole == begun or seen == self.num_samples
 
     def batches_of(self, epoch: int) -> int:
@@ -195,16 +269,16 @@ class PlannedRun:
         row, size = epoch * self.num_samples, self.num_samples
         before, fits = self._before
         if fits or epoch != self.state.epoch:
-            return self._shape.sizes.batches(row, size, self.last_batch)
+            return self.shape.sizes.batches(row, size, self.last_batch)
         seen = self.state.samples_seen
-        return before + self._shape.sizes.batches(row + seen, size - seen, self.last_batch)
+        return before + self.shape.sizes.batches(row + seen, size - seen, self.last_batch)
 
     def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
         first = epoch = 0
         while True:
             count = self.batches_of(epoch)
-            settled = self._shape.sizes.next_change(epoch * self.num_samples) is None
+            settled = self.shape.sizes.next_change(epoch * self.num_samples) is None
             yield epoch, first, count, settled and (self._before[1] or epoch > self.state.epoch)
             first, epoch = first + count, epoch + 1
 
@@ -243,36 +317,59 @@ class PlannedRun:
         if epoch not in self._plans:
             before, fits = self._before
             number, start = (0, 0) if fits or epoch != self.state.epoch else (before, self.state.samples_seen)
-            order, seed, orders = self.state.order, self.state.next_seed, self._orders
+            order, seed, orders = self.state.order, self.state.next_seed, self.orders
             if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
                 orders = orders.under(order)
-            self._plans[epoch] = []
+            found = []
             for plan in Plan.of_epoch(
-                self._shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
+                self.shape, self.planned.chunk_samples, order, epoch=epoch, start=start, orders=orders
             ):
-                self._plans[epoch].append((number, plan))
+                found.append((number, plan))
                 number += plan.num_batches
+            self._plans[epoch] = found
         return self._plans[epoch]
 
     @cached_property
-    def _orders(self) -> Orders:
+    def orders(self) -> Orders:
         """Return the orders, of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
         order, ledger = self.state.order, self.state.ledger
-        return self.planned.orders(order) if ledger is None else self._mixture.orders(order, ledger)
+        return self.planned.orders(order) if ledger is None else self.mixture.orders(order, ledger)
 
     @cached_property
     def _sets(self) -> list[tuple[str, Any]]:
         return list(sets_of(self.planned))
 
     @cached_property
+    def _shown_names(self) -> dict[str, str]:
+        """The ``__source__`` of each set in batches."""
+        found: dict[str, str] = getattr(self.planned, "shown_names", {"": ""})
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sets, in the order of their numbers; that of a single one is ""."""
+        return [name for name, _ in self._sets]
+
+    @cached_property
     def _first_chunks(self) -> Int64Array:
         return sums([len(one.chunk_samples) for _, one in self._sets])
 
     @cached_property
-    def _has_samples(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether rows are samples, and not made of several."""
         return self.planned.items.first_numbers(self.planned.chunk_samples) is not None
+
+    @property
+    def pack_rules(self) -> PackRules | None:
+        """The rules of packs; None: rows are samples."""
+        found: PackRules | None = getattr(self._sets[0][1], "rules", None)
+        return found
+
+    def drawn_before(self, row: int) -> dict[str, int]:
+        """Count the samples of each source of a mixture before a row of the run."""
+        orders: Any = self.orders
+        return drawn_before(orders, row)
 
     @cached_property
     def _shard_numbers(self) -> list[dict[str, int]]:
@@ -294,10 +391,10 @@ class PlannedRun:
             ConfigError: There are no samples, or more than a million; or a step lies before the state, in batches of
                 another size.
         """
-        if not steps or steps.start < 0 or len(steps) * self._shape.sizes.most > _MAX_ROWS:
+        if not steps or steps.start < 0 or len(steps) * self.shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
-        return self._report(self._told(_Rows.joined([self._batch(step) for step in steps])))
+        return self._report(self._told(StepRows.joined([self.rows_of(step) for step in steps])))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
         """Find the steps that contain the samples with this key; of a document in several packs, the step of each.
@@ -314,12 +411,10 @@ class PlannedRun:
             IndexMissingError: A shard that could hold it has no sample table.
         """
         places, by_order = self._places(key, thorough=thorough)
-        looked_at = self._searched([number for number, *_ in places]) if steps is None else steps
-        self._check_known(looked_at.start)
-        found = [self._rows_with(*place, looked_at) for place in places]
-        if not any(is_delivered for _, is_delivered in found):
+        looked_at = self.searched([number for number, *_ in places]) if steps is None else steps
+        rows = self.rows_at(places, looked_at)
+        if rows is None:
             raise NotFoundError(self._why_left_out(key, places))
-        rows = _Rows.joined([row for rows, _ in found for row in rows])
         report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
         left_out: tuple[int, ...] = ()
         if steps is None and not (self.state.epoch_size or self.is_endless):
@@ -327,6 +422,22 @@ class PlannedRun:
             epochs = range(self.state.epoch + (begun > 0 and not fits), self.state.epoch + 2)
             left_out = tuple(epoch for epoch in epochs if epoch not in {row.epoch for row in report.rows})
         return replace(report, left_out=left_out, looked_at=(looked_at.start, looked_at.stop), by_order=by_order)
+
+    def rows_at(self, places: Sequence[tuple[int, int, int]], steps: range) -> StepRows | None:
+        """Return the rows of steps that hold some samples; None: none of them is ever delivered.
+
+        Args:
+            places: Of each sample the number of its set, its shard, and its number there.
+            steps: Where to look.
+
+        Raises:
+            ConfigError: The steps lie before the state, in batches of another size.
+        """
+        self._check_known(steps.start)
+        found = [self._rows_with(*place, steps) for place in places]
+        if not any(is_delivered for _, is_delivered in found):
+            return None
+        return StepRows.joined([row for rows, _ in found for row in rows])
 
     def _places(self, key: str, *, thorough: bool) -> tuple[list[tuple[int, int, int]], bool]:
         """Find samples with a key: number of the set, shard, number in it; and whether only their order was used.
@@ -345,18 +456,27 @@ class PlannedRun:
         what = redact(self.planned.urls[0])
         raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
 
+    def why_left_out(self, number: int, shard: int, row: int) -> str:
+        """Return why a sample of a set is never delivered, where the set knows; else ""."""
+        return self._sets[number][1].why_left_out(shard, row) or ""
+
     def _why_left_out(self, key: str, places: Sequence[tuple[int, int, int]]) -> str:
         """Return why samples that are there are not delivered."""
         for number, shard, row in places:
-            if why := self._sets[number][1].why_left_out(shard, row):
+            if why := self.why_left_out(number, shard, row):
                 return f"--key: {key!r} {why}"
         return (
             f"--key: {key!r} is in the shards, but the set leaves it out: by where=, view=, subset= or exclude=, or "
             "because it has no value of the column that groups are made by"
         )
 
-    def _searched(self, numbers: Sequence[int]) -> range:
-        """Return the default range of steps to search."""
+    def searched(self, numbers: Sequence[int], *, is_whole: bool = True) -> range:
+        """Return the default range of steps to search.
+
+        Args:
+            numbers: Numbers of the sets in which samples are looked for.
+            is_whole: Of a run without end, from its first step on; else from about a pass of the sets before the state.
+        """
         begun, fits = self._before
         if not self.is_endless:
             first = self.first_step(self.state.epoch)
@@ -364,14 +484,16 @@ class PlannedRun:
         ledger, row = self.state.ledger, self.state.samples_seen
         if ledger is None:
             raise AssertionError("a run without end is of a mixture")
-        size = self._shape.at(row).global_batch_size
+        size = self.shape.at(row).global_batch_size
         names = {self._sets[number][0] for number in numbers}
-        shares = self._mixture.drawing.forecast(ledger).drawn(row, size)
-        ahead = [self._mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
-        orders: Any = self._orders
+        shares = self.mixture.drawing.forecast(ledger).drawn(row, size)
+        ahead = [self.mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
+        orders: Any = self.orders
         known = orders.known_from * self.state.order.lanes
-        first = self._shape.sizes.batches(0, known, "partial") if fits else begun
-        return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
+        first, passed = self.shape.sizes.batches(0, known, "partial") if fits else begun, round(max(ahead, default=0))
+        if not is_whole:
+            first = max(first, self.at_step - passed)
+        return range(first, max(first, self.at_step + 2 * passed + 1))
 
     def _check_known(self, step: int) -> None:
         """Refuse steps of the state's epoch before its place if batches there had other sizes.
@@ -384,11 +506,11 @@ class PlannedRun:
         if not fits and first <= step < first + begun:
             raise ConfigError(
                 f"--step {step}: the state stands at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
-                f"where no batch of {self._shape.at(self.state.epoch * self.num_samples).global_batch_size:,} ends: "
+                f"where no batch of {self.shape.at(self.state.epoch * self.num_samples).global_batch_size:,} ends: "
                 f"batches before it had another size. Give the size that they had, or steps from {first + begun:,} on"
             )
 
-    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[_Rows], bool]:
+    def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[StepRows], bool]:
         """Find the rows of steps that hold a sample of a set, and whether the set delivers it at all."""
         one = self._sets[number][1]
         within = one.chunk_with(shard, row)
@@ -402,7 +524,7 @@ class PlannedRun:
             delivered |= bool(offsets)
             batches = {batch for offset in offsets for batch, _ in plan.when(chunk, offset, first=low, last=high)}
             for batch in sorted(batches):
-                found = self._batch(first + batch)
+                found = self.rows_of(first + batch)
                 found = found.where(np.flatnonzero(found.chunk_ids == chunk))
                 rows.append(found.where(self._holds(found, shard, row)))
         return rows, delivered or not steps
@@ -425,7 +547,7 @@ class PlannedRun:
         passes = range(
             (begin + low * size) // plan.samples_per_pass, (begin + high * size) // plan.samples_per_pass + 1
         )
-        if self._has_samples:
+        if self.has_samples:
             passes = passes[:1]  # samples stand where they are
         chunks, offsets = np.full(count, chunk), np.arange(count)
         found: set[int] = set()
@@ -435,27 +557,36 @@ class PlannedRun:
             found.update(rows[(places.shards == shard) & (places.numbers == row)].tolist())
         return sorted(found)
 
-    def _holds(self, rows: _Rows, shard: int, row: int) -> Any:
+    def _holds(self, rows: StepRows, shard: int, row: int) -> Any:
         """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
         seed = int(rows.seeds[0]) if len(rows.seeds) else 0
         places = self._places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
-    def _batch(self, step: int) -> _Rows:
-        """Return the rows of a global batch."""
+    def rows_of(self, step: int, dp_rank: int | None = None) -> StepRows:
+        """Return the rows of a global batch, without padding, in the order in which ranks get them; or those of one.
+
+        Raises:
+            ConfigError: There is no such step, or it lies before the state, in batches of another size.
+        """
         self._check_known(step)
-        plan, number = self._plan_of(step)
-        found = plan.rank_batches(number, number + 1, 0)
+        whole, number = self.plan_of(step)
+        plan = whole if dp_rank is None else whole.among(self.num_ranks)
+        found = plan.rank_batches(number, number + 1, dp_rank or 0)
         count = int(found.valid.sum())
         shape = replace(plan.shape, num_ranks=self.num_ranks)
-        return _Rows(
-            steps=np.full(count, step), ranks=shape.rank_of(np.arange(count), max(count, 1)),
+        ranks = shape.rank_of(np.arange(count), max(count, 1)) if dp_rank is None else np.full(count, dp_rank)
+        positions = found.positions[found.valid]
+        _, lanes, places = dealt(plan, positions)
+        return StepRows(
+            steps=np.full(count, step), ranks=ranks,
             chunk_ids=found.chunk_ids[found.valid], offsets=found.offsets[found.valid],
-            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed),
+            passes=found.passes[found.valid], seeds=np.full(count, plan.settings.seed), positions=positions,
+            lanes=lanes, places=places,
         )  # fmt: skip
 
-    def _plan_of(self, step: int) -> tuple[Plan, int]:
+    def plan_of(self, step: int) -> tuple[Plan, int]:
         """Return the plan of a step, and its number there."""
         epoch, first = self.epoch_at(step)
         number, plan = next(one for one in reversed(self.plans_of(epoch)) if first + one[0] <= step)
@@ -467,52 +598,67 @@ class PlannedRun:
         row = self.state.epoch * self.num_samples + self.state.samples_seen
         return self.planned.items.facts(self.state, row).get("lengths")
 
-    def _rows_each(self, step: int) -> int:
+    def rows_each(self, step: int) -> int:
         """Return how many rows each pack of a step makes."""
         if self._lengths is None:
             return 1
-        plan, number = self._plan_of(step)
+        plan, number = self.plan_of(step)
         return int(self._sets[0][1].rules.length // self._lengths.at(plan.row_of(number)))
 
     def _report(self, rows: Sequence[StepRow]) -> StepReport:
         per_epoch = None if self.is_endless else self.batches_of(self.state.epoch)
         return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
 
-    def _told(self, rows: _Rows) -> list[StepRow]:
-        """Describe rows."""
-        told: list[tuple[str | None, int, str, tuple[str | None, ...]]] = [(None, 0, "", ())] * len(rows.steps)
-        names = getattr(self.planned, "shown_names", {"": ""})
-        numbered = getattr(self.planned, "numbered", {})
+    def described(self, rows: StepRows) -> list[Described]:
+        """Return what stands in rows; reads the keys of their samples, those of all sets side by side."""
+        told: list[Described | None] = [None] * len(rows.steps)
         sources = np.searchsorted(self._first_chunks, rows.chunk_ids, side="right") - 1
+        groups: list[tuple[int, Int64Array, Places]] = []  # number of the set, places among the rows, samples
         for seed in np.unique(rows.seeds).tolist():
             for source in np.unique(sources).tolist():
-                name, one = self._sets[source]
                 at = np.flatnonzero((sources == source) & (rows.seeds == seed))
                 some = rows.where(at)
-                within = some.chunk_ids - self._first_chunks[source]
-                places = self._places_of(some.chunk_ids, some.offsets, some.passes, seed)
-                keys, splits = keys_of(one.shard_keys, places.shards, places.numbers), places.splits.tolist()
-                owner = numbered.get(name)
-                starts = np.cumsum(one.chunk_samples) - one.chunk_samples
-                numbers = starts[within] + some.offsets
-                if owner is not None:
-                    numbers = owner.numbers_of(places.shards, places.numbers)
-                for row, number, url, low, high in zip(
-                    at.tolist(), numbers.tolist(), one.urls_of(within), splits[:-1], splits[1:], strict=True
-                ):
-                    told[row] = (names[name] or None, number, url, tuple(keys[low:high]))
-        return [self._row(rows, at, *one) for at, one in enumerate(told)]
+                if len(at):
+                    groups.append((source, at, self._places_of(some.chunk_ids, some.offsets, some.passes, seed)))
+        wanted = [(self.keys(self._sets[source][1]), one.shards, one.numbers) for source, _, one in groups]
+        for (source, at, places), keys in zip(groups, keys_of_all(wanted), strict=True):
+            for row, found in zip(at.tolist(), self._described(source, rows.where(at), places, keys), strict=True):
+                told[row] = found
+        return [one for one in told if one is not None]
 
-    def _row(
-        self, rows: _Rows, at: int, source: str | None, number: int, shard: str, keys: tuple[str | None, ...]
-    ) -> StepRow:
+    def _described(
+        self, source: int, rows: StepRows, places: Places, keys: Sequence[str | None]
+    ) -> Iterator[Described]:  # fmt: skip
+        """Yield what stands in rows of one set, by the places and keys of their samples."""
+        name, one = self._sets[source]
+        shown = self._shown_names[name] or None
+        owner = getattr(self.planned, "numbered", {}).get(name)
+        within, splits = rows.chunk_ids - self._first_chunks[source], places.splits.tolist()
+        numbers = (np.cumsum(one.chunk_samples) - one.chunk_samples)[within] + rows.offsets
+        if owner is not None:
+            numbers = owner.numbers_of(places.shards, places.numbers)
+        samples, shards = places.numbers.tolist(), places.shards.tolist()
+        pieces = list(map(tuple, places.pieces.tolist()))
+        for number, url, chunk, low, high in zip(
+            numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:], strict=True
+        ):  # fmt: skip
+            yield Described(
+                leaf=name, source=shown, number=number, shard=url, shard_number=shards[low], chunk=chunk,
+                keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
+            )  # fmt: skip
+
+    def _told(self, rows: StepRows) -> list[StepRow]:
+        """Describe rows for reports."""
+        return [self._row(rows, at, one) for at, one in enumerate(self.described(rows))]
+
+    def _row(self, rows: StepRows, at: int, one: Described) -> StepRow:
         step = int(rows.steps[at])
         epoch, first = self.epoch_at(step)
-        is_sample = self._has_samples
+        is_sample = self.has_samples
         return StepRow(
-            step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=source, number=number,
-            shard=shard, key=keys[0] if is_sample else None, keys=None if is_sample else keys,
-            num_rows=self._rows_each(step),
+            step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=one.source,
+            number=one.number, shard=one.shard, key=one.keys[0] if is_sample else None,
+            keys=None if is_sample else one.keys, num_rows=self.rows_each(step),
         )  # fmt: skip
 
 
@@ -563,21 +709,30 @@ def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
         )
 
 
+def read_state(url: str, storage: Storage) -> LoaderState:
+    """Return a saved ``loader.state_dict()`` (JSON).
+
+    Raises:
+        StateError: The file holds no state.
+    """
+    try:
+        content = json.loads(bytes(storage.read(url)))
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{redact(url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
+    if not isinstance(content, Mapping):
+        raise StateError(f"{redact(url)}: expected an object, as loader.state_dict() gives it")
+    return LoaderState.from_dict(content)
+
+
 def open_run(planned: AnySource, state_url: str, *, storage: Storage, options: PlanOptions) -> PlannedRun:
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
         StateError: The file holds no state, or that of another dataset or mixture.
     """
-    try:
-        content = json.loads(bytes(storage.read(state_url)))
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"{redact(state_url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
-    if not isinstance(content, Mapping):
-        raise StateError(f"{redact(state_url)}: expected an object, as loader.state_dict() gives it")
     return PlannedRun(
         planned=planned,
-        state=LoaderState.from_dict(content),
+        state=read_state(state_url, storage),
         global_batch_size=options.global_batch_size,
         num_ranks=options.mesh.data_world_size,
         last_batch=options.last_batch,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from shard_tools.show.base.page import Media, Page, Query
-from shard_tools.show.base.render import as_markup, render, template
+from shard_tools.show.base.render import STYLES, as_markup, render, template
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.frames import answered
 from streaming.errors import ConfigError, ShardstreamError
@@ -28,7 +28,7 @@ def page_file(subject: Subject, pages: Sequence[Page], media: Sequence[Media]) -
         raise ConfigError("--html: there is nothing to write: give the URL of shards, or the JSON file of a mixture")
     inside = _Inside(subject, {page.path: f"page-{number}" for number, page in enumerate(mine)}, media)
     sections = [(inside.anchors[page.path], page.title, as_markup(inside.section(page))) for page in mine]
-    return render("file.html", ("style.css", "show.css"), title=subject.title, chosen=subject.chosen, sections=sections)
+    return render("file.html", STYLES, title=subject.title, chosen=subject.chosen, sections=sections)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 from shard_tools.running.templates import jinja
 from shard_tools.show.access import HEADERS, Access, Refusal
 from shard_tools.show.base.page import Content, Media, Page, Query
-from shard_tools.show.base.render import FILES, template
+from shard_tools.show.base.render import FILES, STYLES, template
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.frames import Served, answered, as_text
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
@@ -140,11 +140,10 @@ class _Site:
         return StreamingResponse(pieces, status, headers, media_type=found.media_type)
 
     def _asset(self, request: Any, path: str, query: Query) -> Any:  # noqa: ARG002  as all that answer
-        with open(os.path.join(FILES, path[1:]), encoding="utf-8") as file:
-            text = file.read()
         if path.endswith(".css"):
-            text = template("style.css").render() + text
-        return self._response(text, _ASSETS[path])
+            return self._response("".join(template(one).render() for one in STYLES), _ASSETS[path])
+        with open(os.path.join(FILES, path[1:]), encoding="utf-8") as file:
+            return self._response(file.read(), _ASSETS[path])
 
     def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  as all that answer
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from shard_tools.show.base.page import Media, Page, PagePart
 from shard_tools.show.data import bad, columns, gallery, sample, values
+from shard_tools.show.order import mixture
+from shard_tools.show.order import pages as order
 from shard_tools.show.run import page as run
 
-OF_A_SAMPLE: tuple[PagePart, ...] = ()
+OF_A_SAMPLE = (PagePart(name="steps", template="coming.html", answer=order.coming_part),)
 """What is told of one sample, beside what is stored."""
 
 PAGES: tuple[Page, ...] = (
@@ -16,8 +18,15 @@ PAGES: tuple[Page, ...] = (
         in_file=True,
     ),
     Page(
-        path="/sample", title="Sample", template="sample.html", answer=sample.sample, asks=sample.ASKS,
-        parts=OF_A_SAMPLE, in_navigation=False,
+        path="/step", title="Step", template="step.html", answer=order.step_page, asks=order.STEP_ASKS, in_file=True
+    ),
+    Page(
+        path="/mixture", title="Mixture", template="mixture.html", answer=mixture.mixture_page,
+        asks=mixture.MIXTURE_ASKS, in_file=True,
+    ),
+    Page(
+        path="/sample", title="Sample", template="sample.html", answer=sample.sample,
+        asks=(*sample.ASKS, *order.COMING_ASKS), parts=OF_A_SAMPLE, in_navigation=False,
     ),
     Page(path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS),
     Page(path="/run", title="Run", template="run.html", answer=run.run_page, asks=run.ASKS, needs="run"),

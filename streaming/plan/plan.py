@@ -17,7 +17,8 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -189,6 +190,13 @@ class Plan:
             start += here.num_batches * here.global_batch_size
             if shape.sizes.next_change(here.first_row) is None or not here.num_batches or start >= here.num_samples:
                 return
+
+    def among(self, dp_world_size: int) -> Self:
+        """Return the same batches, dealt to another number of ranks; what is known of lanes is shared."""
+        made = copy(self)
+        made.shape = replace(self.shape, num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1))
+        made.dp_world_size, made._looked = made.shape.num_ranks, (-1, {})
+        return made
 
     @property
     def passes(self) -> range:
@@ -376,8 +384,7 @@ class Plan:
             stream = np.arange(cut.starts[index], cut.stops[index], dtype=np.int64)
             lane = stream % self.samples_per_pass % self.settings.lanes
             chosen = stream[np.argsort(lane, kind="stable")[slots[rows]]]
-            passes[rows], within = np.divmod(chosen, self.samples_per_pass)
-            places[rows], lanes[rows] = np.divmod(within, self.settings.lanes)
+            passes[rows], lanes[rows], places[rows] = dealt(self, chosen)
         return passes, lanes, places
 
     def _rows(self, first: int, last: int, dp_rank: int) -> _RowPlaces:
@@ -634,6 +641,13 @@ class _Stretches(_Passes):
                 is_mixed = num_stretches * len(each[1]) >= plan.batches_on(plan.orders.mixed_after)
                 is_enough = num_uses >= _MANY_USES and is_mixed and num_stretches > 1 and live <= before * _HARDLY_MORE
         return self.joined(found).live_bytes(sizes)
+
+
+def dealt(plan: Plan, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return pass, lane and place in the lane of stream positions of a plan, int64 [n] each."""
+    passes, within = np.divmod(positions, plan.samples_per_pass)
+    places, lanes = np.divmod(within, plan.settings.lanes)
+    return passes, lanes, places
 
 
 def _with_others(live_bytes: int, sizes: Int64Array) -> int:

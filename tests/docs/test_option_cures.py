@@ -43,6 +43,9 @@ from streaming import (
 _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 
 RUN_ELSEWHERE = {
+    "name": "test_exports.py::test_a_loader_that_is_gone_is_not_kept_and_its_name_is_free",
+    "restores": "test_headspace.py::test_model_and_optimizer_are_set_back",
+    "warmup": "test_headspace.py::test_what_cannot_be_measured_is_refused",
     "alike": "test_length_buckets.py::test_the_log_says_how_full_buckets_are_and_what_they_need",
     "borders": "test_packed_slices.py::test_loss_and_gradients_of_two_peers_are_those_of_one",
     "position_ids": "test_packed_slices.py::test_places_in_the_row_are_added_where_asked_for",

@@ -14,6 +14,8 @@ from shard_tools.running.templates import Template, jinja
 from streaming.arguments import format_bytes
 
 FILES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "templates")
+STYLES = ("style.css", "show.css", "order.css")
+"""The styles of the pages of ``show``."""
 FRAME = "page.html"
 """The frame of a page that is a file of its own."""
 

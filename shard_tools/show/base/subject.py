@@ -64,6 +64,14 @@ class Subject:
         """The sets that hold the samples, by their name in batches (``""``: the only one); documents of packs."""
         return {} if self.source is None else {name: SampleSet(one) for name, one in sorted(_sets(self.source).items())}
 
+    @cached_property
+    def bad_lists(self) -> tuple[str, ...]:
+        """Files of bad samples that the user names, else those that the sets would write and that are there."""
+        if self.bad or self.source is None:
+            return self.bad
+        named = dict.fromkeys(self.source.bad_files.values())
+        return tuple(one for one in named if "{" not in one and self.storage.exists(one))
+
     def set_of(self, name: str) -> SampleSet:
         """Return the set that is a source of this name; the first one for ``""``.
 

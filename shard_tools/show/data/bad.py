@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shard_tools.running.report import Report
@@ -87,7 +88,7 @@ def bad_samples(subject: Subject, query: Query) -> BadPage:
         NotFoundError: A list is not there.
         DataError: It is none.
     """
-    files = _files(subject)
+    files = subject.bad_lists
     found = load_bad_list(files, subject.storage) if files else BadList(by_shard={})
     records = [record for some in found.by_shard.values() for record in some]
     stages = Counter(record.stage for record in records)
@@ -103,14 +104,6 @@ def bad_samples(subject: Subject, query: Query) -> BadPage:
         reasons=tuple(Counter(_short(record) for record in records).most_common(12)),
         rows=tuple(_row(record, known) for record in shown), commands=_commands(subject, files),
     )  # fmt: skip
-
-
-def _files(subject: Subject) -> list[str]:
-    """Return the lists that the user names, else those that the sets would write and that are there."""
-    if subject.bad or subject.source is None:
-        return list(subject.bad)
-    named = dict.fromkeys(subject.source.bad_files.values())
-    return [one for one in named if "{" not in one and subject.storage.exists(one)]
 
 
 def _short(record: BadRecord) -> str:
@@ -130,7 +123,7 @@ def _row(record: BadRecord, known: dict[str, str]) -> BadRow:
     )  # fmt: skip
 
 
-def _commands(subject: Subject, files: list[str]) -> tuple[str, ...]:
+def _commands(subject: Subject, files: Sequence[str]) -> tuple[str, ...]:
     """Return the commands to copy: for each set one."""
     lists = " ".join(f"--drop {shlex.quote(redact(one))}" for one in files)
     folders = dict.fromkeys(

@@ -72,7 +72,7 @@
   const follow = (selector) => { const found = document.querySelector(selector); if (found) found.click(); };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || dialog.open) return;
-    if (event.target.closest("input, select, textarea, audio, video, summary, pre")) {
+    if (event.target.closest("input, select, textarea, audio, video, pre")) {
       if (event.key === "Escape") event.target.blur();
       return;
     }

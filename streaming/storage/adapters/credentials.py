@@ -137,7 +137,7 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
     """Return credentials of a named profile (static, SSO, assumed role, process), refreshed by boto3."""
     try:
         import boto3  # noqa: PLC0415 (optional)
-        import botocore.exceptions  # type: ignore[import-untyped] # noqa: PLC0415
+        import botocore.exceptions  # noqa: PLC0415
         from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
     except ImportError as error:
         if not needed:
