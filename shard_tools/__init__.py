@@ -1,11 +1,15 @@
-"""Pack, index, check and inspect WebDataset shards: ``ShardWriter`` as a library, everything else as commands.
+"""Pack, index, check and inspect WebDataset shards: ``ShardWriter`` and ``optimize``, and commands.
 
 This package holds the command line itself, the meaning of its options and the display of results. The work of each
 command is done in a package below, by functions that print nothing. Training loops and their engine are not known here.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 try:
     import streaming.errors as _errors  # noqa: F401  shardstream's
@@ -21,6 +25,27 @@ except ModuleNotFoundError as _error:
         "`python -m package.script`"
     ) from _error
 
-from shard_tools.write.writer import ShardWriter
+if TYPE_CHECKING:
+    from shard_tools.functions.inputs import lines
+    from shard_tools.functions.run import optimize
+    from shard_tools.write.writer import ShardWriter
 
-__all__ = ["ShardWriter"]
+_HOMES = {
+    "ShardWriter": "shard_tools.write.writer",
+    "lines": "shard_tools.functions.inputs",
+    "optimize": "shard_tools.functions.run",
+}
+
+__all__ = ["ShardWriter", "lines", "optimize"]
+
+
+def __dir__() -> list[str]:
+    """Return all names, also of what is imported on first use."""
+    return sorted({*globals(), *_HOMES})
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: worker processes need none of them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -20,6 +20,7 @@ from shard_tools.commands.clean import clean_command
 from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.export import export_command
+from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
 from shard_tools.commands.stats import stats_command
@@ -79,6 +80,7 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
         "clean": clean_command,
         "diff": diff_command,
         "export": export_command,
+        "map": map_command,
         "bench": bench_command,
         "stats": stats_command,
         "trace": trace_group,

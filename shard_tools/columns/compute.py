@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,6 +13,7 @@ import pyarrow as pa
 from shard_tools.columns.lift import as_array, sample_table_of, samples_of
 from shard_tools.columns.target import AddReport, ColumnTarget
 from shard_tools.running.engine import DEFAULT_WORKERS
+from shard_tools.running.functions import imported, source_digest
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
@@ -131,7 +127,9 @@ def _described(target: ColumnTarget) -> dict[str, str]:
 
 def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
     """Return a function that applies the user's function to a shard's samples, and an identifier of the latter."""
-    function = _imported(spec)
+    if ":" not in spec:
+        raise ConfigError(f"--compute: expected tokens, or a function as module:function, got {spec!r}")
+    function = imported(spec, "--compute")
     decoders = resolve_decoders("auto")
 
     def value(url: str, key: str, fields: Mapping[str, bytes]) -> ColumnValue:
@@ -156,37 +154,4 @@ def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tu
         url = redact(target.urls[shard])
         return [value(url, key, fields) for key, fields in samples_of(target, shard, table, options.fields)]
 
-    return values, {"source": _source_of(function)}
-
-
-def _imported(spec: str) -> Callable[[Mapping[str, object]], ColumnValue]:
-    """Import the function that ``module:function`` names.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    module, colon, name = spec.partition(":")
-    if not colon or not module or not name:
-        raise ConfigError(f"--compute: expected tokens, or a function as module:function, got {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file here shadows nothing
-    try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"--compute {spec}: {error}. Modules are looked for where Python looks (PYTHONPATH), then in {os.getcwd()}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"--compute {spec}: expected {name} to be a function, got a {type(found).__name__}")
-    function: Callable[[Mapping[str, object]], ColumnValue] = found
-    return function
-
-
-def _source_of(function: Any) -> str:
-    """Return a digest of a function's source, which changes when it is edited; "" if there is no source."""
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
-    except (OSError, TypeError):
-        return ""
+    return values, {"source": source_digest(function)}

@@ -34,6 +34,8 @@ class Journal:
 
     ``fields`` is the source's own word, not what was written, so that ``verify`` can compare the two: True for a field
     of every sample, False for one that some lack; None if only reading tells.
+
+    ``positions`` says where a source stood after so many shards, for the latest ones: after all, when it is complete.
     """
 
     source: dict[str, Any]
@@ -41,6 +43,7 @@ class Journal:
     complete: bool = False
     num_samples: int | None = None
     fields: Mapping[str, bool] | None = None
+    positions: Mapping[str, Mapping[str, Any]] | None = None
 
     def same_work(self, other: Journal) -> bool:
         """Tell whether both describe the same conversion."""
@@ -75,6 +78,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
             complete=bool(content["complete"]),
             num_samples=content["num_samples"],
             fields=None if content.get("fields") is None else dict(content["fields"]),
+            positions=None if content.get("positions") is None else dict(content["positions"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
@@ -112,6 +116,8 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
         "num_samples": journal.num_samples,
         "fields": None if journal.fields is None else dict(journal.fields),
     }
+    if journal.positions is not None:
+        content["positions"] = {number: dict(position) for number, position in journal.positions.items()}
     storage.put(join_url(target, NAME), write_document(content))
 
 

@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from shard_tools.convert.base.files import is_local
-from shard_tools.convert.base.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.base.records import Remarks, ShardOptions, Source, Standing, later_wrong_names, refuse_known
 from shard_tools.convert.base.rows import plain_value
 from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.running.progress import Progress
-from shard_tools.write.keys import WRONG_NAMES
+from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
@@ -36,6 +36,7 @@ from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
 
 _SHARD_NAME = "{:06d}.tar"
+_POSITIONS = 3  # that the journal keeps
 _log = logging.getLogger(__name__)
 
 
@@ -75,7 +76,9 @@ class PackingRun:
         columns: Metadata of the records to store in the sample table.
         notes: Writes further files beside the index; called when all shards are there.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a
-            sample; None: sample i is record i.
+            sample; or, if not even that tells, where the source stands, which is noted in the journal after every
+            shard. None: sample i is record i.
+        restart: How users ask to overwrite, for errors.
         storage_options: Options of the store.
         executor: Where to read and write; None: here, in one pass.
         progress: Receives the samples and bytes written.
@@ -89,16 +92,17 @@ class PackingRun:
     def __init__(
         self, reader: Source, place: Destination, options: ShardOptions, *, command: tuple[str, str],
         identity: Mapping[str, object], columns: tuple[str, ...], notes: Callable[[], None] = lambda: None,
-        position: str | None = None, storage_options: Mapping[str, object] | None, executor: Executor | None = None,
-        progress: Progress,
+        position: str | Standing | None = None, restart: str = "--overwrite",
+        storage_options: Mapping[str, object] | None, executor: Executor | None = None, progress: Progress,
     ) -> None:  # fmt: skip
         self.place, self._notes, self._progress, self._executor = place, notes, progress, executor
+        self._standing, self._restart = None if isinstance(position, str) else position, restart
         self._storage = Storage(storage_options)
         self._journal = Journal(
             source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields
         )
         self._work = ConvertWork(
-            reader=reader, pattern=place.pattern, options=options, columns={name: _Lift(name) for name in columns},
+            reader=reader, pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
             storage_options=storage_options,
         )  # fmt: skip
         name, source = command
@@ -107,10 +111,13 @@ class PackingRun:
         )
         self._there = _contents(place, self._storage)
         if not options.overwrite:
-            refuse_writers(self._mark.others(), place.directory, "or start over with --overwrite")
+            refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
         self._found = self._refuse_others() if self._there and not options.overwrite else None
-        earlier = None if self._found is None else _earlier_work(place, self._storage, self._found, position=position)
+        earlier = None if self._found is None else _earlier_work(
+            place, self._storage, self._found, position=position
+        )  # fmt: skip
         self._earlier = earlier or _Earlier()
+        self._positions = {} if self._found is None else {**(self._found.positions or {})}
 
     def _refuse_others(self) -> Journal | None:
         """Return the journal of an earlier run.
@@ -119,7 +126,7 @@ class PackingRun:
             TargetNotEmptyError: The target holds anything else than what such a run has left.
         """
         place, there = self.place, self._there
-        shown, cure = redact(place.directory), "give another target, or delete them with --overwrite"
+        shown, cure = redact(place.directory), f"give another target, or delete them with {self._restart}"
         found = load_journal(place.directory, self._storage)
         if found is None:
             raise TargetNotEmptyError(
@@ -130,7 +137,7 @@ class PackingRun:
             begun = ", of which no shard is written yet" if there == [join_url(place.directory, NAME)] else ""
             raise TargetNotEmptyError(
                 f"{shown} holds another conversion{begun} ({found.differences(self._journal)}); give another target, "
-                "run with the same source and options to continue, or start over with --overwrite"
+                f"run with the same source and options to continue, or start over with {self._restart}"
             )
         strange = [url for url in there if url.endswith(SHARD_SUFFIXES) and not place.has(url)]
         if strange:
@@ -173,8 +180,11 @@ class PackingRun:
         remarks = Remarks()
         self._progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
         self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
+        if self._standing is not None and earlier.position is not None:
+            self._standing.resume(earlier.position)
         if not earlier.complete:
-            write = _write if self._executor is None else partial(write_elsewhere, executor=self._executor)
+            here = partial(_write, on_shard=self._note_position)
+            write = here if self._executor is None else partial(write_elsewhere, executor=self._executor)
             number = write(
                 self._work, start=earlier.num_records, first_shard=earlier.num_shards, known_keys=earlier.keys,
                 remarks=remarks, progress=self._progress,
@@ -185,7 +195,7 @@ class PackingRun:
         table = read_chunks(storage, directory)
         self._notes()
         if not earlier.complete:
-            save_journal(directory, replace(self._journal, complete=True, num_samples=table.total_samples), storage)
+            self._note_position(len(table.shards), complete=True, num_samples=table.total_samples)
         if self._mark.is_begun:
             self._mark.finish()
         return PackedTarget(
@@ -195,6 +205,18 @@ class PackingRun:
             num_resumed_samples=earlier.num_samples,
             remarks=dict(remarks.counts),
         )
+
+    def _note_position(self, num_shards: int, *, complete: bool = False, num_samples: int | None = None) -> None:
+        """Note in the journal where the source stands after so many shards, or that all is done."""
+        journal = replace(self._journal, complete=complete, num_samples=num_samples)
+        if self._standing is not None:
+            # One that is stopped may find one shard less than it has written, and writes the last one again.
+            self._positions = {**self._positions, str(num_shards): self._standing.position()}
+            latest = sorted(self._positions, key=int)[-1 if complete else -_POSITIONS :]
+            journal = replace(journal, positions={number: self._positions[number] for number in latest})
+        elif not complete:
+            return
+        save_journal(self.place.directory, journal, self._storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +304,7 @@ class _Earlier:
     num_samples: int = 0
     num_bytes: int = 0
     keys: frozenset[str] = frozenset()
+    position: Mapping[str, Any] | None = None
 
 
 def _contents(place: Destination, storage: Storage) -> list[str]:
@@ -305,7 +328,9 @@ def _contents(place: Destination, storage: Storage) -> list[str]:
     return there
 
 
-def _earlier_work(place: Destination, storage: Storage, journal: Journal, *, position: str | None) -> _Earlier:
+def _earlier_work(
+    place: Destination, storage: Storage, journal: Journal, *, position: str | Standing | None
+) -> _Earlier:
     """Return the finished shards: numbered from 0 without a gap, each with an intact sample table of its size.
 
     Everything is done if the journal says so and the shards hold that many samples. Otherwise the last one is left out
@@ -317,16 +342,21 @@ def _earlier_work(place: Destination, storage: Storage, journal: Journal, *, pos
     while (table := _finished_shard(place, len(tables), sizes, storage)) is not None:
         tables.append(table)
     complete = journal.complete and sum(table.num_samples for table in tables) == journal.num_samples
+    column = position if isinstance(position, str) else None
+    positions = None if column == position else journal.positions or {}
     if not complete:
         tables = tables[:-1]
+        while tables and positions is not None and str(len(tables)) not in positions:
+            tables.pop()  # shards are gone that were there, and nothing tells where the source stood before them
     num_samples = sum(table.num_samples for table in tables)
     return _Earlier(
         complete=complete,
         num_shards=len(tables),
-        num_records=int(tables[-1].columns[position][-1].as_py()) + 1 if position and tables else num_samples,
+        num_records=int(tables[-1].columns[column][-1].as_py()) + 1 if column and tables else num_samples,
         num_samples=num_samples,
         num_bytes=sum(table.shard.size_bytes for table in tables),
         keys=frozenset(key for table in tables for key in table.keys),
+        position=None if positions is None else positions.get(str(len(tables))),
     )
 
 
@@ -345,30 +375,37 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
 
 
 def _write(
-    work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks, progress: Progress
-) -> int:
+    work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks, progress: Progress,
+    on_shard: Callable[[int], None],
+) -> int:  # fmt: skip
     """Write all records except existing ones, one after the other; return the number of all records."""
-    number = start
+    number, num_shards = start, 0
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
             refuse_known(record.key, known_keys)
             try:
                 writer.write(record.sample)
             except ConfigError as error:
+                if not any(wrong_names([(record.key, record.fields)])):
+                    raise  # no name is wrong, so later ones are not looked for
                 raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
             remarks.add(record)
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1
+            if writer.num_shards > num_shards:
+                num_shards = writer.num_shards
+                on_shard(first_shard + num_shards)
     return number
 
 
 @dataclass(frozen=True, slots=True)
-class _Lift:
+class Lift:
     """Take metadata ``name`` from a sample; a dotted name refers to nested values."""
 
     name: str
 
     def __call__(self, sample: Mapping[str, object]) -> object:
+        """Return the value."""
         value = sample["__metadata__"]
         whole = isinstance(value, Mapping) and self.name in value
         for part in (self.name,) if whole else self.name.split("."):

@@ -183,6 +183,17 @@ def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
     return needed_samples(storage, shards.urls[position], shards.index_url)
 
 
+def table_of_shard(storage: Storage, url: str, index_url: str | None, *, scanned: bool) -> SampleTable:
+    """Return the sample table of the shard at ``url``, from the index, or from the shard if there is none.
+
+    Raises:
+        IndexMissingError: The index has none of it.
+    """
+    if scanned:
+        return scan_shard(storage, url, split_url(url)[1], duplicate_keys="keep")
+    return needed_samples(storage, url, index_url)
+
+
 def place_of(name: str, folder: str, index_url: str | None) -> str:
     """Return the URL of the shard that an index calls ``name``; its neighbors lie in ``folder``."""
     return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)

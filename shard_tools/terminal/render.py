@@ -16,6 +16,7 @@ from rich.table import Table
 from shard_tools.check.recheck import RecheckReport
 from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
+from shard_tools.functions.run import FunctionReport
 from shard_tools.running.report import Finding, plain
 from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
@@ -183,6 +184,18 @@ def show_recheck(report: RecheckReport) -> None:
         f"{counted(report.num_listed, 'record')}, {counted(report.num_samples, 'sample')} read "
         f"({format_bytes(report.num_bytes)}) in {report.seconds:.1f} s: {report.num_good:,} good now, "
         f"{counted(len(report.findings), 'finding')}"
+    )
+
+
+def show_made(report: FunctionReport) -> None:
+    """Print what became of the inputs of a function."""
+    if report.num_resumed_samples:
+        click.echo(f"went on after {counted(report.num_resumed_samples, 'sample')} of an earlier run")
+    click.echo(
+        f"{counted(report.num_inputs, 'sample')} taken, {report.num_empty:,} left out by the function, "
+        f"{report.num_failed:,} on which it failed\n"
+        f"{report.target}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
+        f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
     )
 
 

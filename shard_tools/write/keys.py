@@ -18,7 +18,13 @@ from streaming.errors import ConfigError, DuplicateKeyError
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _BLANK: Final = re.compile(r"\s")
 _LOG_CHUNK: Final = 1024
+_NUMBER_DIGITS: Final = 9
 WRONG_NAMES: Final = "names cannot be stored"
+
+
+def number_key(number: int) -> str:
+    """Return the key of record ``number``, for numbered keys."""
+    return f"{number:0{_NUMBER_DIGITS}d}"
 
 
 def check_key(key: object) -> str:

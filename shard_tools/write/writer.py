@@ -138,6 +138,11 @@ class ShardWriter:
         return tuple(self._shards)
 
     @property
+    def num_shards(self) -> int:
+        """Number of shards published so far."""
+        return len(self._shards)
+
+    @property
     def num_samples(self) -> int:
         """Number of samples accepted by :meth:`write`."""
         return self._num_samples

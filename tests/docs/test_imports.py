@@ -29,7 +29,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "TableDataset",
         "TorchIterable",
     ),
-    "shard_tools": ("ShardWriter",),
+    "shard_tools": ("ShardWriter", "lines", "optimize"),
 }
 COMING: dict[str, tuple[str, ...]] = {}
 

@@ -47,8 +47,9 @@ class TwoNodes:
         self._workers = self._forked.start(Path(ray_worker.__file__), "serve", workers, output=output)
         common = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "setup_worker_path": ray_worker.__file__}
         common |= {"include_log_monitor": False, "no_monitor": True}  # nobody reads logs here, nothing is scaled
+        self._common, self._environ = common, {ray_worker.SOCKET: workers}
         head = {**common, "resources": {"home": 1}, "temp_dir": self._folder, "include_dashboard": False}
-        with mock.patch.dict(os.environ, {ray_worker.SOCKET: workers}):  # of Ray's processes
+        with mock.patch.dict(os.environ, self._environ):  # of Ray's processes
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self._cluster.add_node(**common, resources={"away": 1})
         while output.read_text() != "ready\n":  # no worker could start, and ray.init would wait for one
@@ -68,6 +69,15 @@ class TwoNodes:
         children = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._children]
         assert children == []
         assert shared_files() - self._before == Counter()
+
+    def add(self, resource: str) -> Any:
+        """Add a node with one CPU and this resource; wait until it is there."""
+        with mock.patch.dict(os.environ, self._environ):
+            return self._cluster.add_node(**self._common, resources={resource: 1})
+
+    def kill(self, node: Any) -> None:
+        """Kill the processes of a node that was added."""
+        self._cluster.remove_node(node, allow_graceful=False)
 
     def node_id(self, resource: str) -> str:
         """The node with this resource."""

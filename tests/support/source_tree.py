@@ -23,7 +23,7 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "simplejpeg": ("streaming.decode", "shard_tools"),
     "click": ("shard_tools",),
     "rich": ("shard_tools",),
-    "cloudpickle": ("streaming.engine", "streaming.remote"),
+    "cloudpickle": ("streaming.engine", "streaming.remote", "shard_tools.running.functions"),
     # Users of these import the module that needs them by name; nobody else does.
     "accelerate": ("streaming.integrations.accelerate",),
     "transformers": ("streaming.integrations.transformers",),
@@ -42,7 +42,8 @@ COMPUTED_IMPORT_MAY = (
     "streaming.engine.workers.fork_server",
     "streaming.decode.values",
     "streaming.decode.registry",
-    "shard_tools.columns.compute",
+    "shard_tools",
+    "shard_tools.running.functions",
     "streaming.datasets.mixture_file",
 )
 

@@ -8,12 +8,13 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.report import Report
+from shard_tools.write.keys import number_key as number_key  # noqa: PLC0414  sources take it from here
 from shard_tools.write.keys import wrong_names
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.arguments import counted, parse_bytes
@@ -24,7 +25,6 @@ from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
-_NUMBER_DIGITS = 9
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
 _SEEDS = 0x9E3779B97F4A7C15  # neighboring seeds lie far apart
@@ -191,9 +191,14 @@ class Source(Protocol):
         """Return the records from number ``start`` on."""
 
 
-def number_key(number: int) -> str:
-    """Return the key of record ``number``, for numbered keys."""
-    return f"{number:0{_NUMBER_DIGITS}d}"
+class Standing(Protocol):
+    """Where a source stands, if the number of samples does not tell from which record on to continue."""
+
+    def position(self) -> Mapping[str, Any]:
+        """Return, JSON-serializable, where a run goes on that is interrupted right before the latest record."""
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Let ``records`` begin there."""
 
 
 def permutation(num_items: int, seed: int) -> Int64Array:

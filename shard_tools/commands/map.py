@@ -1,0 +1,84 @@
+"""Parse the command ``map``: a user's function over the samples of a set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from shard_tools.functions.mapped import MapOptions, map_set
+from shard_tools.functions.run import Running
+from shard_tools.functions.source import ON_ERROR
+from shard_tools.running.progress import progress_bar
+from shard_tools.terminal import render
+from shard_tools.terminal.options import (
+    COUNT,
+    SIZE,
+    as_storage_options,
+    engine_option,
+    index_option,
+    json_option,
+    names,
+    unfinished_option,
+    with_storage_options,
+    writing_options,
+)
+from shard_tools.terminal.verbs import emit
+from shard_tools.write.writer import DEFAULT_MAX_BYTES
+
+
+@click.command("map")
+@writing_options
+@click.argument("source")
+@click.argument("target")
+@click.argument("function", metavar="MODULE:FUNCTION")
+@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay as is.")
+@click.option("--where", metavar="CONDITION", help='Take only samples that match, such as "tokens >= 512".')
+@click.option("--view", metavar="NAME", help="Take only the samples of a saved view.")
+@click.option("--columns", type=names, default=(), metavar="A,B", help="Late columns to keep, in the sample tables.")
+@click.option(
+    "--on-error",
+    type=click.Choice(ON_ERROR),
+    default="raise",
+    show_default=True,
+    help="What to do with samples on which the function fails.",
+)
+@click.option("--max-bad", type=COUNT, help="With --on-error drop: most of these.  [default: 0.1 % of the samples]")
+@click.option("--write-bad", metavar="FILE", help="With --on-error drop: list them, for reshard --drop.")
+@engine_option
+@click.option("--workers", type=COUNT, help="Processes (default: one per core), or Ray tasks (default 64).")
+@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@index_option
+@unfinished_option
+@json_option
+@with_storage_options
+def map_command(
+    source: str, target: str, *, function: str, engine: str, workers: int | None, on_error: str, max_bad: int | None,
+    write_bad: str | None, fields: tuple[str, ...] | None, as_json: bool, **arguments: Any,
+) -> None:  # fmt: skip
+    """Write what your function makes of the samples of SOURCE into new shards in TARGET.
+
+    It gets a decoded sample (a dict), and returns the fields that change (None removes one), several such dicts, or
+    None to leave the sample out. Other fields keep their bytes, samples their keys and columns. It runs in processes. A
+    run that was stopped continues where it left off when it is run again.
+
+    \b
+    Example:
+      shard_tools map s3://bucket/raw/ s3://bucket/small/ mymodule:resize --fields jpg
+      shard_tools map shards/ english/ mymodule:clean --where "lang = 'en'" --on-error drop --write-bad bad.jsonl
+    """
+    if on_error == "raise" and (max_bad is not None or write_bad is not None):
+        raise click.UsageError("--max-bad and --write-bad are for --on-error drop.")
+    running = Running(
+        workers=workers, engine=engine, on_error=on_error, max_bad_samples=max_bad, bad_samples_file=write_bad
+    )
+    storage_options = as_storage_options(arguments)
+    options = MapOptions(fields=None if fields is None else tuple(name.lstrip(".") for name in fields), **arguments)
+    with progress_bar("map", "samples") as progress:
+        report = map_set(
+            source, target, function, options=options, running=running, storage_options=storage_options,
+            progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=render.show_made)

@@ -1,0 +1,169 @@
+"""Take what a function is applied to: any sequence, a file of lines, or a set of samples."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from shard_tools.convert.base.files import find_files, open_each
+from shard_tools.convert.lines import SUFFIXES, read_lines
+from shard_tools.functions.produce import Given, ReadHere
+from shard_tools.functions.set_inputs import SetInputs, opened
+from shard_tools.running.functions import digest_of
+from streaming.errors import ConfigError, DataError
+from streaming.storage import Storage, redact
+
+_SHOWN_CHARACTERS = 200
+
+
+class Inputs(Protocol):
+    """Numbered inputs, as the process that writes sees them."""
+
+    def __len__(self) -> int: ...
+
+    def identity(self) -> dict[str, object]:
+        """Return JSON-serializable facts that identify them; a run continues only if these are equal."""
+
+    def part(self, start: int, stop: int) -> Any:
+        """Describe the inputs from one number to another for :attr:`read`."""
+
+    def describe(self, number: int) -> str:
+        """Name one for errors."""
+
+    @property
+    def read(self) -> Callable[[Any], Iterator[Given]]:
+        """What yields the inputs of a part, in the process that works on them; it is pickled."""
+
+
+class FileLines(Sequence[Any]):
+    """The lines of text files as inputs: text, or the values of JSON lines (``.jsonl``, ``.ndjson``); no blank ones.
+
+    ::
+
+        optimize(fetch, lines("urls.txt"), "s3://bucket/train/")
+
+    Files may end in ``.gz`` or ``.zst``. They are read when this is made, and kept in memory.
+
+    Args:
+        path: A file, folder, pattern or URL.
+        storage_options: Options of its store.
+
+    Raises:
+        NotFoundError: There is no such file.
+        DataError: A line is not UTF-8, or not JSON.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+    ) -> None:  # fmt: skip
+        storage, sha = Storage(storage_options), hashlib.sha256()
+        self._values: list[Any] = []
+        self._firsts: list[tuple[int, str]] = []
+        self._numbers: list[int] = []
+        with contextlib.closing(open_each(find_files(os.fspath(path), storage), storage, 1)) as opened:
+            for file, stream in opened:
+                self._firsts.append((len(self._values), file.shown_url))
+                parse = json.loads if file.name.lower().endswith(SUFFIXES["jsonl"]) else str
+                for number, line in enumerate(read_lines(stream, file.shown_url), 1):
+                    sha.update(line)
+                    if line.strip():
+                        self._values.append(_parsed(line, parse, f"{file.shown_url}:{number}"))
+                        self._numbers.append(number)
+        self._sha256 = sha.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, number: int) -> Any: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Any]: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        """Return a value, or a list of them."""
+        return self._values[number]
+
+    def identity(self) -> dict[str, object]:
+        """Return their number and a digest of the files."""
+        return {"kind": "lines", "num_inputs": len(self), "sha256": self._sha256}
+
+    def where(self, number: int) -> str:
+        """Return file and line of a value."""
+        url = [shown for first, shown in self._firsts if first <= number][-1]
+        return f"{url}:{self._numbers[number]}"
+
+
+def _parsed(line: bytes, parse: Callable[[str], Any], where: str) -> Any:
+    try:
+        return parse(line.decode().rstrip("\r\n"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {error}; correct the line") from error
+
+
+def lines(path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> FileLines:
+    """Return the lines of text files, or the values of JSON lines, as inputs of ``optimize``: :class:`FileLines`."""
+    return FileLines(path, storage_options=storage_options)
+
+
+def as_inputs(inputs: Any, storage_options: Mapping[str, object] | None) -> Inputs:
+    """Return inputs of any of the kinds that ``optimize`` takes.
+
+    Raises:
+        ConfigError: They are of none of these.
+        NotFoundError: There is no such file, or no such set.
+    """
+    if isinstance(inputs, (str, os.PathLike)):
+        path = os.fspath(inputs)
+        if path.lower().endswith((*SUFFIXES["text"], *SUFFIXES["jsonl"])):
+            inputs = FileLines(path, storage_options=storage_options)
+        else:
+            return opened(path, storage_options)
+    if isinstance(getattr(inputs, "fingerprint", None), str):
+        return SetInputs(inputs)
+    if isinstance(inputs, (Mapping, bytes, bytearray, set, frozenset)) or not (
+        hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")
+    ):
+        raise ConfigError(
+            f"inputs: expected a sequence, a file of lines or a set of samples, got a {type(inputs).__name__}, which "
+            "has no order that another run could continue in; pass list(inputs)"
+        )
+    return ListInputs(inputs)
+
+
+class ListInputs:
+    """Inputs of a sequence, sent to the processes that work on them."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self.read: Callable[[Any], Iterator[Given]] = ReadHere()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def identity(self) -> dict[str, object]:
+        """Return their number and a digest of their values."""
+        if isinstance(self._values, FileLines):
+            return self._values.identity()
+        values = self._values
+        if isinstance(values, range):
+            return {"kind": "range", "num_inputs": len(values), "of": str(values)}
+        told = values if isinstance(values, np.ndarray) else list(values)
+        return {"kind": "list", "num_inputs": len(values), "digest": digest_of(told)}
+
+    def part(self, start: int, stop: int) -> list[Any]:
+        """Return the inputs."""
+        return [self._values[number] for number in range(start, stop)]
+
+    def describe(self, number: int) -> str:
+        """Return the input's number and value, or its place in the file of lines."""
+        if isinstance(self._values, FileLines):
+            return self._values.where(number)
+        value = self._values[number]
+        shown = value if isinstance(value, str) else reprlib.repr(value)
+        return f"input {number} ({redact(shown[:_SHOWN_CHARACTERS])})"

@@ -1,0 +1,310 @@
+"""Run the parts of a long work in processes of this machine, and hand out what they make in the order of its inputs.
+
+The caller's function runs in interpreters of their own that never import the main script: what is defined there is sent
+by value. Contents come through shared memory, everything else through a socket. A process that dies is replaced, and
+goes on where it stood; what kills two processes is told.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any
+
+from shard_tools.running import process_main
+from shard_tools.running.functions import dumps
+from shard_tools.running.parts import Item, Pace, Work
+from streaming.errors import ConfigError, WorkerError
+from streaming.platforms import unnamed_file
+
+DEFAULT_MEMORY_BYTES = 512 << 20
+_MIN_RING_BYTES = 8 << 20
+_PART_S, _PART_BYTES = 0.1, 4 << 20  # a part's time, and its result
+_AHEAD = 64  # parts of one process whose results may wait for those of another
+_TASKS = 2  # of a process at once, so that it does not wait for the next one
+_DEATHS = 2  # of processes at one input before it is taken for the cause
+_END_S = 2.0
+_STDERR = 2  # where processes print: standard output is for results
+_START = "import sys; sys.path[:] = {path!r}; from shard_tools.running.process_main import main; main({numbers!r})"
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A part of the inputs, in progress or waiting to be handed out."""
+
+    number: int
+    start: int
+    num_inputs: int
+    body: bytes
+    skip: int
+    num_items: int = 0  # received so far
+    num_bytes: int = 0
+    pieces: deque[tuple[_Process, list[tuple[Any, int, list[int]]]]] = field(default_factory=deque)
+    error: BaseException | None = None
+    ended: bool = False
+
+
+class _File:
+    """An open file that is closed when nobody uses it any more."""
+
+    def __init__(self, name: str) -> None:
+        self.fd = unnamed_file(name)
+        weakref.finalize(self, os.close, self.fd)
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A process as its parent sees it."""
+
+    popen: subprocess.Popen[bytes]
+    channel: connection.Connection
+    ring: _File
+    place: mmap.mmap
+    tasks: dict[int, _Task] = field(default_factory=dict)
+    memory: mmap.mmap | None = None
+    ready: bool = False
+    open: bool = True
+
+    def view(self, end: int) -> memoryview:
+        """Return its shared memory, of at least so many bytes."""
+        if self.memory is None or len(self.memory) < end:
+            self.memory = mmap.mmap(self.ring.fd, os.fstat(self.ring.fd).st_size, prot=mmap.PROT_READ)
+        return memoryview(self.memory)
+
+    def at(self) -> int:
+        """Return the input that it works on, or worked on when it died; -1: none yet."""
+        return int(struct.unpack_from("q", self.place)[0])
+
+
+class ProcessRunner:
+    """Run ``work`` in ``num_workers`` processes. Used by one thread; close it.
+
+    Memory: the processes hold at most ``memory_bytes`` of results that are not handed out, or one result each if
+    these are larger; then they wait.
+
+    Args:
+        work: The work, sent by value as far as the main script defines it.
+        num_workers: Processes, started when first needed.
+        memory_bytes: See above.
+
+    Raises:
+        ConfigError: It cannot be pickled; or this process is a worker that is just importing a module.
+    """
+
+    def __init__(self, work: Work, num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        if process_main.importing:
+            raise ConfigError(
+                "this call stands in a module that worker processes import, and would start workers in each of them: "
+                "put it under `if __name__ == '__main__':`, or into a function"
+            )
+        self._body = dumps(work)
+        self._num_workers = num_workers
+        self._ring_bytes = max(_MIN_RING_BYTES, memory_bytes // num_workers)
+        self._processes: list[_Process] = []
+        self._pending: deque[_Task] = deque()  # in the order of inputs
+        self._waiting: deque[_Task] = deque()  # of a process that died
+        self._deaths: Counter[int] = Counter()
+        self._avoid: frozenset[int] = frozenset()
+        self._pace = Pace(_PART_S, _PART_BYTES)
+        self._count = 0
+
+    def items(
+        self, part: Callable[[int, int], Any], start: int, stop: int, skip: int = 0
+    ) -> Generator[Item, None, None]:
+        """Yield the items of inputs ``start`` to ``stop``, in order.
+
+        Args:
+            part: Describes the inputs from one number to another for the processes: it is pickled.
+            start: The first input.
+            stop: The end of the inputs.
+            skip: So many items of the first input are left out.
+
+        Raises:
+            Exception: Whatever the work raised, when all items before are handed out.
+            WorkerError: Processes do not start.
+        """
+        self._part, self._next, self._stop, self._skip = part, start, stop, skip
+        try:
+            while True:
+                self._feed()
+                if not self._pending:
+                    return
+                task = self._pending[0]
+                if task.pieces:
+                    yield from self._handed_out(*task.pieces.popleft())
+                    self._poll(0)
+                elif task.error is not None:
+                    raise task.error
+                elif task.ended:
+                    self._pending.popleft()
+                else:
+                    self._poll(None)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all processes, even if they are at work."""
+        processes, self._processes = self._processes, []
+        self._pending.clear()
+        for process in processes:
+            _shut(process)
+            process.popen.terminate()
+        _end(processes)
+
+    def _handed_out(self, process: _Process, piece: list[tuple[Any, int, list[int]]]) -> Generator[Item, None, None]:
+        for meta, offset, sizes in piece:
+            view = process.view(offset + sum(sizes))
+            buffers = []
+            at = offset
+            for size in sizes:
+                buffers.append(view[at : at + size])
+                at += size
+            yield Item(meta, buffers)
+        if process.open:
+            self._send(process, (process_main.FREE, len(piece)))
+
+    def _feed(self) -> None:
+        """Start processes, and give each its share of the next parts."""
+        num_left = self._stop - self._next + len(self._waiting)
+        while len(self._processes) < min(self._num_workers, num_left):
+            self._processes.append(_started(self._body, self._ring_bytes))
+        for _ in range(_TASKS):
+            for process in self._processes:
+                if len(process.tasks) < _TASKS and len(self._pending) < _AHEAD * self._num_workers:
+                    task = self._waiting.popleft() if self._waiting else self._cut()
+                    if task is None:
+                        return
+                    process.tasks[task.number] = task
+                    skip = task.skip + task.num_items
+                    message = (process_main.TASK, task.number, task.start, task.body, skip, self._avoid)
+                    self._send(process, message)
+
+    def _cut(self) -> _Task | None:
+        if self._next >= self._stop:
+            return None
+        start, stop = self._next, min(self._stop, self._next + self._pace.size)
+        task = _Task(
+            number=self._count, start=start, num_inputs=stop - start, skip=self._skip,
+            body=dumps(self._part(start, stop), f"one of the inputs {start} to {stop - 1}"),
+        )  # fmt: skip
+        self._next, self._skip, self._count = stop, 0, self._count + 1
+        self._pending.append(task)
+        return task
+
+    def _send(self, process: _Process, message: tuple[Any, ...]) -> None:
+        with suppress(OSError):  # it has died, which is noticed when its channel is read
+            process.channel.send_bytes(pickle.dumps(message))
+
+    def _poll(self, timeout: float | None) -> None:
+        channels: dict[Any, _Process] = {process.channel: process for process in self._processes}
+        for channel in connection.wait(list(channels), timeout):
+            process = channels[channel]
+            try:
+                message = pickle.loads(process.channel.recv_bytes())  # noqa: S301  our child's
+            except (EOFError, OSError):
+                self._replace(process)
+                continue
+            self._take(process, message)
+
+    def _take(self, process: _Process, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        if kind == process_main.READY:
+            process.ready = True
+            return
+        if kind == process_main.BROKEN:
+            raise _unpickled(rest[0])
+        number, content = rest
+        task = process.tasks[number]
+        if kind == process_main.ITEMS:
+            task.pieces.append((process, content))
+            task.num_items += len(content)
+            task.num_bytes += sum(sum(sizes) for _, _, sizes in content)
+            return
+        del process.tasks[number]
+        if kind == process_main.ERROR:
+            task.error = _unpickled(content)
+            return
+        task.ended = True
+        self._pace.note(task.num_inputs, content, task.num_bytes)
+
+    def _replace(self, process: _Process) -> None:
+        """Give the parts of a process that died to others; its memory stays until its results are handed out."""
+        _shut(process)
+        _end([process])
+        self._processes.remove(process)
+        at = process.at()
+        self._deaths[at] += 1
+        if self._deaths[at] >= _DEATHS:
+            if at < 0:
+                raise WorkerError(
+                    f"worker processes end before their first input: {how_it_ended(process.popen.returncode)}; what "
+                    "they wrote to standard error says why"
+                )
+            self._avoid |= {at}
+        self._waiting.extendleft(reversed([*process.tasks.values()]))
+
+
+def how_it_ended(code: int) -> str:
+    """Say how a process ended."""
+    if code >= 0:
+        return f"a worker process exited with code {code}"
+    try:
+        known = signal.Signals(-code).name
+    except ValueError:
+        known = f"signal {-code}"
+    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
+    return f"a worker process was killed by {known}{perhaps}"
+
+
+def _started(body: bytes, ring_bytes: int) -> _Process:
+    ours, theirs = socket.socketpair()
+    ring, place_file = _File("shard_tools-results"), _File("shard_tools-place")
+    os.ftruncate(place_file.fd, mmap.PAGESIZE)
+    place = mmap.mmap(place_file.fd, mmap.PAGESIZE)
+    struct.pack_into("q", place, 0, -1)
+    numbers = (theirs.fileno(), ring.fd, place_file.fd, ring_bytes)
+    code = _START.format(path=sys.path, numbers=numbers)
+    with theirs, ours:
+        popen = subprocess.Popen(  # noqa: S603  our own interpreter
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=_STDERR, pass_fds=numbers[:3]
+        )
+        channel = connection.Connection(os.dup(ours.fileno()))
+    with suppress(OSError):  # it has died already
+        channel.send_bytes(pickle.dumps((process_main.WORK, body)))
+    return _Process(popen=popen, channel=channel, ring=ring, place=place)
+
+
+def _shut(process: _Process) -> None:
+    """Close the connection to a process; what it has written can still be read."""
+    if process.open:
+        process.open = False
+        process.channel.close()
+
+
+def _end(processes: Sequence[_Process]) -> None:
+    """Wait for processes that are about to end, and kill those that do not."""
+    until_s = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.popen.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
+
+
+def _unpickled(body: bytes) -> BaseException:
+    error: BaseException = pickle.loads(body)  # noqa: S301  our child's
+    return error

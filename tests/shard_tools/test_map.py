@@ -1,0 +1,268 @@
+"""A user's function over the samples of a set: what it names changes, everything else keeps its bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import made_samples
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from conversions import contents, members
+from made_samples import changed
+from PIL import Image
+
+from shard_tools import ShardWriter
+from shard_tools.cli import cli
+from shard_tools.convert.base.records import Record
+from shard_tools.convert.journal import TargetNotEmptyError
+from shard_tools.functions.mapped import MapCall, MapOptions, map_set
+from shard_tools.functions.run import Running
+from shard_tools.sets.inspect import list_samples
+from streaming.decode import resolve_decoders
+from streaming.errors import ChecksumError, ConfigError, DecodeError
+from streaming.storage import Storage
+
+HERE = Running(workers=0)
+
+
+def shell(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
+
+
+def jpeg(number: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.full((9, 8, 3), number, np.uint8)).save(out, "JPEG")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=25, columns=["json.w"]) as writer:
+        for number in range(120):
+            writer.write(
+                {
+                    "__key__": f"{number:04d}", "jpg": jpeg(number), "txt": "t" * number, "cls": number % 4,
+                    "json": f'{{"w":   {number}}}',  # not as we would write it
+                }
+            )  # fmt: skip
+    return folder
+
+
+def fields_of(target: Path) -> dict[str, dict[str, bytes]]:
+    found: dict[str, dict[str, bytes]] = {}
+    for name, value in members(target).items():
+        key, _, field = name.partition(".")
+        found.setdefault(key, {})[field] = value
+    return found
+
+
+def test_what_the_function_names_changes_and_the_rest_keeps_its_bytes(tmp_path: Path, source: Path) -> None:
+    options = MapOptions(max_samples=30)
+    for workers in (0, 1, 3):
+        report = map_set(
+            str(source), str(tmp_path / str(workers)), "made_samples:changed", options=options,
+            running=Running(workers=workers),
+        )  # fmt: skip
+        assert (report.num_inputs, report.num_empty, report.num_samples) == (120, 20, 20 * (2 + 1 + 1 + 3 + 1))
+    assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(tmp_path / "3")
+    before, after = fields_of(source), fields_of(tmp_path / "0")
+    for key, fields in before.items():
+        number = int(key)
+        expected: dict[str, Any]
+        match number % 6:
+            case 0:
+                expected = {}
+            case 1:
+                expected = {
+                    f"{key}-000": fields | {"txt": b"first"},
+                    f"{key}-001": {n: v for n, v in fields.items() if n != "json"} | {"txt": b"second"},
+                }
+            case 2:
+                kept = {n: v for n, v in fields.items() if n != "cls"}
+                expected = {key: kept | {"json": f'{{"seen":true,"w":{number}}}'.encode()}}
+            case 3:
+                expected = {f"new-{number}": fields}
+                assert np.array_equal(np.load(io.BytesIO(after[f"new-{number}"].pop("npy"))), np.arange(number))
+            case 4:
+                expected = {f"{key}-{part:03d}": fields | {"cls": str(part).encode()} for part in range(3)}
+            case _:
+                expected = {key: fields}
+        for name, values in expected.items():
+            assert after.pop(name) == values
+    assert after == {}
+    values = {
+        one.key: one.columns for one in list_samples([str(tmp_path / "0")], storage=Storage(None), columns=("json.w",))
+    }
+    assert values["0001-001"] == {"json.w": 1}
+    assert values["new-3"] == {"json.w": 3}
+
+
+def test_a_set_that_is_not_changed_is_the_same_set(tmp_path: Path, source: Path) -> None:
+    map_set(str(source), str(tmp_path), "made_samples:unchanged", options=MapOptions(max_samples=25), running=HERE)
+    before, after = contents(source), contents(tmp_path)
+    assert after.pop("_shardstream/convert.json")
+    assert after == before
+
+
+def test_fields_are_decoded_as_asked_and_samples_selected(tmp_path: Path, source: Path) -> None:
+    shell("column", "add", source, "late", "--compute", "test_map_columns:late")
+    ran = shell(
+        "map", source, tmp_path / "t", "made_samples:only_text", "--fields", "txt", "--where", "json.w >= 100",
+        "--workers", "1", "--json",
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["num_samples"] == 20
+    after = fields_of(tmp_path / "t")
+    assert after["0119"]["txt"] == b"T" * 119
+    assert after["0119"]["jpg"] == jpeg(119)
+
+
+def test_an_image_changed_in_place_is_noticed(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"field 'jpg'.*an array belongs into a .npy field"):
+        map_set(str(source), str(tmp_path), "made_samples:draws_on_image", running=HERE)
+
+
+@pytest.mark.parametrize("field", ["json", "npy", "npz", "msgpack"])
+def test_values_changed_in_place_are_noticed(field: str) -> None:
+    array = np.arange(5.0)
+    packed = io.BytesIO()
+    np.savez(packed, a=array)
+    plain = io.BytesIO()
+    np.save(plain, array)
+    raw = {
+        "json": b'{"a":  [1, NaN, {"b": 2}]}', "npy": plain.getvalue(), "npz": packed.getvalue(),
+        "msgpack": b"\x81\xa1a\x93\x01\x02\x81\xa1b\x02",
+    }[field]  # fmt: skip
+    change: Any = {
+        "json": lambda value: value["a"][2].update(b=3), "npy": lambda value: value.__setitem__(0, 7),
+        "npz": lambda value: value["a"].__setitem__(0, 7), "msgpack": lambda value: value["a"].append(1),
+    }[field]  # fmt: skip
+
+    def in_place(sample: dict[str, Any]) -> Any:
+        change(sample[field])
+        return sample
+
+    record = Record(key="k", fields={field: raw})
+    same = MapCall(function=lambda sample: sample, fields=None)(("u", record))
+    assert same[field] is raw
+    other = MapCall(function=in_place, fields=None)(("u", record))
+    assert other[field] is not raw
+    assert type(other[field]) is type(resolve_decoders("auto").decoder_for(field)(raw))
+
+
+def test_a_stopped_map_goes_on(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = MapOptions(max_samples=7)
+    map_set(str(source), str(tmp_path / "whole"), "made_samples:changed", options=options, running=HERE)
+    for number in (10, 50, 51, 118):
+        target = str(tmp_path / str(number))
+
+        class Stop:
+            done, at = 0, number
+
+            def start(self, **_: Any) -> None:
+                pass
+
+            def advance(self, *, num: int = 0, num_bytes: int = 0) -> None:
+                self.done += num
+                if self.done >= self.at:
+                    raise KeyboardInterrupt
+
+        monkeypatch.setattr("shard_tools.functions.source._PROGRESS_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            map_set(str(source), target, "made_samples:changed", options=options, running=HERE, progress=Stop())
+        map_set(str(source), target, "made_samples:changed", options=options, running=HERE)
+        assert contents(tmp_path / str(number)) == contents(tmp_path / "whole")
+
+
+def test_failing_samples_are_listed_for_reshard(tmp_path: Path, source: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    how = ("--on-error", "drop", "--write-bad", bad, "--max-bad", "20", "--workers", "1")
+    ran = shell("map", source, tmp_path / "t", "made_samples:refuses_threes", *how)
+    assert ran.exit_code == 0, ran.output
+    assert "120 samples taken, 0 left out by the function, 12 on which it failed" in ran.stdout
+    assert shell("reshard", source, tmp_path / "good", "--drop", bad).exit_code == 0
+    assert members(tmp_path / "good") == members(tmp_path / "t")
+    refused = shell("map", source, tmp_path / "u", "made_samples:refuses_threes", "--write-bad", bad)
+    assert refused.exit_code == 2
+    assert "--max-bad and --write-bad are for --on-error drop." in refused.stderr
+
+
+def test_damaged_samples_are_failing_samples(tmp_path: Path, source: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for name, value in contents(source).items():
+        (damaged / name).parent.mkdir(exist_ok=True)
+        (damaged / name).write_bytes(value)
+    shard = damaged / "000001.tar"
+    data = bytearray(shard.read_bytes())
+    at = data.index(jpeg(30)) + 100
+    data[at] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ChecksumError) as raised:
+        map_set(str(damaged), str(tmp_path / "t"), "made_samples:unchanged", running=HERE)
+    assert "failed on sample " in "\n".join(raised.value.__notes__)
+    running = Running(workers=0, on_error="drop", max_bad_samples=1.0)
+    report = map_set(str(damaged), str(tmp_path / "u"), "made_samples:unchanged", running=running)
+    assert 1 <= report.num_failed <= 25
+    assert report.num_samples + report.num_failed == 120
+    left = fields_of(tmp_path / "u")
+    assert "0030" not in left
+    assert left.items() <= fields_of(source).items()
+
+
+def test_a_field_that_does_not_decode_names_the_option(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/in/{{:06d}}.tar") as writer:
+        writer.write({"__key__": "a", "jpg": b"no image", "txt": "x"})
+    with pytest.raises(DecodeError) as raised:
+        map_set(f"{tmp_path}/in", str(tmp_path / "t"), "made_samples:unchanged", running=HERE)
+    assert "--fields says which fields are decoded for the function" in raised.value.__notes__
+    options = MapOptions(fields=("txt",))
+    map_set(f"{tmp_path}/in", str(tmp_path / "u"), "made_samples:only_text", options=options, running=HERE)
+    assert fields_of(tmp_path / "u") == {"a": {"jpg": b"no image", "txt": b"X"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "told"),
+    [
+        ("made_samples", {}, "expected a function as module:function"),
+        ("made_samples:nothing", {}, "has no attribute 'nothing'"),
+        ("no_such_module:f", {}, "No module named 'no_such_module'"),
+        ("made_samples:changed", {"fields": ("png",)}, "no sample of .* has a field 'png'; there are: cls, jpg"),
+        ("made_samples:changed", {"columns": ("score",)}, "--columns: no column 'score'"),
+        ("made_samples:changed", {"where": "x > 1"}, "no column 'x'"),
+        ("made_samples:changed", {"view": "v"}, "no view 'v'|'v'"),
+    ],
+)
+def test_wrong_usage_is_told(tmp_path: Path, source: Path, spec: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, FileNotFoundError), match=told):
+        map_set(str(source), str(tmp_path / "t"), spec, options=MapOptions(**options), running=HERE)
+    assert not (tmp_path / "t").exists()
+
+
+def test_another_function_is_refused(tmp_path: Path, source: Path) -> None:
+    map_set(str(source), str(tmp_path), "made_samples:changed", running=HERE)
+    with pytest.raises(
+        TargetNotEmptyError, match=r"function: there 'changed \(source text .*start over with --overwrite"
+    ):
+        map_set(str(source), str(tmp_path), "made_samples:unchanged", running=HERE)
+    with pytest.raises(ConfigError, match="source and target are the same place"):
+        map_set(str(source), str(source), "made_samples:unchanged", running=HERE)
+
+
+def test_a_set_without_an_index_is_taken_too(tmp_path: Path, source: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for shard in source.glob("*.tar"):
+        (bare / shard.name).write_bytes(shard.read_bytes())
+    map_set(str(bare), str(tmp_path / "t"), "made_samples:changed", running=Running(workers=1))
+    map_set(str(source), str(tmp_path / "u"), "made_samples:changed", running=HERE)
+    assert members(tmp_path / "t") == members(tmp_path / "u")
+
+
+def test_the_function_is_known_to_the_tests() -> None:
+    assert made_samples.changed is changed

@@ -1,0 +1,89 @@
+"""A function on a cluster of three nodes, one of which is killed, gives the bytes that it gives here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from conversions import contents, members
+from forked import Forked
+from ray_cluster import TwoNodes
+
+from shard_tools import ShardWriter, optimize
+from shard_tools.functions.mapped import MapOptions, map_set
+from shard_tools.functions.run import Running
+from streaming.errors import WorkerDiedError
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def nodes(forked: Forked) -> Iterator[TwoNodes]:
+    with TwoNodes(forked) as nodes:
+        yield nodes
+
+
+def test_a_killed_node_costs_its_own_work_only(nodes: TwoNodes, tmp_path: Path) -> None:
+    def made(number: int) -> Any:
+        if is_on_ray and ray.get_runtime_context().get_node_id() == doomed:
+            marks.joinpath("there").touch()
+            time.sleep(600)
+        if number % 5 == 2:
+            return [{"npy": np.full(number, part)} for part in range(3)]
+        return None if number % 7 == 3 else {"bin": bytes([number]) * 20_000}
+
+    def kill() -> None:
+        while not (marks / "there").exists():
+            time.sleep(0.02)
+        nodes.kill(third)
+
+    marks, is_on_ray, doomed = tmp_path / "marks", False, ""
+    marks.mkdir()
+    optimize(made, range(150), tmp_path / "here", workers=0, max_bytes=200_000, progress=False)
+    third = nodes.add("third")
+    doomed = nodes.node_id("third")
+    is_on_ray = True
+    killer = threading.Thread(target=kill)
+    killer.start()
+    report = optimize(
+        made, range(150), tmp_path / "ray", engine="ray", workers=3, max_bytes=200_000, progress=False, overwrite=True
+    )  # fmt: skip
+    killer.join()
+    assert (marks / "there").exists()
+    assert report.num_inputs == 150
+    here, there = contents(tmp_path / "here"), contents(tmp_path / "ray")
+    for found in (here, there):  # what the function captures is in its description, and differs here
+        found.pop("_shardstream/convert.json")
+    assert there == here
+
+
+def test_what_ends_processes_there_is_named(nodes: TwoNodes, tmp_path: Path) -> None:
+    def dies(number: int) -> Any:
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"txt": str(number)}
+
+    with pytest.raises(WorkerDiedError, match="ends worker processes at this input") as raised:
+        optimize(dies, range(8), tmp_path / "t", engine="ray", workers=2, progress=False)
+    assert "failed on input 5 (5)" in "\n".join(raised.value.__notes__)
+    assert ray.is_initialized()
+
+
+def test_map_is_the_same_bytes_on_ray(nodes: TwoNodes, tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/in/{{:06d}}.tar", max_samples=9) as writer:
+        for number in range(60):
+            writer.write({"__key__": f"{number:03d}", "txt": "x" * number, "cls": number % 3, "json": {"n": number}})
+    options = MapOptions(max_samples=11)
+    for engine, workers in (("local", 0), ("ray", 2)):
+        running = Running(engine=engine, workers=workers)
+        map_set(f"{tmp_path}/in", f"{tmp_path}/{engine}", "made_samples:changed", options=options, running=running)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+    assert members(tmp_path / "ray")
