@@ -26,6 +26,7 @@ except ModuleNotFoundError as _error:
     ) from _error
 
 if TYPE_CHECKING:
+    from shard_tools.columns.chosen import select
     from shard_tools.functions.inputs import lines
     from shard_tools.functions.run import optimize
     from shard_tools.write.writer import ShardWriter
@@ -34,9 +35,10 @@ _HOMES = {
     "ShardWriter": "shard_tools.write.writer",
     "lines": "shard_tools.functions.inputs",
     "optimize": "shard_tools.functions.run",
+    "select": "shard_tools.columns.chosen",
 }
 
-__all__ = ["ShardWriter", "lines", "optimize"]
+__all__ = ["ShardWriter", "lines", "optimize", "select"]
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ TOKENS = "tokens"
 
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
+Function = Callable[[Mapping[str, object]], ColumnValue]
 Values = Callable[[int], Sequence[ColumnValue]]
 
 
@@ -47,8 +48,9 @@ class ComputeOptions:
 
 
 def compute_column(
-    target: ColumnTarget, spec: str, *, options: ComputeOptions, progress: Progress | None = None
-) -> AddReport:
+    target: ColumnTarget, spec: str | Function, *, options: ComputeOptions, made_from: str | None = None,
+    progress: Progress | None = None,
+) -> AddReport:  # fmt: skip
     """Add the late column ``target``, computed by ``spec`` from each sample.
 
     A function gets one sample: a dict of its fields, decoded as training does by default, with ``__key__`` and
@@ -57,8 +59,10 @@ def compute_column(
 
     Args:
         target: The column.
-        spec: ``"tokens"``, or ``"module:function"``: a module that can be imported, also from the current folder.
+        spec: ``"tokens"``; or ``"module:function"``: a module that can be imported, also from the current folder; or
+            a function.
         options: The options.
+        made_from: What identifies a function that is given as such.
         progress: Receives every shard.
 
     Raises:
@@ -67,17 +71,21 @@ def compute_column(
         Exception: Whatever the function raises; a note names the sample.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
-    if spec == TOKENS:
+    name = spec if isinstance(spec, str) else str(made_from)
+    if isinstance(spec, str) and spec == TOKENS:
         values, made_of = _tokens(target, options)
+    elif isinstance(spec, str):
+        function = _imported(spec)
+        values, made_of = _of_function(target, function, name, options), {"source": source_digest(function)}
     else:
-        values, made_of = _of_function(target, spec, options)
-    version = target.version_of(compute=spec, fields=options.fields, **made_of)
+        values, made_of = _of_function(target, spec, name, options), {}
+    version = target.version_of(compute=name, fields=options.fields, **made_of)
 
     def array(shard: int) -> pa.Array:
         return as_array(values(shard), target, shard)
 
     filled = target.fill(version, array, workers=options.workers, progress=progress, again=False)
-    return target.finish(filled, version=version, made_from=spec, begun_s=begun)
+    return target.finish(filled, version=version, made_from=name, begun_s=begun)
 
 
 def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
@@ -125,11 +133,14 @@ def _described(target: ColumnTarget) -> dict[str, str]:
     return found[0] if found and all(one == found[0] for one in found) else {}
 
 
-def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
-    """Return a function that applies the user's function to a shard's samples, and an identifier of the latter."""
+def _imported(spec: str) -> Function:
     if ":" not in spec:
         raise ConfigError(f"--compute: expected tokens, or a function as module:function, got {spec!r}")
-    function = imported(spec, "--compute")
+    return imported(spec, "--compute")
+
+
+def _of_function(target: ColumnTarget, function: Function, name: str, options: ComputeOptions) -> Values:
+    """Return a function that applies the user's function to a shard's samples."""
     decoders = resolve_decoders("auto")
 
     def value(url: str, key: str, fields: Mapping[str, bytes]) -> ColumnValue:
@@ -146,7 +157,7 @@ def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tu
         except ShardstreamError:
             raise
         except Exception as error:
-            error.add_note(f"in {url}, by {spec}")
+            error.add_note(f"in {url}, by {name}")
             raise
 
     def values(shard: int) -> Sequence[ColumnValue]:
@@ -154,4 +165,4 @@ def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tu
         url = redact(target.urls[shard])
         return [value(url, key, fields) for key, fields in samples_of(target, shard, table, options.fields)]
 
-    return values, {"source": source_digest(function)}
+    return values
