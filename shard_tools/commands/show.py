@@ -12,11 +12,12 @@ import click
 from click.core import ParameterSource
 
 from shard_tools.commands.plan import described_options, take_description
-from shard_tools.commands.stats import write_page
+from shard_tools.commands.stats import check_page, write_page
 from shard_tools.show.access import Access, check_host
 from shard_tools.show.base.subject import Subject, open_subject
 from shard_tools.show.data.notes import check_tokenizer
 from shard_tools.show.file import page_file
+from shard_tools.show.order.pages import check_state
 from shard_tools.show.run.attach import check_addresses
 from shard_tools.show.server import listen, need_server, serve
 from shard_tools.show.table import MEDIA, PAGES
@@ -82,8 +83,9 @@ def show_command(
     )
     try:
         check_tokenizer(subject)
+        check_state(subject)
         if html is not None:
-            write_page(html, "")  # before the work
+            check_page(html)  # before the work
             write_page(html, page_file(subject, PAGES, MEDIA))
         else:
             _serve(subject, host, port, opens=not no_browser)

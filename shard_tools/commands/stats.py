@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,7 +75,7 @@ def stats_command(
         raise click.UsageError("--journal has no effect without --all. Leave it out.")
     if html is not None:
         jinja("--html", "show")  # before the work
-        write_page(html, "")
+        check_page(html)
     options = StatsOptions(limit=None if everything else limit, subset=parse_subset(subset), **arguments)
     with progress_bar("stats", "shards") as progress:
         report = stats(
@@ -83,17 +87,36 @@ def stats_command(
     emit(report, as_json=as_json, for_people=show_stats)
 
 
+def check_page(path: str) -> None:
+    """Refuse a local file of ``--html`` that cannot be written, before the work; what is there stays.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    with _errors_of(path):
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or "."):
+            pass
+
+
 def write_page(path: str, text: str) -> None:
-    """Write the local file of ``--html``.
+    """Write the local file of ``--html``, whole or not at all.
 
     Raises:
         ConfigError: It cannot be written.
     """
+    with _errors_of(path):
+        Storage().put(os.path.abspath(path), text.encode("utf-8", "backslashreplace"))
+
+
+@contextlib.contextmanager
+def _errors_of(path: str) -> Iterator[None]:
     try:
-        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        yield
     except OSError as error:
-        raise ConfigError(f"--html {path}: {error.strerror}; give the path of a file that can be written") from error
+        why = error.strerror or str(error)
+        raise ConfigError(f"--html {path}: {why}; give the path of a file that can be written") from error
 
 
 def show_stats(report: StatsReport) -> None:

@@ -23,7 +23,7 @@ def page_file(subject: Subject, pages: Sequence[Page], media: Sequence[Media]) -
         ConfigError: None of them has anything to show.
         ShardstreamError: Of whatever kind a page raises.
     """
-    mine = [page for page in pages if page.in_file and page.fits(subject)]
+    mine = [page for page in pages if page.fits(subject) and page.in_file(subject)]
     if not mine:
         raise ConfigError("--html: there is nothing to write: give the URL of shards, or the JSON file of a mixture")
     inside = _Inside(subject, {page.path: f"page-{number}" for number, page in enumerate(mine)}, media)

@@ -369,8 +369,30 @@ def key_column(
 
     Raises:
         IndexMissingError: The shard has no sample table.
+        IndexMismatchError: Its sample table is that of another shard.
     """
-    return _Lifted(storage, shards, shard, turns).columns([KEY], only=only)[0][KEY]
+    found, facts = _Lifted(storage, shards, shard, turns).columns([KEY], only=only)
+    check_is_of(facts, shards.chunks, shard, shards.urls[shard])
+    return found[KEY]
+
+
+def check_is_of(facts: Mapping[str, Any], table: ChunkTable, shard: int, url: str) -> None:
+    """Reject a sample table, by the metadata of its file, that does not match the shard in the chunk table.
+
+    Raises:
+        IndexMismatchError: It is that of another shard, or of another version of it.
+    """
+    if not facts:
+        return
+    low, high = table.rows_of(shard)
+    info, chunks = table.shards[shard], facts.get("chunks") or {}
+    if facts.get("shard", [])[1:] != [info.size_bytes, info.num_samples] or (
+        chunks.get("crc32c") != table.crc32c[low:high].tolist()
+    ):
+        raise IndexMismatchError(
+            f"{redact(url)}: its sample table does not match the shard that the chunk table describes; one of them is "
+            f"out of date. Rebuild both: shard_tools index --force {redact(url)}"
+        )
 
 
 def reading_threads(shards: OpenShards) -> int:
@@ -569,26 +591,11 @@ class _Work:
         if asked:
             coded = self.asked.where is not None and self.asked.where.names is not None
             found, facts = lifted.columns(asked, coded=coded)
-            self._check(shard, facts)
+            check_is_of(facts, self.table, shard, self.shards.urls[shard])
         url = self.shards.urls[shard]
         for name, column in self.late.items():
             found[name] = read_values(self.storage, url, self.shards.index, self.table.of_shard(shard), column)
         return found, lifted.there
-
-    def _check(self, shard: int, facts: Mapping[str, Any]) -> None:
-        """Reject a sample table that does not match the shard in the chunk table."""
-        if not facts:
-            return
-        low, high = self.table.rows_of(shard)
-        info, chunks = self.table.shards[shard], facts.get("chunks") or {}
-        if facts.get("shard", [])[1:] != [info.size_bytes, info.num_samples] or (
-            chunks.get("crc32c") != self.table.crc32c[low:high].tolist()
-        ):
-            raise IndexMismatchError(
-                f"{redact(self.shards.urls[shard])}: its sample table does not match the shard that the chunk table "
-                f"describes; one of them is out of date. Rebuild both: shard_tools index --force "
-                f"{redact(self.shards.urls[shard])}"
-            )
 
 
 def late_columns_of(

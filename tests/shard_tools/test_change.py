@@ -68,6 +68,12 @@ def test_a_late_column_becomes_a_field(shards: str, tmp_path: Path) -> None:
     assert [float(one) for one in found] == [2.5, 3.0, 3.5, 4.0]
 
 
+def test_a_value_that_its_field_cannot_hold(shards: str, tmp_path: Path) -> None:
+    refused = run("reshard", shards, tmp_path / "new", "--add", "n.cls=caption")
+    assert refused.exit_code == 1
+    assert "sample '001', --add n.cls=caption" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -80,6 +86,9 @@ def test_a_late_column_becomes_a_field(shards: str, tmp_path: Path) -> None:
         (("--rename", "jpeg=a", "--rename", "pdf=a"), "'a' is made twice"),
         (("--rename", "jpeg=a", "--drop-fields", "jpeg"), "'jpeg' is changed twice"),
         (("--fields", "json", "--rename", "jpeg=jpg"), "no sample has a field 'jpeg'; there are: json"),
+        (("--add", "jpg=caption"), "--add jpg: values of columns are stored as text"),
+        (("--add", "x.npy=caption"), "--add x.npy: values of columns are stored as text"),
+        (("--add", "pkl=caption"), "a pickle runs code on loading"),
         (("--rename", "jpeg"), "is not of the form KEY=VALUE"),
     ],
 )

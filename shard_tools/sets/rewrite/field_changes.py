@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from shard_tools.convert.base.records import Record, Skipped, Source
 from shard_tools.convert.base.rows import encode_value
+from streaming import decode
 from streaming.arguments import did_you_mean
+from streaming.decode import resolve_decoders
 from streaming.errors import ConfigError, DataError
 from streaming.index.where import unknown_column
 
@@ -75,6 +77,12 @@ class FieldChanges:
                     f"--rename, --add: there is a field {name!r}, too; leave that one out with --drop-fields {name}, "
                     "or choose another name"
                 )
+        for name, _ in self.add:
+            if not is_of_characters(name):
+                raise ConfigError(
+                    f"--add {name}: values of columns are stored as text, which no reader of .{name.rpartition('.')[2]} "
+                    "understands; expected a field such as txt, json, cls or float"
+                )
         if not self.add and {*fields} <= {*self.drop}:
             raise ConfigError(f"--drop-fields: no field is left of {', '.join(fields)}; leave out fewer")
 
@@ -96,13 +104,29 @@ class FieldChanges:
                 continue
             try:
                 fields[name], remark = encode_value(value, name, column)
+                decode.decode_field(
+                    _DECODERS.decoder_for(name), fields[name], url=record.where, key=record.key, field=name
+                )
             except DataError as error:
-                error.add_note(f"sample {record.key!r}")
+                error.add_note(f"sample {record.key!r}, --add {name}={column}")
                 raise
             remarks += (remark,) if remark else ()
         if not fields:
             raise DataError(f"sample {record.key!r}: no field is left of it; leave out fewer with --drop-fields")
         return replace(record, fields=fields, remarks=remarks)
+
+
+_DECODERS = resolve_decoders("auto")
+_OF_CHARACTERS = frozenset({decode.text, decode.integer, decode.number, decode.json, decode.raw})
+
+
+def is_of_characters(field: str) -> bool:
+    """Tell whether training reads a field of this name as text, JSON, a number, or bytes as they are.
+
+    Raises:
+        ConfigError: It refuses such a field.
+    """
+    return _DECODERS.decoder_for(field) in _OF_CHARACTERS
 
 
 class ChangedSource:

@@ -100,6 +100,15 @@ class PagePart:
     answer: Callable[[Subject, Query, Any], Answer]
 
 
+def _never(_: Subject) -> bool:
+    return False
+
+
+def always(_: Subject) -> bool:
+    """Return True: a page belongs into every file."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """A page: all that the server, the navigation and ``--html`` know of it.
@@ -113,7 +122,7 @@ class Page:
         needs: What must be there for it: ``"set"``, or ``"run"``.
         parts: What others add to it.
         in_navigation: Whether the navigation has it; else other pages link to it.
-        in_file: Whether ``--html`` has it.
+        in_file: Whether ``--html`` has it, for what is shown.
     """
 
     path: str
@@ -124,7 +133,7 @@ class Page:
     needs: str = "set"
     parts: tuple[PagePart, ...] = ()
     in_navigation: bool = True
-    in_file: bool = False
+    in_file: Callable[[Subject], bool] = _never
 
     def fits(self, subject: Subject) -> bool:
         """Tell whether there is something to show."""

@@ -50,8 +50,15 @@ def _environment() -> Any:
         loader=jinja2.FileSystemLoader(FILES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, finalize=_visible,
     )  # fmt: skip
-    made.filters |= {"bytes": format_bytes, "count": "{:,}".format, "percent": "{:.1%}".format}
+    made.filters |= {"lines": _lines, "bytes": format_bytes, "count": "{:,}".format, "percent": "{:.1%}".format}
     return made
+
+
+def _lines(text: str) -> Any:
+    """Return a text of the data as markup that keeps its lines and tabs, and shows other control characters."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    shown = "\n".join("\t".join(map(plain, line.split("\t"))) for line in lines)
+    return jinja("pages", "show").utils.markupsafe.escape(shown)
 
 
 def _visible(value: object) -> object:

@@ -42,6 +42,17 @@ def runs_of(subject: Subject) -> ShownRuns:
     return subject.keep("runs", made)
 
 
+def check_state(subject: Subject) -> None:
+    """Refuse a state that is none, or belongs to another set, before anything is shown.
+
+    Raises:
+        ConfigError, StateError: It is.
+        NotFoundError: There is no such file.
+    """
+    if subject.state_url is not None and subject.source is not None:
+        runs_of(subject)
+
+
 def bad_of(subject: Subject) -> Bad:
     """Return why samples are in the lists of bad samples."""
 

@@ -119,6 +119,7 @@ class StepShown:
         first: Number of the first row described.
         rows: The rank's rows that are described.
         rows_each: Rows of the batch that each pack makes; of samples, 1.
+        padding: Rows of padding that the rank gets behind these, which are not valid.
     """
 
     asked: Asked
@@ -128,6 +129,7 @@ class StepShown:
     first: int
     rows: tuple[RowShown, ...]
     rows_each: int
+    padding: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +138,8 @@ class StepShown:
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        return {"rank": self.asked.rank, "rows": [row.as_dict() for row in self.rows]}
+        padding = {"padding": self.padding} if self.padding else {}
+        return {"rank": self.asked.rank, "rows": [row.as_dict() for row in self.rows], **padding}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,13 +182,14 @@ def step_of(runs: ShownRuns, asked: Asked, *, bad: Bad | None = None, most: int 
     some = rows.where(slice(first, None if most is None else first + most))
     begin = plan.row_of(number)
     stop = min(begin + plan.global_batch_size, (plan.epoch + 1) * plan.num_samples)
-    share = plan.among(at.run.num_ranks).shape.share(stop - begin, asked.rank)
+    among = plan.among(at.run.num_ranks)
+    share = among.shape.share(stop - begin, asked.rank)
     drawn = DrawnBefore.before(at.run, begin)
     made = _Described(at.run, plan, some, drawn, bad or Bad(), (stop - begin, share), asked.rank)
     found = [made.row(row, first + row, one) for row, one in enumerate(at.run.described(some))]
     return StepShown(
         asked=asked, at=at, size=stop - begin, share=share, first=first, rows=tuple(found),
-        rows_each=at.run.rows_each(at.step),
+        rows_each=at.run.rows_each(at.step), padding=among.batch_size(number, asked.rank) - len(rows.steps),
     )  # fmt: skip
 
 
