@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from shard_tools.running.report import Report
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError
@@ -135,6 +137,7 @@ def _uploads(url: str, options: dict[str, Any], older_than_s: float, *, dry_run:
         ConfigError: boto3 is not installed.
         AccessDeniedError, NotFoundError, StorageError: The store refuses.
     """
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # below it, requests are logged with their credentials
     client, errors = _client(options)
     bucket, _, prefix = url.partition("://")[2].partition("/")
     now = datetime.now(UTC)
@@ -161,6 +164,14 @@ def _uploads(url: str, options: dict[str, Any], older_than_s: float, *, dry_run:
         raise StorageError(f"{redact(url)}: listing unfinished uploads: {error}") from error
 
 
+def _without_user(url: str | None) -> str | None:
+    """Return an address without the name and password in it, which boto3 would repeat in its errors."""
+    if not url or "@" not in url:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
 def _client(options: dict[str, Any]) -> tuple[Any, Any]:
     """Return a client of boto3 with the options of a store, and the module of its errors.
 
@@ -179,9 +190,10 @@ def _client(options: dict[str, Any]) -> tuple[Any, Any]:
         aws_access_key_id=options.get("key"), aws_secret_access_key=options.get("secret"),
         aws_session_token=options.get("token"), region_name=options.get("region"), profile_name=options.get("profile"),
     )  # fmt: skip
+    endpoint = _without_user(options.get("endpoint_url"))
     style = {"addressing_style": "path"} if options.get("endpoint_url") else {}
     client = session.client(
-        "s3", endpoint_url=options.get("endpoint_url"), verify=options.get("ca_file"),
+        "s3", endpoint_url=endpoint, verify=options.get("ca_file"),
         config=botocore.config.Config(s3=style),
     )  # fmt: skip
     return client, botocore.exceptions

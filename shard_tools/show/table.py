@@ -28,7 +28,10 @@ PAGES: tuple[Page, ...] = (
         path="/sample", title="Sample", template="sample.html", answer=sample.sample,
         asks=(*sample.ASKS, *order.COMING_ASKS), parts=OF_A_SAMPLE, in_navigation=False,
     ),
-    Page(path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS, in_file=lambda subject: bool(subject.bad)),
+    Page(
+        path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS,
+        in_file=lambda subject: bool(subject.bad),
+    ),
     Page(path="/run", title="Run", template="run.html", answer=run.run_page, asks=run.ASKS, needs="run"),
 )  # fmt: skip
 """All pages, in the order of the navigation and of ``--html``."""

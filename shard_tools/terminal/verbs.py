@@ -10,11 +10,11 @@ import click
 
 from shard_tools.running.switches import is_on
 from shard_tools.terminal import render
-from streaming.errors import ConfigError, DataError, ReadOnlyError, ShardstreamError
+from streaming.errors import ConfigError, IndexMissingError, ReadOnlyError, ShardstreamError, StorageError
 from streaming.storage import redact, redact_text
 
 _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
-_JUDGES = frozenset({"verify", "diff", "index", "repair", "info"})
+_JUDGES = frozenset({"verify", "diff"})
 """Commands whose exit code 1 is a finding, so that another one says that they could not look."""
 
 
@@ -38,7 +38,7 @@ class ToolGroup(click.Group):
                 return None
             render.show_error(error)
             _tell_program(ctx, error, str(error))
-            is_blind = ctx.invoked_subcommand in _JUDGES and not isinstance(error, DataError)
+            is_blind = ctx.invoked_subcommand in _JUDGES and isinstance(error, (StorageError, IndexMissingError))
             ctx.exit(2 if isinstance(error, ConfigError) else 3 if is_blind else 1)
         except click.ClickException as error:
             vars(error)["message"] = redact_text(error.message)  # a command line may name a URL

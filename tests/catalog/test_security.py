@@ -142,8 +142,15 @@ def test_no_source_file_calls_what_runs_data() -> None:
             "streaming/engine/workers/transport.py",
             "streaming/engine/workers/channel.py",
             "streaming/remote/reader.py",  # what Ray itself carried between actors of one job
+            "shard_tools/running/process_main.py",  # a user's function and inputs, from the process that has them
+            "shard_tools/running/processes.py",  # what its own worker processes answer
+            "shard_tools/functions/source.py",  # the error of such a process
         },
-        "subprocess": {"streaming/engine/workers/fork_server.py"},
+        "subprocess": {
+            "streaming/engine/workers/fork_server.py",
+            "shard_tools/running/processes.py",  # interpreters that run nothing but process_main
+            "shard_tools/show/data/workers.py",  # interpreters that decode pictures, and may be killed
+        },
     }  # fmt: skip
     pattern = re.compile(
         r"pickle\.loads?\b|torch\.load\b|\bsubprocess\b|os\.system|os\.popen|\beval\(|\bexec\(|shell=True|yaml\.load"
@@ -538,7 +545,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
             tar.addfile(tarfile.TarInfo(name))
     for arguments in (("ls", "--long"), ("ls",), ("info",), ("ls", "--json"), ("verify",), ("index",)):
         code, text = command(arguments[0], str(tmp_path / "a.tar"), *arguments[1:])
-        assert code in {0, 1}
+        assert code in {0, 1, 3}
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\udc00-\udfff]", text), arguments
     code, text = command("cat", str(tmp_path / "a.tar"), f"{evil}", "--field", evil)
     assert code == 1

@@ -80,7 +80,7 @@ def test_long_verbs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str]
 
 def test_failures_are_json_where_a_program_reads(tmp_path: Path) -> None:
     gone = run("info", tmp_path / "x.tar", "--json")
-    assert gone.exit_code == 3
+    assert gone.exit_code == 1
     error = json.loads(gone.stdout)["error"]
     assert error["type"] == "NotFoundError"
     assert error["message"] in gone.stderr.replace("\n", " ")

@@ -390,7 +390,7 @@ def test_wrong_usage_ends_with_2(source: Path, arguments: tuple[str, ...]) -> No
 
 def test_a_set_that_is_not_there_is_a_failure(source: Path, tmp_path: Path) -> None:
     result = run(f"{source}/", f"{tmp_path}/nothing/")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (3, "")
     assert "nothing" in result.stderr
 
 

@@ -100,7 +100,7 @@ def test_a_read_only_store_refuses(tmp_path: Path) -> None:
     assert bytes(storage.read(str(tmp_path / "a"))) == b"x"
 
 
-@pytest.mark.parametrize("verb", ["verify", "diff", "info"])
+@pytest.mark.parametrize("verb", ["verify", "diff"])
 def test_could_not_look_is_no_finding(verb: str, places: dict[str, Path]) -> None:
     shards = f"{places['set']}/"
     others = [shards] if verb == "diff" else []

@@ -514,7 +514,7 @@ def test_what_cannot_be_shown_is_refused(data: Path, arguments: tuple[str, ...],
 
 def test_only_a_job_is_shown_without_a_url() -> None:
     with Shown((), {"run": "/nobody.sock"}) as shown:
-        found = shown.get("/", format="json")
+        found = shown.get("/columns", format="json")
         assert (found.status, found.json["ok"]) == (404, False)
         assert "the URL of shards" in found.json["error"]["message"]
 

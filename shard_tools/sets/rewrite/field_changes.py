@@ -68,23 +68,25 @@ class FieldChanges:
                     raise ConfigError(
                         f"{option}: no sample has a field {name!r}{did_you_mean(name, fields)}; there are: {there}"
                     )
-        for _, column in self.add:
-            if column not in columns:
-                raise unknown_column(column, set(columns), "--add")
+        self._check_added(columns)
         for name in [new for _, new in self.rename] + [new for new, _ in self.add]:
             if name in fields and name not in gone:
                 raise ConfigError(
                     f"--rename, --add: there is a field {name!r}, too; leave that one out with --drop-fields {name}, "
                     "or choose another name"
                 )
-        for name, _ in self.add:
-            if not is_of_characters(name):
-                raise ConfigError(
-                    f"--add {name}: values of columns are stored as text, which no reader of .{name.rpartition('.')[2]} "
-                    "understands; expected a field such as txt, json, cls or float"
-                )
         if not self.add and {*fields} <= {*self.drop}:
             raise ConfigError(f"--drop-fields: no field is left of {', '.join(fields)}; leave out fewer")
+
+    def _check_added(self, columns: Sequence[str]) -> None:
+        for name, column in self.add:
+            if column not in columns:
+                raise unknown_column(column, set(columns), "--add")
+            if not is_of_characters(name):
+                raise ConfigError(
+                    f"--add {name}: values of columns are stored as text, which training does not read from a field "
+                    "of this name; expected one such as txt, json, cls or float"
+                )
 
     def of(self, names: Mapping[str, _T]) -> dict[str, _T]:
         """Return values by field under their new names, without those that are left out."""
