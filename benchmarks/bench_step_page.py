@@ -56,7 +56,8 @@ def sample_table(shard: int, rows: int) -> bytes:
     return SampleTable.build(
         name=f"{shard:06d}.tar", size_bytes=rows * RECORD, keys=[f"{shard:06d}/{row:06d}" for row in range(rows)],
         record_starts=starts, fields={"jpg": (starts[:-1] + 512, np.full(rows, 9000, np.int64))},
-        chunk_bounds=bounds, crc32c=np.arange(len(bounds) - 1) + shard * (len(bounds) - 1), spans=(spans, np.arange(len(spans) - 1)),
+        chunk_bounds=bounds, crc32c=np.arange(len(bounds) - 1) + shard * (len(bounds) - 1),
+        spans=(spans, np.arange(len(spans) - 1)),
     ).to_parquet()  # fmt: skip
 
 
