@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Protocol, TypeAlias
 
 from streaming.forks import in_children, renew_lock
 
 Told: TypeAlias = Callable[..., Mapping[str, Any]]
-"""Tells facts of one stretch of work. Called only if somebody looks, in the thread that did the work."""
+"""Tells facts of one stretch of work. Called only if somebody looks, in the thread that did the work; of a fetch that
+is under way, in any thread, without waiting."""
 
 
 class Begun(Protocol):
@@ -127,24 +130,56 @@ class Timed:
     """See :meth:`Metrics.timed`. A class, because a generator takes three times as long.
 
     Attributes:
+        metrics: What it adds to.
+        name: The number that it adds to.
+        begun: Gets its end. Whoever replaces it passes on to the one before.
+        start_s: When it began, by ``time.perf_counter``.
+        told: Tells its facts; None: there are none.
+        args: What ``told`` is called with.
         seconds: The time spent inside, once it is over.
     """
 
-    __slots__ = ("_args", "_begun", "_metrics", "_name", "_start_s", "_told", "seconds")
+    __slots__ = ("args", "begun", "metrics", "name", "seconds", "start_s", "told")
 
     def __init__(self, metrics: Metrics, name: str, told: Told | None, args: tuple[Any, ...]) -> None:
-        self._metrics, self._name, self._told, self._args = metrics, name, told, args
+        self.metrics, self.name, self.told, self.args = metrics, name, told, args
 
     def __enter__(self) -> None:
-        self._begun = self._metrics.observer.begin(self._name)
-        self._start_s = time.perf_counter()
+        self.begun = self.metrics.observer.begin(self.name)
+        self.start_s = time.perf_counter()
+        _under_way[self] = get_ident()
 
     def __exit__(self, *_: object) -> None:
         end_s = time.perf_counter()
-        self.seconds = end_s - self._start_s
-        self._metrics.add(self._name, self.seconds)
-        if self._begun is not None:
-            self._begun.end(self._start_s, end_s, self._told, self._args)
+        del _under_way[self]
+        metrics, name = self.metrics, self.name
+        self.seconds = seconds = end_s - self.start_s
+        with metrics._lock:
+            # No addition is lost. As in `add`, whose call would take longer.
+            values = metrics._values
+            values[name] = values.get(name, 0) + seconds
+        begun = self.begun
+        if begun is not None:
+            begun.end(self.start_s, end_s, self.told, self.args)
+
+
+_under_way: dict[Timed, int] = {}
+"""What is timed at this moment, in the order of beginnings, and in which thread. Each change is one atomic step."""
+
+
+def _forget_other_threads() -> None:
+    here = get_ident()
+    for one, thread in under_way():
+        if thread != here:
+            del _under_way[one]
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)
+
+
+def under_way() -> list[tuple[Timed, int]]:
+    """Return what is timed at this moment, by any loader, and in which thread; outer work before what is inside."""
+    return list(_under_way.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,8 +164,10 @@ def _show_merged(report: MergeReport) -> None:
 
 def _rank_line(one: RankReport) -> str:
     whole_s = sum(one.seconds.values())
+    steps = counted(one.steps, "step")
     said = ", ".join(f"{cause} {seconds / whole_s:.0%}" for cause, seconds in one.seconds.items() if whole_s)
     shift = "" if one.is_same_clock else f"; shifted by {one.shift_us / 1000:+,.3f} ms"
     end = "" if one.spread_us is None else f"; its steps end within {one.spread_us / 1000:,.1f} ms of the first's"
+    unfinished = f" ({one.unfinished} not over)" if one.unfinished else ""
     cut = "; cut off, it was full" if one.is_cut_off else ""
-    return f"rank {one.rank:<4} {counted(one.steps, 'step')}, {whole_s:,.2f} s: {said or 'nothing'}{shift}{end}{cut}"
+    return f"rank {one.rank:<4} {steps}{unfinished}, {whole_s:,.2f} s: {said or 'nothing'}{shift}{end}{cut}"

@@ -28,6 +28,7 @@ class RankReport(Report):
     Attributes:
         rank: The rank.
         steps: Number of its steps.
+        unfinished: How many of them were not over when they failed, or when the file was written.
         shift_us: What was added to its times.
         is_same_clock: Whether its clock is that of the first rank, so that nothing had to be added.
         spread_us: How far apart the ends of steps are after it, at most; None: there is nothing to compare with.
@@ -37,6 +38,7 @@ class RankReport(Report):
 
     rank: int
     steps: int
+    unfinished: int
     shift_us: float
     is_same_clock: bool
     spread_us: float | None
@@ -129,7 +131,7 @@ def _check_together(traces: Sequence[Trace]) -> None:
                 f"{first.path} is of a job of {first.world_size} ranks, {trace.path} of one of {trace.world_size}; "
                 "give files of one job"
             )
-        if not _ends(first).keys() & _ends(trace).keys():
+        if not _aligned_by(first, trace):
             raise ConfigError(
                 f"{trace.path} has no step in common with {first.path}, so nothing aligns them; call loader.trace at "
                 "the same step on all ranks"
@@ -137,7 +139,14 @@ def _check_together(traces: Sequence[Trace]) -> None:
 
 
 def _ends(trace: Trace) -> dict[Key, float]:
-    return {step.key: step.ended_us for step in trace.steps}
+    return {step.key: step.ended_us for step in trace.steps if step.is_over}
+
+
+def _aligned_by(first: Trace, trace: Trace) -> set[Key]:
+    """Return the common steps that show the traces to be of the same time; another clock needs their ends."""
+    if _is_same_clock(first, trace):
+        return {step.key for step in first.steps} & {step.key for step in trace.steps}
+    return _ends(first).keys() & _ends(trace).keys()
 
 
 def _is_same_clock(first: Trace, trace: Trace) -> bool:
@@ -155,9 +164,11 @@ def _shift_us(first: Trace, trace: Trace) -> float:
 
 
 def _rank_report(first: Trace, trace: Trace, shift_us: float, causes: list[dict[str, float]]) -> RankReport:
-    apart = None if trace is first else max(abs(one - shift_us) for one in _differences(first, trace))
+    differences = [] if trace is first else _differences(first, trace)
+    apart = max((abs(one - shift_us) for one in differences), default=None)
     return RankReport(
-        rank=trace.rank, steps=len(trace.steps), shift_us=shift_us, is_same_clock=_is_same_clock(first, trace),
+        rank=trace.rank, steps=len(trace.steps), unfinished=sum(not step.is_over for step in trace.steps),
+        shift_us=shift_us, is_same_clock=_is_same_clock(first, trace),
         spread_us=None if apart is None else round(apart, 3),
         seconds={cause: round(seconds, 6) for cause, seconds in total(causes).items()}, is_cut_off=trace.is_cut_off,
     )  # fmt: skip

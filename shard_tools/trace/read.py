@@ -28,12 +28,14 @@ class TracedStep:
         asked_us: When its batch was asked for.
         received_us: When it was handed over.
         ended_us: When the next one was asked for.
+        is_over: Whether that happened, before a failure or the end of the file.
     """
 
     key: Key
     asked_us: float
     received_us: float
     ended_us: float
+    is_over: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,10 @@ def _step(path: str, step: dict[str, Any]) -> TracedStep:
     )
     if not asked_us <= received_us <= ended_us:
         _damaged(path, f"a step whose times do not follow each other: {step}")
-    return TracedStep(key=(int(epoch), int(seen)), asked_us=asked_us, received_us=received_us, ended_us=ended_us)
+    return TracedStep(
+        key=(int(epoch), int(seen)), asked_us=asked_us, received_us=received_us, ended_us=ended_us,
+        is_over=bool(step.get("is_over", True)),  # older releases wrote only those that were
+    )  # fmt: skip
 
 
 def _number(path: str, values: dict[str, Any], name: str) -> float:

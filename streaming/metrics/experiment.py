@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -60,7 +62,7 @@ def headspace(
     ``keep`` of them, which takes no loader. The order never changes, and the position counts no batch twice:
 
     - Given a loader, before a run or between epochs, this is no part of the run: the loader goes back to where it was.
-      An iterator that is still open is superseded. ::
+      It is refused while a loop over it is under way, which it would end. ::
 
           print(headspace(loader, train_step, restores=(model, optimizer)))
 
@@ -73,7 +75,8 @@ def headspace(
 
     Repeated batches update the model like others. ``restores`` are objects with ``state_dict`` and
     ``load_state_dict``, such as model, optimizer and scheduler: they are copied, and afterwards are as they were (given
-    an iterator: as they were after its batches). Random generators are not set back.
+    an iterator: as they were after its batches). So are, without being named, the global random generators of Python,
+    NumPy and torch, on the CPU and on those devices that were in use before.
 
     Kept batches are memory on top of ``memory_limit``: ``keep`` batches where the loader makes them (page-locked, if it
     locks pages; in the object store, if readers are remote), or on the device if ``DevicePrefetcher`` delivers them.
@@ -112,20 +115,20 @@ def headspace(
 
 
 def _beside_the_run(loader: Any, measuring: _Measuring, restores: Sequence[Any]) -> Headspace:
-    state, saved = copy.deepcopy(loader.state_dict()), _saved(restores)
-    source: Any = iter(loader)
-    try:
-        return measuring.run(source, getattr(loader, "metrics", None), ())
-    finally:
-        if hasattr(source, "close"):
-            source.close()
-        loader.load_state_dict(state)
-        _restore(restores, saved)
-        if not restores:
-            _log.warning(
-                "headspace: step was called beside the run; if it updates a model, that has changed. Give "
-                "restores=(model, optimizer), or load a checkpoint before training"
-            )
+    with _set_back(restores):
+        state = copy.deepcopy(loader.state_dict())
+        source: Any = iter(loader)
+        try:
+            return measuring.run(source, getattr(loader, "metrics", None), ())
+        finally:
+            if hasattr(source, "close"):
+                source.close()
+            loader.load_state_dict(state)
+            if not restores:
+                _log.warning(
+                    "headspace: step was called beside the run; if it updates a model, that has changed. Give "
+                    "restores=(model, optimizer), or load a checkpoint before training"
+                )
 
 
 class _Measuring:
@@ -148,16 +151,15 @@ class _Measuring:
                 f"warmup= than {self._warmup}, or an epoch with more batches"
             )
         found = waits(metrics(), before) if metrics else None
-        saved = _saved(restores)
+        num_kept = len(self._kept)
         try:
-            self._tell()
-            fed = cycle(self._kept)
-            self._time(fed, max(self._warmup, len(self._kept)), keeps=False)
-            kept = self._time(fed, with_loader.steps, keeps=False)
+            with _set_back(restores):
+                self._tell()
+                fed = cycle(self._kept)
+                self._time(fed, max(self._warmup, num_kept), keeps=False)
+                kept = self._time(fed, with_loader.steps, keeps=False)
         finally:
-            num_kept = len(self._kept)
             self._kept.clear()
-            _restore(restores, saved)
         made = Headspace(
             measured=1 - kept.step_s / with_loader.step_s if with_loader.step_s else 0.0,
             waited=found.share if found is not None and found.step_s else None, step_s=with_loader.step_s,
@@ -201,13 +203,32 @@ def _has_state(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def _saved(restores: Sequence[Any]) -> list[Any]:
-    return [copy.deepcopy(one.state_dict()) for one in restores]
+@contextmanager
+def _set_back(restores: Sequence[Any]) -> Iterator[None]:
+    """Set objects back to what they are now, and the global random generators, which a step draws from."""
+    saved = [copy.deepcopy(one.state_dict()) for one in restores]
+    generators = _generators()
+    states = [get() for get, _ in generators]
+    try:
+        yield
+    finally:
+        for one, state in zip(restores, saved, strict=True):
+            one.load_state_dict(state)
+        for (_, put), state in zip(generators, states, strict=True):
+            put(state)
 
 
-def _restore(restores: Sequence[Any], saved: list[Any]) -> None:
-    for one, state in zip(restores, saved, strict=True):
-        one.load_state_dict(state)
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return how to get and set the state of each global random generator that is in use."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(random.getstate, random.setstate)]
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        found.append((numpy.random.get_state, numpy.random.set_state))
+    if torch is not None:
+        found.append((torch.get_rng_state, torch.set_rng_state))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    return found
 
 
 def _apart(batch: Any) -> Any:

@@ -98,6 +98,7 @@ def _step(number: int, step: StepTimes) -> dict[str, Any]:
     return {
         "step": number, "epoch": step.epoch, "samples_seen": step.samples_seen, "asked_us": _us(step.asked_s),
         "received_us": _us(step.received_s), "ended_us": _us(step.ended_s),
+        "is_over": step.is_over,
     }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Record what a loader's threads do, until some steps are over: ``Recorder``.
 
 Stretches of work are entered at their end, by the thread that did them, under one lock that is held for microseconds.
+What was under way when recording began is entered like that, too; what is under way when the file is written stands in
+it up to then, as not over, and so does the consumer's step.
 The consumer's time is divided by its requests: from a request to the batch it is inside the loader, and from there to
 the next request it is in its own step. What a wrapper that reads ahead asks for meanwhile is part of its own request.
 """
@@ -14,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-from streaming.counters import Ask, Begun, Metrics, Observer, Told, account_here
+from streaming.counters import Ask, Begun, Metrics, Observer, Timed, Told, account_here, under_way
 from streaming.forks import in_children
 from streaming.types import override
 
@@ -22,6 +24,8 @@ MOST_EVENTS = 200_000
 """Stretches of work and arrows that one trace holds: about 150 MB in memory, and 60 MB as a file."""
 LEAST_S = 20e-6
 """Shorter work of which nothing is told is left out: looks that found nothing to do."""
+LEAST_STALL_S = 1e-3
+"""A request that fails sooner was refused, and waited for nothing."""
 RANGES = {
     "plan_s": "plan", "fetch_s": "fetch", "build_s": "build", "build_in_consumer_s": "build",
     "wait_for_fetch_s": "wait_for_fetch", "wait_for_build_s": "wait_for_build", "wait_for_batch_s": "wait_for_batch",
@@ -64,6 +68,8 @@ class StepTimes:
         asked_s: When its batch was asked for, by ``time.perf_counter``.
         received_s: When the batch was handed over.
         ended_s: When the next batch was asked for.
+        is_over: Whether that happened. Otherwise it ended with a failure, or when the file was written; so did its
+            wait, if it never received its batch.
     """
 
     epoch: int
@@ -71,6 +77,7 @@ class StepTimes:
     asked_s: float
     received_s: float
     ended_s: float
+    is_over: bool = True
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class Recording:
     Attributes:
         spans: Stretches of work, in the order of their ends.
         arrows: Of which work something came, and where it went.
-        steps: The steps that are over.
+        steps: The steps that are over, or will never be.
         is_full: It holds ``MOST_EVENTS``, and nothing more was entered.
     """
 
@@ -122,13 +129,21 @@ class Recorder(Observer):
         self._pulled: deque[Mapping[str, Any]] = deque()
         in_children(self, Recorder._leave_to_parent)
         metrics.observer = self
+        for timed, _ in under_way():
+            if timed.metrics is metrics:
+                timed.begun = _Work(self, timed.name, timed.begun)
 
     # --- what others tell ---
 
     @override
     def begin(self, name: str) -> Begun | None:
         beside = self.behind.begin(name)
-        return beside if self._is_over else _Work(self, name, beside)
+        if self._is_over:
+            return beside
+        account: dict[str, float] | None = {} if name == _FETCH else None
+        if account is not None:
+            account_here(account)
+        return _Work(self, name, beside, account)
 
     @override
     def seen(self, lane: str, name: str, start_s: float, end_s: float, told: Told, *args: Any) -> None:
@@ -143,7 +158,7 @@ class Recorder(Observer):
         with self._lock:
             # The consumer is in its step exactly while nobody asks for it.
             if not self._num_asking and not self._is_over:
-                self._end_step(now_s)
+                self._end_step(now_s, is_over=True)
                 self._asked_s, self._consumer = now_s, threading.get_ident()
             is_last = self._num_asking == 0 and self._may_end()
             self._num_asking += not is_last
@@ -153,14 +168,18 @@ class Recorder(Observer):
 
     def close(self) -> None:
         """Write what was recorded, and record no more. From any thread, repeatedly."""
+        now_s = time.perf_counter()
         with self._lock:
             # Only one caller writes for the last time, and nothing is entered any more.
-            was_over, self._is_over = self._is_over, True
-            recording = self._copy()
+            was_over = self._is_over
+            if not was_over:
+                self._cut_off(now_s)
+            self._is_over = True
+            recording, unended = self._copy(), self._unended()
         if not was_over:
             if self._metrics.observer is self:
                 self._metrics.observer = self.behind
-            self._write(recording)
+            self._write_out(recording, unended, now_s)
 
     @property
     def is_over(self) -> bool:
@@ -204,8 +223,8 @@ class Recorder(Observer):
             if step:
                 self._pulled.append(step)
 
-    def answered(self, *, failed: bool) -> None:
-        """Note that a request is over; if it is the consumer's own, its step begins."""
+    def answered(self, error: object) -> None:
+        """Note that a request is over; if it is the consumer's own, its step begins, unless there was an error."""
         now_s = time.perf_counter()
         with self._lock:
             # As many requests are open as threads and wrappers wait for one.
@@ -214,14 +233,38 @@ class Recorder(Observer):
                 return
             span = Span(lane=CONSUMER, name="hand_over", start_s=self._asked_s, end_s=now_s, facts={})
             self._add(span)
-            self._hand_over = None if failed else span
-            is_new = failed and not self._is_over and self._num_written < len(self.recording.steps)
-            recording = self._copy() if is_new else None
+            self._hand_over = span if error is None else None
+            if error is not None and not isinstance(error, StopIteration) and now_s - self._asked_s >= LEAST_STALL_S:
+                self._stalled(span)
+            is_new = error is not None and not self._is_over and self._num_written < len(self.recording.steps)
+            recording, unended = (self._copy(), self._unended()) if is_new else (None, [])
         if recording is not None:
             self._num_written = len(recording.steps)
-            self._write(recording)
+            self._write_out(recording, unended, now_s)
 
-    def _end_step(self, now_s: float) -> None:
+    def _cut_off(self, now_s: float) -> None:
+        """End what the consumer is doing: it waits for a batch, or is in its step."""
+        if self._num_asking:
+            span = Span(lane=CONSUMER, name="hand_over", start_s=self._asked_s, end_s=now_s, facts={})
+            if self._add(span):
+                self._stalled(span)
+        else:
+            self._end_step(now_s, is_over=False)
+
+    def _stalled(self, waited: Span) -> None:
+        """Enter a step that never received its batch."""
+        if self._is_over:
+            return
+        waited.facts["over"] = False
+        epoch, seen = self._received()
+        self.recording.steps.append(
+            StepTimes(
+                epoch=epoch, samples_seen=seen, asked_s=waited.start_s, received_s=waited.end_s, ended_s=waited.end_s,
+                is_over=False,
+            )
+        )  # fmt: skip
+
+    def _end_step(self, now_s: float, *, is_over: bool) -> None:
         handed_over, self._hand_over = self._hand_over, None
         if handed_over is None:
             return
@@ -231,16 +274,20 @@ class Recorder(Observer):
         epoch, seen, row = step["epoch"], step["samples_seen"], step["row"]
         facts = {"epoch": epoch, "samples_seen": seen, "global_batch_size": step["global_batch_size"]}
         handed_over.facts.update(facts)
-        span = Span(lane=CONSUMER, name="step", start_s=handed_over.end_s, end_s=now_s, facts=facts)
+        span = Span(
+            lane=CONSUMER, name="step", start_s=handed_over.end_s, end_s=now_s,
+            facts=facts if is_over else facts | {"over": False},
+        )  # fmt: skip
         self._add(span)
         built = self._built.pop(row, None)
         if built is not None:
             self._arrow(built, span)
         self.recording.steps.append(
             StepTimes(
-                epoch=epoch, samples_seen=seen, asked_s=handed_over.start_s, received_s=span.start_s, ended_s=now_s
+                epoch=epoch, samples_seen=seen, asked_s=handed_over.start_s, received_s=span.start_s, ended_s=now_s,
+                is_over=is_over,
             )
-        )
+        )  # fmt: skip
 
     def _taken_by_training(self) -> Mapping[str, Any] | None:
         """Return the step of the batch that training received last, and forget those before it."""
@@ -255,6 +302,24 @@ class Recorder(Observer):
     def _copy(self) -> Recording:
         recording = self.recording
         return replace(recording, spans=[*recording.spans], arrows=[*recording.arrows], steps=[*recording.steps])
+
+    def _unended(self) -> list[tuple[Timed, _Work, int]]:
+        """Return what is under way that would be entered at its end, and in which thread."""
+        found = [(timed, timed.begun, thread) for timed, thread in under_way()]
+        return [(timed, work, thread) for timed, work, thread in found if isinstance(work, _Work) and work.is_of(self)]
+
+    def _write_out(self, recording: Recording, unended: list[tuple[Timed, _Work, int]], now_s: float) -> None:
+        """Write a recording, with what is under way up to now. Outside of all locks."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        room = max(0, MOST_EVENTS - len(recording.spans) - len(recording.arrows))
+        for timed, work, thread in unended[:room]:
+            if now_s - timed.start_s >= LEAST_S:
+                lane = CONSUMER if thread == self._consumer else names.get(thread, f"thread {thread}")
+                facts = work.facts_so_far(timed) | {"over": False}
+                recording.spans.append(
+                    Span(lane=lane, name=timed.name, start_s=timed.start_s, end_s=now_s, facts=facts)
+                )
+        self._write(recording)
 
     def lane_here(self) -> str:
         """Return the lane of this thread."""
@@ -288,12 +353,25 @@ class _Work:
 
     __slots__ = ("_account", "_beside", "_name", "_recorder")
 
-    def __init__(self, recorder: Recorder, name: str, beside: Begun | None) -> None:
-        self._recorder, self._name, self._beside = recorder, name, beside
-        self._account: dict[str, float] | None = None
-        if name == _FETCH:
-            self._account = {}
-            account_here(self._account)
+    def __init__(
+        self, recorder: Recorder, name: str, beside: Begun | None, account: dict[str, float] | None = None
+    ) -> None:
+        self._recorder, self._name, self._beside, self._account = recorder, name, beside, account
+
+    def is_of(self, recorder: Recorder) -> bool:
+        """Tell whether its end is entered there."""
+        return self._recorder is recorder
+
+    def facts_so_far(self, timed: Timed) -> dict[str, Any]:
+        """Return what there is to say of a fetch before its end; in any thread.
+
+        Of builds nothing is told: it takes locks, and they may not have what they are made of.
+        """
+        if timed.name != _FETCH or timed.told is None:
+            return {}
+        facts = dict(timed.told(*timed.args))
+        facts.pop("of", None)
+        return facts | {name: int(amount) for name, amount in (self._account or {}).copy().items()}
 
     def end(self, start_s: float, end_s: float, told: Told | None, args: tuple[Any, ...]) -> None:
         """See ``Begun``."""
@@ -327,4 +405,4 @@ class _Request:
     def __exit__(self, *error: object) -> None:
         if self._beside is not None:
             self._beside.__exit__(*error)
-        self._recorder.answered(failed=error[0] is not None)
+        self._recorder.answered(error[1])

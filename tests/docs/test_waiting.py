@@ -44,6 +44,7 @@ def test_its_programs_run(
     said = capsys.readouterr().out
     assert re.search(r"^consumer_s +\d+%$", said, re.MULTILINE)
     assert "prefetcher to" in said
+    assert "not running" not in said
     assert len(json.loads((tmp_path / "trace-0.json").read_text())["shardstream"]["steps"]) == 4
     exec(compile(profiled, "waiting.md", "exec"), names)
     found = (tmp_path / "profile.json").read_text()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -24,9 +26,11 @@ from packed_sets import write as write_documents
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from shard_tools.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher, Mixture, Packed, StreamingDataset
-from streaming.counters import Metrics, account_here
+from streaming.counters import Metrics, account_here, under_way
 from streaming.errors import ConfigError, NotFoundError
+from streaming.fetch import read
 from streaming.storage import Storage
 from streaming.storage.base.adapter import PassingError
 from streaming.tracing import recorder
@@ -299,7 +303,9 @@ def test_close_and_the_collector_write_what_there_is(samples: SampleSet, tmp_pat
     batches = iter(loader)
     next(batches), next(batches), next(batches)
     loader.close()
-    assert len(File(tmp_path / "a.json").steps) == 2  # the third was not over
+    file = File(tmp_path / "a.json")
+    assert [step["is_over"] for step in file.ours["steps"]] == [True, True, False]
+    assert [event["args"].get("over", True) for event in file.of("X", "your step")] == [True, True, False]
     loader = DataLoader(samples.open(), batch_size=4)
     loader.trace(tmp_path / "b.json", 100)
     batches = iter(loader)
@@ -307,7 +313,7 @@ def test_close_and_the_collector_write_what_there_is(samples: SampleSet, tmp_pat
     gc.disable()
     try:
         del batches, loader  # no cycle keeps them
-        assert len(File(tmp_path / "b.json").steps) == 1
+        assert [step["is_over"] for step in File(tmp_path / "b.json").ours["steps"]] == [True, False]
     finally:
         gc.enable()
 
@@ -344,7 +350,7 @@ def test_a_killed_process_leaves_no_half_file(samples: SampleSet, tmp_path: Path
     assert done.returncode == (0 if when == "exit" else -signal.SIGKILL)
     assert path.exists() == (when == "exit")
     if when == "exit":
-        assert len(File(path).steps) == 1
+        assert len(File(path).steps) == 2
     else:
         assert [one.name.startswith(".t.json.") for one in tmp_path.iterdir()] == [True] * (when == "writing")
 
@@ -417,9 +423,114 @@ def test_what_the_cache_had_and_what_was_repeated_is_told(samples: SampleSet, tm
         list(loader)
     with DataLoader(samples.open(**cached), batch_size=4) as loader:
         second = traced(loader, tmp_path / "b.json", 3)
-    assert all("cache_hits" not in event["args"] and event["args"]["requests"] for event in first.of("X", "fetch"))
-    assert all(event["args"]["cache_hits"] == 1 for event in second.of("X", "fetch"))
+
+    def over(file: File) -> Events:
+        return [event["args"] for event in file.of("X", "fetch") if event["args"].get("over", True)]
+
+    assert over(first)
+    assert over(second)
+    assert all("cache_hits" not in args and args["requests"] for args in over(first))
+    assert all(args["cache_hits"] == 1 for args in over(second))
     assert not any("requests" in event["args"] for event in second.of("X", "fetch"))
+
+
+class SlowStore:
+    """Fetches that begin, and wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int = 0) -> None:
+        self.open, self.num_begun, self._free = threading.Event(), 0, free
+        real = read.fetch_unit
+
+        def fetch(*args: Any, **options: Any) -> Any:
+            self.num_begun += 1
+            if self.num_begun > self._free:
+                assert self.open.wait(60)
+            return real(*args, **options)
+
+        monkeypatch.setattr("streaming.catalog.source.fetch_unit", fetch)
+        monkeypatch.setattr("streaming.catalog.source.ChunkSource.can_be_mapped", False)
+
+    def wait_for(self, count: int) -> None:
+        until = time.monotonic() + 60
+        while self.num_begun < count:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+
+def test_fetches_under_way_at_the_call_are_entered_from_their_beginning(
+    samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SlowStore(monkeypatch)
+    with DataLoader(samples.open(shuffle=False), batch_size=4, num_threads=1) as loader:
+        batches = iter(loader)
+        first = threading.Thread(target=lambda: next(batches))
+        first.start()
+        store.wait_for(1)
+        time.sleep(0.05)
+        before_us = time.perf_counter() * 1e6
+        loader.trace(tmp_path / "t.json", steps=3)
+        time.sleep(0.05)
+        store.open.set()
+        first.join()
+        for _ in range(4):
+            next(batches)
+    file = File(tmp_path / "t.json")
+    early = [event for event in file.of("X", "fetch") if event["ts"] < before_us]
+    assert early
+    for event in early:
+        assert end(event) > before_us + 50_000
+        assert event["args"]["bytes"] > 0
+        assert event["args"]["shard"].startswith(samples.url)
+        assert "over" not in event["args"]
+    check_chain(file)  # none counts as held before
+
+
+def test_what_is_under_way_at_the_end_is_written_as_not_over(
+    samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SlowStore(monkeypatch, free=2)
+    loader = DataLoader(samples.open(shuffle=False), batch_size=4, num_threads=1)
+    batches = iter(loader)
+    next(batches)
+    store.wait_for(3)
+    loader.trace(tmp_path / "t.json", steps=30)
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=interrupt)
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in batches:
+            pass
+    stopper.join()
+    file = File(tmp_path / "t.json")  # written by the failure
+    store.open.set()
+    loader.close()
+    unended = [event for event in file.of("X", "fetch") if event["args"].get("over") is False]
+    assert unended
+    for event in unended:
+        assert file.lane(event).startswith("fetch ")
+        assert event["dur"] > 200_000
+        assert event["args"]["bytes"] > 0
+        assert event["args"]["shard"].startswith(samples.url)
+    *_, last = file.ours["steps"]
+    assert not last["is_over"]
+    assert last["ended_us"] == last["received_us"] > last["asked_us"] + 150_000
+    (rank,) = merge_traces([str(tmp_path / "t.json")]).ranks
+    assert rank.seconds["wait for bytes"] > 0.15
+    assert rank.unfinished == 1
+
+
+def test_work_that_began_before_costs_no_trace_afterwards() -> None:
+    metrics = Metrics()
+    with metrics.timed("outer_s"):
+        assert [one.name for one, _ in under_way() if one.metrics is metrics] == ["outer_s"]
+        with pytest.raises(ZeroDivisionError), metrics.timed("inner_s"):
+            1 / 0  # noqa: B018
+    assert not [one for one, _ in under_way() if one.metrics is metrics]
+    assert metrics.snapshot().keys() == {"outer_s", "inner_s"}
 
 
 def test_retries_are_counted_in_the_thread_that_meets_them(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from data_sets import SampleSet, write_set
@@ -124,6 +126,35 @@ def test_model_and_optimizer_are_set_back(samples: SampleSet, given: str) -> Non
 
     one, other = trained(None), trained(0)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("given", ["loader", "iterator"])
+def test_random_numbers_of_the_run_are_those_without_it(samples: SampleSet, given: str) -> None:
+    def trained(*, measures: bool) -> list[Any]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  global generators are the point
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses: list[Any] = []
+
+        def step(batch: dict[str, Any]) -> None:
+            optimizer.zero_grad()
+            loss = model(batch["vec.npy"] / 40).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append((loss.item(), random.random(), np.random.rand()))  # noqa: NPY002
+
+        with DataLoader(samples.open(), batch_size=4, device_mesh=ALONE) as loader:
+            batches: Any = iter(loader) if given == "iterator" else loader
+            if measures:
+                headspace(batches, step, steps=2, warmup=1, restores=(model, optimizer))
+                del losses[3 if given == "iterator" else 0 :]
+            for batch in batches:
+                step(batch)
+        return losses
+
+    assert trained(measures=True) == trained(measures=False)
 
 
 def test_the_log_says_what_was_repeated(samples: SampleSet, caplog: pytest.LogCaptureFixture) -> None:

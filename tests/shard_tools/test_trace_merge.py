@@ -126,6 +126,24 @@ def test_time_is_divided_by_cause(written: list[Content], tmp_path: Path) -> Non
     assert {step.seconds for step in report.steps} == {0.0005}
 
 
+def test_a_step_that_is_not_over_counts_and_aligns_nothing(written: list[Content], tmp_path: Path) -> None:
+    off = moved(as_rank(written[0], 1), 1e6, "another machine")
+    last = off["shardstream"]["steps"][-1]
+    last |= {"ended_us": last["ended_us"] + 30e6, "is_over": False}
+    paths = save(tmp_path, written[0], off)
+    report = merge_traces(paths)
+    assert [(one.steps, one.unfinished) for one in report.ranks] == [(STEPS, 0), (STEPS, 1)]
+    assert report.ranks[1].spread_us == pytest.approx(0, abs=0.01)
+    assert report.ranks[1].seconds["your step"] > 30
+    assert f"rank 1    {STEPS} steps (1 not over), " in CliRunner().invoke(cli, ["trace", "merge", *paths]).output
+    for step in off["shardstream"]["steps"]:
+        step["is_over"] = False
+    with pytest.raises(ConfigError, match="no step in common"):
+        merge_traces(save(tmp_path, written[0], off))
+    off["shardstream"]["clock"] = written[0]["shardstream"]["clock"]
+    assert merge_traces(save(tmp_path, written[0], off)).ranks[1].spread_us is None
+
+
 def no_common_step(content: Content) -> None:
     for step in content["shardstream"]["steps"]:
         step["epoch"] += 7
