@@ -179,7 +179,7 @@ os.register_at_fork(after_in_child=_forget_other_threads)
 
 def under_way() -> list[tuple[Timed, int]]:
     """Return what is timed at this moment, by any loader, and in which thread; outer work before what is inside."""
-    return list(_under_way.items())
+    return list(_under_way.copy().items())  # a copy is made in one step, whatever other threads begin and end meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
