@@ -456,6 +456,10 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         self._tracing = Recorder(metrics, number, partial(_place_of, weakref.ref(self)), file.write)
         weakref.finalize(self, self._tracing.close)
 
+    def _is_iterated(self) -> bool:
+        """Tell whether a loop over this loader is under way, which another iterator would end."""
+        return self._loop.position.is_iterated
+
     def _observed(self) -> Observation:
         """Return what exporters read; from any thread, without looking for the mesh or opening anything."""
         mesh, loop = self._finder.mesh, self._loop

@@ -364,6 +364,13 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
             )
         trace(path, steps)
 
+    def _is_iterated(self) -> bool:
+        """Tell whether a loop over this object or the loader is under way, which another iterator would end."""
+        if self._turn is not None and self._turn.lasts:
+            return True
+        is_iterated = getattr(self.loader, "_is_iterated", None)
+        return is_iterated is not None and bool(is_iterated())
+
     def _observed(self) -> Observation:
         """Return what exporters read of the loader; from any thread."""
         found: Observation = self.loader._observed()
@@ -522,7 +529,7 @@ class _DeviceBatches(Generic[BatchT]):
 
     def _hand_out(self) -> BatchT:
         batch: BatchT = self._flight.hand_out()
-        self._is_over = self._flight.is_over
+        self._is_over = self._turn.is_over = self._flight.is_over
         return batch
 
     def _end(self) -> None:

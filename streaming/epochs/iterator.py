@@ -430,7 +430,7 @@ class Batches(Generic[BatchT]):
         batch: BatchT = self._taken(run)
         self._was = place
         after = self._place = self._loop.after_batch(place, run)
-        self._is_over = after.epoch != place.epoch
+        self._is_over = self._turn.is_over = after.epoch != place.epoch
         self._loop.position.advance(after)
         return batch
 
@@ -460,13 +460,14 @@ class Batches(Generic[BatchT]):
             self._turn.check()
             if self._loop.is_counted:
                 raise IteratorEndedError(f"an epoch ended before its last batch; {run.describe()}") from None
-            self._is_over = True
+            self._is_over = self._turn.is_over = True
             self._loop.position.finish()
             raise
         self._turn.check()  # another thread may have closed the loader while this one waited
         return batch
 
     def _fail(self, error: BaseException) -> None:
+        self._turn.is_over = True
         self._failure = failed(error)  # has no effect if the iterator is exhausted
         _add_cure(error)
         if not isinstance(error, StopIteration) and is_interrupt(error) and not self._turn.has_ended:

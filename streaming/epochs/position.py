@@ -49,19 +49,26 @@ class Turn:
     Attributes:
         has_begun: Its iterator has been asked for a batch.
         is_open: Its iterator has been neither closed nor dropped.
+        is_over: Its iterator has handed out its last batch, or failed.
     """
 
-    __slots__ = ("_error", "has_begun", "is_open")
+    __slots__ = ("_error", "has_begun", "is_open", "is_over")
 
     def __init__(self) -> None:
         self.has_begun = False
         self.is_open = True
+        self.is_over = False
         self._error: tuple[type[IteratorEndedError], str] | None = None
 
     @property
     def has_ended(self) -> bool:
         """Whether ``check`` raises."""
         return self._error is not None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether its iterator has batches to hand out, and somebody who may ask for them."""
+        return self.is_open and not self.is_over and self._error is None
 
     def check(self) -> None:
         """Do nothing while the turn lasts.
@@ -196,6 +203,11 @@ class Position:
     def is_due(self) -> bool:
         """Whether the next iteration begins at ``place`` rather than with the epoch after it."""
         return self._num_received == 0 or self.place.epoch != self._start.epoch
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether there is an iterator that has batches to hand out."""
+        return self._turn is not None and self._turn.lasts
 
     def open(self) -> Turn:
         """Return a turn for a new iterator, and end the previous one."""

@@ -54,7 +54,7 @@ class Headspace:
 
 def headspace(
     batches: Iterable[Any], step: Callable[[Any], object], *, steps: int = 50, warmup: int = 10, keep: int = 2,
-    restores: Sequence[Any] = (),
+    restores: Any = (),
 ) -> Headspace:  # fmt: skip
     """Measure what a perfect loader would save of a training step, by feeding kept batches.
 
@@ -88,28 +88,34 @@ def headspace(
         steps: Number of steps of each kind to measure; fewer if the epoch ends before.
         warmup: Number of steps of each kind before that.
         keep: Number of batches to keep.
-        restores: What is set back afterwards.
+        restores: What is set back afterwards: one object, or several in a tuple or list.
 
     Returns:
         The share of the step, measured and by waits.
 
     Raises:
-        ConfigError: A number is out of range, an object lacks the two methods, or the epoch has too few batches.
+        ConfigError: A number is out of range, an object lacks the two methods, a loop over the loader is under way, or
+            the epoch has too few batches. Only the last is found after steps were taken.
     """
     checked_int("headspace: steps", steps, 1, _MOST_STEPS)
     checked_int("headspace: warmup", warmup, 0, _MOST_STEPS)
     checked_int("headspace: keep", keep, 1, _MOST_STEPS)
     if not callable(step):
         raise ConfigError(f"headspace: step: expected a function that takes a batch, got {step!r}")
-    for one in restores:
-        if not _has_state(one):
-            raise ConfigError(f"headspace: restores: {type(one).__name__} has no state_dict and load_state_dict")
+    restores = _listed(restores)
     if isinstance(batches, Iterator):
         return _Measuring(step, steps, warmup, keep).run(batches, None, restores)
     if not _has_state(batches):
         raise ConfigError(
             f"headspace: {type(batches).__name__} has no state_dict and load_state_dict, so that it cannot go back to "
             "where it is. Give an iterator, whose batches are then steps of the run: headspace(iter(loader), step)"
+        )
+    is_iterated = getattr(batches, "_is_iterated", None)
+    if is_iterated is not None and is_iterated():
+        raise ConfigError(
+            f"headspace: a loop over this {type(batches).__name__} is under way, and measuring would end it. Call this "
+            "before the loop, or give it the loop's own batches: batches = iter(loader), headspace(batches, step), and "
+            "then for batch in batches"
         )
     return _beside_the_run(batches, _Measuring(step, steps, warmup, keep), restores)
 
@@ -197,6 +203,21 @@ class _Measuring:
 class _Timed:
     steps: int
     step_s: float
+
+
+def _listed(restores: Any) -> Sequence[Any]:
+    """Return the objects to set back, of which there may be one."""
+    if _has_state(restores):
+        return (restores,)
+    if not isinstance(restores, (tuple, list)):
+        raise ConfigError(
+            f"headspace: restores: expected objects with state_dict and load_state_dict, such as (model, optimizer), "
+            f"got {type(restores).__name__}"
+        )
+    for one in restores:
+        if not _has_state(one):
+            raise ConfigError(f"headspace: restores: {type(one).__name__} has no state_dict and load_state_dict")
+    return tuple(restores)
 
 
 def _has_state(thing: Any) -> bool:

@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mixtures import mixture
 from option_kinds import readers_here
 
 from streaming import DataLoader, DevicePrefetcher, RemoteGroup
-from streaming.errors import ConfigError, IteratorSupersededError
+from streaming.errors import ConfigError
 from streaming.metrics import headspace
 from streaming.metrics.waits import waits
 
@@ -95,13 +96,48 @@ def test_mid_epoch_a_loader_goes_back_to_the_same_batch(samples: SampleSet) -> N
         assert loader.epoch == 1
 
 
-def test_an_open_iterator_is_told_of_it(samples: SampleSet) -> None:
+@pytest.mark.parametrize("kind", [*CLOSABLE, "mixture", "remote"])
+def test_inside_a_loop_it_is_refused_before_anything_is_done(kinds: dict[str, Any], kind: str) -> None:
+    called: list[Any] = []
+    with readers_here(), kinds[kind]() as loader:
+        expected = first(loader, 4)
+    with readers_here(), kinds[kind]() as loader:
+        seen = []
+        for batch in islice(iter(loader), 4):
+            seen.append(rows_of(batch))
+            if len(seen) < 3:
+                with pytest.raises(ConfigError, match=r"is under way.*batches = iter\(loader\)"):
+                    headspace(loader, called.append, **FEW)
+        assert seen == expected
+    assert called == []
+
+
+def test_an_iterator_that_is_over_or_dropped_does_not_refuse(samples: SampleSet) -> None:
     with DataLoader(samples.open(), batch_size=4, device_mesh=ALONE) as loader:
-        batches = iter(loader)
-        next(batches)
-        headspace(loader, lambda _: None, **FEW)
-        with pytest.raises(IteratorSupersededError):
+        for made in (loader, DevicePrefetcher(loader, "cpu")):
+            batches = iter(made)
+            assert list(batches)
+            headspace(made, lambda _: None, **FEW)
+            batches = iter(made)
             next(batches)
+            with pytest.raises(ConfigError, match="is under way"):
+                headspace(loader, lambda _: None, **FEW)  # also the one below
+            del batches
+            headspace(made, lambda _: None, **FEW)
+
+
+@pytest.mark.parametrize("restores", ["one", "list"])
+def test_what_is_restored_may_be_one_object(samples: SampleSet, restores: str) -> None:
+    model = torch.nn.Linear(4, 1)
+    before = [one.clone() for one in model.parameters()]
+
+    def step(_: Any) -> None:
+        with torch.no_grad():
+            model.weight += 1
+
+    with DataLoader(samples.open(), batch_size=4, device_mesh=ALONE) as loader:
+        headspace(loader, step, restores=model if restores == "one" else [model], **FEW)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("given", ["loader", "iterator"])
@@ -230,6 +266,7 @@ def test_what_a_step_raises_passes_and_the_loader_goes_back(samples: SampleSet) 
         ({"keep": 0}, "headspace: keep"),
         ({"step": 3}, "headspace: step: expected a function that takes a batch, got 3"),
         ({"restores": (3,)}, "headspace: restores: int has no state_dict"),
+        ({"restores": 3}, r"headspace: restores: expected objects with state_dict.*\(model, optimizer\), got int"),
         ({"warmup": 9}, "the epoch ended after 9 batches, before a step was measured"),
         ({"batches": torch.utils.data.DataLoader(range(4))}, r"Give an iterator.*headspace\(iter\(loader\), step\)"),
     ],
