@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -78,7 +77,14 @@ class Metrics:
         self.observer = observer or Observer()
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
-        in_children(self, renew_lock)
+        in_children(self, Metrics._renew)
+
+    def _renew(self) -> None:
+        renew_lock(self)
+        here = get_ident()
+        for timed, thread in under_way():
+            if timed.metrics is self and thread != here:
+                del _under_way[timed]
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` to the number called ``name``."""
@@ -151,7 +157,10 @@ class Timed:
 
     def __exit__(self, *_: object) -> None:
         end_s = time.perf_counter()
-        del _under_way[self]
+        try:  # noqa: SIM105  `suppress` and `pop` take longer
+            del _under_way[self]
+        except KeyError:  # a forked child has forgotten those of other threads
+            pass
         metrics, name = self.metrics, self.name
         self.seconds = seconds = end_s - self.start_s
         with metrics._lock:
@@ -165,16 +174,6 @@ class Timed:
 
 _under_way: dict[Timed, int] = {}
 """What is timed at this moment, in the order of beginnings, and in which thread. Each change is one atomic step."""
-
-
-def _forget_other_threads() -> None:
-    here = get_ident()
-    for one, thread in under_way():
-        if thread != here:
-            del _under_way[one]
-
-
-os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def under_way() -> list[tuple[Timed, int]]:

@@ -110,17 +110,17 @@ def headspace(
             f"headspace: {type(batches).__name__} has no state_dict and load_state_dict, so that it cannot go back to "
             "where it is. Give an iterator, whose batches are then steps of the run: headspace(iter(loader), step)"
         )
-    is_iterated = getattr(batches, "_is_iterated", None)
-    if is_iterated is not None and is_iterated():
-        raise ConfigError(
-            f"headspace: a loop over this {type(batches).__name__} is under way, and measuring would end it. Call this "
-            "before the loop, or give it the loop's own batches: batches = iter(loader), headspace(batches, step), and "
-            "then for batch in batches"
-        )
     return _beside_the_run(batches, _Measuring(step, steps, warmup, keep), restores)
 
 
 def _beside_the_run(loader: Any, measuring: _Measuring, restores: Sequence[Any]) -> Headspace:
+    is_iterated = getattr(loader, "_is_iterated", None)
+    if is_iterated is not None and is_iterated():
+        raise ConfigError(
+            f"headspace: a loop over this {type(loader).__name__} is under way, and measuring would end it. Call this "
+            "before the loop, or give it the loop's own batches: batches = iter(loader), headspace(batches, step), and "
+            "then for batch in batches"
+        )
     with _set_back(restores):
         state = copy.deepcopy(loader.state_dict())
         source: Any = iter(loader)

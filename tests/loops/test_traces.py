@@ -523,7 +523,7 @@ def test_what_is_under_way_at_the_end_is_written_as_not_over(
     assert rank.unfinished == 1
 
 
-def test_work_that_began_before_costs_no_trace_afterwards() -> None:
+def test_work_that_is_over_is_under_way_no_more() -> None:
     metrics = Metrics()
     with metrics.timed("outer_s"):
         assert [one.name for one, _ in under_way() if one.metrics is metrics] == ["outer_s"]
@@ -531,6 +531,27 @@ def test_work_that_began_before_costs_no_trace_afterwards() -> None:
             1 / 0  # noqa: B018
     assert not [one for one, _ in under_way() if one.metrics is metrics]
     assert metrics.snapshot().keys() == {"outer_s", "inner_s"}
+
+
+def test_a_forked_child_forgets_what_other_threads_were_doing() -> None:
+    metrics, begun, done = Metrics(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with metrics.timed("elsewhere_s"):
+            begun.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(60)
+    with metrics.timed("here_s"):
+        child = os.fork()
+        if child == 0:
+            os._exit([one.name for one, _ in under_way() if one.metrics is metrics] != ["here_s"])
+        assert os.waitpid(child, 0)[1] == 0
+        assert len([one for one, _ in under_way() if one.metrics is metrics]) == 2
+    done.set()
+    thread.join()
 
 
 def test_retries_are_counted_in_the_thread_that_meets_them(tmp_path: Path) -> None:
