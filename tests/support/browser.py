@@ -24,9 +24,15 @@ def installed() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+_running: list[Any] = []
+
+
 @contextmanager
 def running() -> Iterator[Any]:
-    """A browser; skips where none is installed."""
+    """A browser, one for all who want it in this process: Playwright starts once. Skips where none is installed."""
+    if _running:
+        yield _running[0]
+        return
     program = installed()
     if program is None:
         pytest.skip("no Chromium here")
@@ -35,9 +41,11 @@ def running() -> Iterator[Any]:
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
         browser = playwright.chromium.launch(executable_path=program, args=options)
+        _running.append(browser)
         try:
             yield browser
         finally:
+            _running.clear()
             browser.close()
 
 
