@@ -67,7 +67,8 @@ def select(
     target = ColumnTarget(urls, name=name, overwrite=overwrite, **place)
     options = ComputeOptions(fields=None if fields is None else tuple(fields), workers=workers)
     compute_column(target, _answering(function), options=options, made_from=identity_of(function), progress=progress)
-    return save(urls, name, where=name, subset=None, exclude=None, overwrite=overwrite, **place)
+    quoted = '"' + name.replace('"', '""') + '"'  # a name may hold dashes
+    return save(urls, name, where=quoted, subset=None, exclude=None, overwrite=overwrite, **place)
 
 
 def _answering(function: Answer) -> Callable[[Mapping[str, object]], bool | None]:

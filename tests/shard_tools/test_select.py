@@ -30,6 +30,8 @@ def numbers(dataset: StreamingDataset) -> list[int]:
 
 
 def test_the_view_keeps_what_the_function_says(url: str) -> None:
+    select(is_third, url, "every-third.1", fields=["json"])
+    assert len(StreamingDataset(url, view="every-third.1")) == 10
     report = select(is_third, url, "third", fields=["json"])
     assert (report.num_kept, report.num_samples) == (10, 30)
     assert numbers(StreamingDataset(url, view="third", fields=["json"])) == list(range(0, 30, 3))
