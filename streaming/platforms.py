@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 import sys
 import tempfile
 from functools import cache
@@ -34,6 +35,18 @@ def boot_id() -> bytes:
             return file.read(36)
     except OSError:
         return b""
+
+
+def how_it_ended(name: str, code: int) -> str:
+    """Say how the process called ``name`` ended, by its exit code; below 0 that is a signal."""
+    if code >= 0:
+        return f"{name} exited with code {code}"
+    try:
+        known = signal.Signals(-code).name
+    except ValueError:
+        known = f"signal {-code}"
+    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
+    return f"{name} was killed by {known}{perhaps}"
 
 
 def has_worker_processes() -> bool:

@@ -96,8 +96,9 @@ def check_page(path: str) -> None:
     with _errors_of(path):
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or "."):
-            pass
+        if _is_replaced(path):
+            with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or "."):
+                pass
 
 
 def write_page(path: str, text: str) -> None:
@@ -106,8 +107,18 @@ def write_page(path: str, text: str) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
+    content = text.encode("utf-8", "backslashreplace")
     with _errors_of(path):
-        Storage().put(os.path.abspath(path), text.encode("utf-8", "backslashreplace"))
+        if _is_replaced(path):
+            Storage().put(os.path.abspath(path), content)
+        else:
+            with open(path, "wb") as file:
+                file.write(content)
+
+
+def _is_replaced(path: str) -> bool:
+    """Tell whether a whole file takes the place of what is there; a device or pipe, such as /dev/stdout, is written."""
+    return not os.path.exists(path) or os.path.isfile(path)
 
 
 @contextlib.contextmanager

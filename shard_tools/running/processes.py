@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
@@ -28,7 +27,7 @@ from shard_tools.running import process_main
 from shard_tools.running.functions import dumps
 from shard_tools.running.parts import Item, Pace, Work
 from streaming.errors import ConfigError, WorkerError
-from streaming.platforms import unnamed_file
+from streaming.platforms import how_it_ended, unnamed_file
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 _MIN_RING_BYTES = 8 << 20
@@ -249,24 +248,13 @@ class ProcessRunner:
         self._deaths[at] += 1
         if self._deaths[at] >= _DEATHS:
             if at < 0:
+                ended = how_it_ended("a worker process", process.popen.returncode)
                 raise WorkerError(
-                    f"worker processes end before their first input: {how_it_ended(process.popen.returncode)}; what "
+                    f"worker processes end before their first input: {ended}; what "
                     "they wrote to standard error says why"
                 )
             self._avoid |= {at}
         self._waiting.extendleft(reversed([*process.tasks.values()]))
-
-
-def how_it_ended(code: int) -> str:
-    """Say how a process ended."""
-    if code >= 0:
-        return f"a worker process exited with code {code}"
-    try:
-        known = signal.Signals(-code).name
-    except ValueError:
-        known = f"signal {-code}"
-    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
-    return f"a worker process was killed by {known}{perhaps}"
 
 
 def _started(body: bytes, ring_bytes: int) -> _Process:

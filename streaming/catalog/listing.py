@@ -78,6 +78,9 @@ class StorageAhead(Storage):
         self._wholes: dict[str, Future[ReadBuffer]] = {}
         self._asked: list[Future[Any]] = []
 
+    def __repr__(self) -> str:
+        return f"StorageAhead({self._storage!r})"
+
     def close(self) -> None:
         """Drop the cache; requests in progress end by themselves. If there are none, no thread is left."""
         self._threads.shutdown(wait=all(asked.done() for asked in self._asked), cancel_futures=True)

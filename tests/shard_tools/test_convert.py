@@ -22,6 +22,7 @@ from forked import Forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_files import change_document
+from stopped import stopping
 from tars import write_tar
 
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
@@ -423,20 +424,10 @@ def test_permutation_is_pinned() -> None:
     assert permutation(0, 1).tolist() == []
 
 
-STOPPER = """
-import os, sys
-import shard_tools.write.writer as writer
+STOPPER = stopping("""
 from shard_tools.convert import ConvertOptions, convert
-stop_at = int(sys.argv[3])
-write = writer.ShardWriter.write
-def counted(self, sample, state=[0]):
-    state[0] += 1
-    if state[0] > stop_at:
-        os.kill(os.getpid(), 9)
-    write(self, sample)
-writer.ShardWriter.write = counted
 convert(sys.argv[1], sys.argv[2], options=ConvertOptions(max_samples=20))
-"""
+""")
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 20, 21, 59, 60, 99])

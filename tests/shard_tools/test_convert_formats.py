@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from conversions import tree
 from forked import Forked
 from servers import MotoServer
+from stopped import stopping
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert, elsewhere
@@ -57,20 +58,10 @@ def test_from_a_store_to_a_store(tmp_path: Path, moto: MotoServer, moto_bucket: 
     assert without_journal(found) == without_journal(tree(tmp_path / "here"))
 
 
-STOPPER = """
-import os, sys
-import shard_tools.write.writer as writer
+STOPPER = stopping("""
 from shard_tools.convert import ConvertOptions, convert
-stop_at = int(sys.argv[3])
-write = writer.ShardWriter.write
-def counted(self, sample, state=[0]):
-    state[0] += 1
-    if state[0] > stop_at:
-        os.kill(os.getpid(), 9)
-    write(self, sample)
-writer.ShardWriter.write = counted
 convert(sys.argv[1], sys.argv[2], options=ConvertOptions(max_samples=3, shuffle_seed=eval(sys.argv[4])))
-"""
+""")
 
 
 @pytest.mark.parametrize("seed", [None, 2])

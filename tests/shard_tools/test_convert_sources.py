@@ -16,6 +16,7 @@ from conversions import contents
 from forked import Forked
 from servers import MiniS3Server, fresh_name
 from source_sets import MAKE, audio, files, picture
+from stopped import stopping
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, ImageOptions, SourceOptions, convert, elsewhere, open_source
@@ -73,20 +74,10 @@ def test_an_executor_and_any_number_of_threads_give_the_same_bytes(
     assert run("verify", tmp_path / "here", "--decode").exit_code == 0
 
 
-STOPPER = """
-import os, sys
-import shard_tools.write.writer as writer
+STOPPER = stopping("""
 from shard_tools.convert import ConvertOptions, convert
-stop_at = int(sys.argv[4])
-write = writer.ShardWriter.write
-def counted(self, sample, state=[0]):
-    state[0] += 1
-    if state[0] > stop_at:
-        os.kill(os.getpid(), 9)
-    write(self, sample)
-writer.ShardWriter.write = counted
-convert(sys.argv[1], sys.argv[2], options=ConvertOptions(kind=sys.argv[3], max_samples=9))
-"""
+convert(sys.argv[1], sys.argv[2], options=ConvertOptions(kind=sys.argv[4], max_samples=9))
+""")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -95,7 +86,7 @@ def test_killed_and_gone_on_with(sources: dict[str, Path], name: str, tmp_path: 
     options = ConvertOptions(kind=kind_of(name), max_samples=9)
     convert(source, str(tmp_path / "calm"), options=options)
     for stop_at in (3, 21, 14):  # of those that are left each time
-        arguments = (source, str(out), kind_of(name), str(stop_at))
+        arguments = (source, str(out), str(stop_at), kind_of(name))
         assert forked.start(STOPPER, *arguments, output=tmp_path / "said").wait() == -signal.SIGKILL
     assert convert(source, str(out), options=options).num_resumed_samples == 9
     assert contents(out) == contents(tmp_path / "calm")

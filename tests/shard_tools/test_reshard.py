@@ -19,6 +19,7 @@ from data_sets import make_sample, mesh_of
 from fault_proxy import Fault, FaultProxy
 from forked import Forked, killed_until_it_is_done
 from servers import MiniS3Server, fresh_name
+from stopped import stopping
 
 import shard_tools.sets.rewrite.shard_source as shard_source
 from shard_tools import ShardWriter
@@ -359,20 +360,10 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ stop and go on
 
-STOPPER = """
-import os, sys
-import shard_tools.write.writer as writer
+STOPPER = stopping("""
 from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
-stop_at = int(sys.argv[3])
-write = writer.ShardWriter.write
-def counted(self, sample, state=[0]):
-    state[0] += 1
-    if state[0] > stop_at:
-        os.kill(os.getpid(), 9)
-    write(self, sample)
-writer.ShardWriter.write = counted
 reshard(sys.argv[1], sys.argv[2], options=ReshardOptions(max_samples=20, shuffle_seed=3, where="tokens < 25"))
-"""
+""")
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 21, 45, 79])

@@ -570,3 +570,47 @@ def test_the_command_prints_one_line_serves_and_ends_with_0(data: Path, tmp_path
         assert (program.returncode, rest, told) == (0, "", "")
         assert list(home.iterdir()) == []
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
+
+
+def test_a_report_stays_until_the_new_one_is_whole(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("the one before")
+    for wrong in (("--state", tmp_path / "no.json"), ("--where", "nothing = 1"), ("--tokenizer", tmp_path / "no")):
+        assert run(data, "--html", target, *wrong).exit_code != 0
+        assert target.read_text() == "the one before"
+    assert run(data, "--html", tmp_path / "nowhere/report.html").exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    assert run(data, "--html", pipe).exit_code == 0
+    assert "<main" in reader.communicate()[0].decode()
+    assert pipe.is_fifo(), "a pipe is written to, not replaced"
+
+
+def test_the_file_has_the_pages_that_there_is_something_for(data: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    record = {"url": f"{data}/000.tar", "key": "000001", "stage": "decode", "reason": "torn"}
+    bad.write_text(json.dumps(record) + "\n")
+    assert run(data, "--html", tmp_path / "a.html").exit_code == 0
+    assert run(data, "--html", tmp_path / "b.html", "--bad", bad).exit_code == 0
+    titles = [re.findall(r"<h1>([^<]*)", (tmp_path / name).read_text()) for name in ("a.html", "b.html")]
+    assert not any("Bad" in title or "single set" in title for title in titles[0]), titles[0]
+    assert any("ad sample" in title for title in titles[1]), titles[1]
+
+
+def test_texts_keep_their_lines(tmp_path: Path) -> None:
+    text = "one\n\ttwo <b>\r\nthree\x1b[31m"
+    with ShardWriter(f"{tmp_path}/d/{{:03d}}.tar") as writer:
+        writer.write({"__key__": "a", "txt": text, "blob": bytes(range(64))})
+    with Shown((f"{tmp_path}/d",)) as shown:
+        for page in (shown.get("/").text, shown.get("/sample", number=0).text):
+            assert "one\n\ttwo &lt;b&gt;\nthree\\x1b[31m" in page
+        assert re.search(r"0000  00 01 .*\n0010  10 11 ", shown.get("/sample", number=0).text)
+
+
+def test_a_state_is_looked_at_before_anything_is_served(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"epoch": 0}')
+    for state in (tmp_path / "nothing.json", tmp_path / "state.json"):
+        done = run(data, "--state", state, "--port", "0", "--no-browser")
+        assert (done.exit_code in {1, 2}, done.stdout) == (True, "")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data_sets import mesh_of
 from shown import Shown
@@ -331,3 +333,45 @@ def test_a_changed_run_is_told_in_words(sets: Path) -> None:
         assert found["ledger"][1]["row"] == row
         assert found["ledger"][1]["words"][0] == "shares of rows: code 90.0%, web 10.0%"
         assert "the saved state" in shown.get("/mixture").text
+
+
+def test_a_sample_table_of_another_shard_names_no_sample(tmp_path: Path) -> None:
+    """Keys of a set that was converted anew, or of which a file was mixed up, would be wrong ones."""
+    for name, first in (("one", 0), ("other", 1000)):
+        with ShardWriter(f"{tmp_path}/{name}/{{:03d}}.tar", max_samples=10) as writer:
+            for number in range(40):
+                writer.write({"__key__": f"{first + number:06d}", "txt": f"{first + number}"})
+    stale = "_shardstream/samples/002.tar.parquet"
+    shutil.copy(tmp_path / "other" / stale, tmp_path / "one" / stale)
+    with Shown((f"{tmp_path}/one",)) as shown:
+        refused = shown.get("/step", global_batch_size=40, format="json")
+        assert refused.status == 422
+        assert "002.tar: its sample table does not match the shard" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["samples", "packs"])
+def test_padding_is_told_as_ranks_get_it(kind: str, tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/d/{{:03d}}.tar", columns={"tokens": lambda one: one["n"]}) as writer:
+        for number in range(10):
+            tokens = np.arange(20, dtype=np.uint16)
+            writer.write({"__key__": f"{number:06d}", "tok": tokens.tobytes(), "n": 20})
+    options: dict[str, Any] = {"packed": {"length": 40, "dtype": "uint16"}} if kind == "packs" else {}
+    with Shown((f"{tmp_path}/d",), options) as shown:
+        for step in range(2):
+            for rank in range(3):
+                dataset: Any = StreamingDataset(f"{tmp_path}/d/", decode=None)
+                if kind == "packs":
+                    dataset = Packed(dataset, 40, dtype="uint16")
+                size = 4 if kind == "packs" else 7
+                with DataLoader(
+                    dataset, global_batch_size=size, last_batch="pad", device_mesh=mesh_of(3, rank)
+                ) as loader:
+                    valid = [batch["__valid__"].tolist() for batch in loader]
+                if step >= len(valid):
+                    continue
+                asked = {"global_batch_size": size, "world": 3, "rank": rank, "step": step, "last_batch": "pad"}
+                found = shown.json("/step", **asked)
+                assert len(found["rows"]) == sum(valid[step])
+                assert found.get("padding", 0) == len(valid[step]) - sum(valid[step])
+                html = shown.get("/step", **asked).text
+                assert ("of padding behind them" in html) == (not all(valid[step]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -47,7 +48,7 @@ class KeyedFile:
 _K = TypeVar("_K", bound=KeyedFile)
 
 
-class ClassFolders:
+class ClassFolders(ABC):
     """Files of one medium under folders or prefixes, sorted by name; a medium is a sub-class.
 
     The first folder of a path is the class. Classes are numbered (field ``cls``) by :func:`numbered_classes`: as in the
@@ -111,13 +112,13 @@ class ClassFolders:
         self._files = keyed(files, key_field, lambda _: ())
         self._field = field_of(self._files, self.kind, self.own_field)
 
+    @abstractmethod
     def look(self, data: bytes) -> tuple[dict[str, object], str]:
         """Return what a file tells of itself by its header, and a remark or ``""``.
 
         Raises:
             Exception: It is damaged, or of a kind that is not read here; of any library.
         """
-        raise NotImplementedError
 
     @property
     def num_records(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, Se
 from streaming.engine.workers.in_progress import BatchWork, SharedProgress
 from streaming.engine.workers.main import HELLO, SETUP
 from streaming.monitor import Monitor
+from streaming.platforms import how_it_ended
 
 
 @dataclass(slots=True, eq=False)
@@ -229,12 +229,4 @@ def _how_it_ended(pid: int | None, status: int | None) -> str:
     name = "a worker that was starting" if pid is None else f"worker process {pid}"
     if status is None:
         return f"{name} ended together with the process it was forked from"
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"{name} exited with code {code}"
-    try:
-        known = signal.Signals(-code).name
-    except ValueError:
-        known = f"signal {-code}"
-    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
-    return f"{name} was killed by {known}{perhaps}"
+    return how_it_ended(name, os.waitstatus_to_exitcode(status))

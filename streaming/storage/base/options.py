@@ -128,6 +128,7 @@ class StorageOptions:
 
 _BOOLEANS = {"anon", "requester_pays", "path_style", "hedge", "read_only"}
 _TIMES = tuple(item.name for item in fields(RetryPolicy))
+_DEFAULTS = StorageOptions()
 _NAMES = tuple(item.name for item in fields(StorageOptions) if item.name != "retry")
 
 
@@ -158,13 +159,7 @@ def _checked(name: str, value: object) -> object:
     """Return ``value`` if its type fits; never shown, since it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
     if value is None and name != "hedge":
-        return (
-            None
-            if name not in {"anon", "requester_pays", "fsspec", "read_only"}
-            else expected()
-            if expected is bool
-            else {}
-        )
+        return getattr(_DEFAULTS, name)
     if not isinstance(value, expected):
         raise ConfigError(f"storage option {name}: expected {expected.__name__}, got {type(value).__name__}")
     return value
