@@ -16,7 +16,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.sets.copy import copy
 from streaming import StreamingDataset
-from streaming.errors import ConfigError, NotFoundError, ReadOnlyError
+from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, UnfinishedError
 from streaming.storage import Storage
 
 WRITING = {
@@ -169,6 +169,7 @@ def test_several_sources_and_patterns(places: dict[str, Path], monkeypatch: pyte
     assert run("copy", *sources, places["source"] / "copied").exit_code == 0
     assert sorted(one["__key__"] for one in StreamingDataset(f"{places['source']}/copied/")) == sorted(keys)
     monkeypatch.chdir(places["source"])
+    write_set(places["source"] / ".old", (2,), first=200)  # hidden, as in listings of folders
     for pattern, count in (("s*/*.tar", 7), ("**/00*.tar", 27), ("more/part-*/000*.tar", 2), ("set/*1.tar", 3)):
         assert len(StreamingDataset(pattern)) == count
     for pattern, error, message in (
@@ -184,3 +185,15 @@ def test_a_file_whose_name_has_a_star(tmp_path: Path) -> None:
     (tmp_path / "000000.tar").rename(tmp_path / "a*.tar")
     (tmp_path / "ab.tar").write_bytes(b"")
     assert len(StreamingDataset(f"{tmp_path}/a*.tar")) == 3
+
+
+def test_a_pattern_over_a_set_that_is_not_whole(tmp_path: Path) -> None:
+    writer = ShardWriter(f"{tmp_path}/set/{{:06d}}.tar", max_samples=2)
+    for number in range(5):
+        writer.write({"__key__": f"{number}", "txt": "x"})
+    with pytest.raises(UnfinishedError):
+        StreamingDataset(f"{tmp_path}/set/*.tar")
+    with pytest.raises(UnfinishedError):
+        StreamingDataset(f"{tmp_path}/*/*.tar")
+    writer.close()
+    assert len(StreamingDataset(f"{tmp_path}/*/*.tar")) == 5
