@@ -119,14 +119,14 @@ def _files(folder: str, *, dry_run: bool) -> Iterator[LeftOver]:
     """Yield the temporary files, and remove those that nobody has locked."""
     for path in files_left(folder):
         try:
-            facts = os.stat(path)
+            facts = os.lstat(path)
         except FileNotFoundError:
             continue
-        removed = not dry_run and remove_left(path)
-        kept = "" if removed or dry_run else "a running command writes it, or one of another machine or user"
+        is_left = remove_left(path, only_look=dry_run)
+        kept = "" if is_left else "a running command writes it, or one of another machine or user"
         yield LeftOver(
             url=path, kind="file", num_bytes=facts.st_size, age_s=max(0.0, time.time() - facts.st_mtime),
-            removed=removed, why_kept=kept,
+            removed=is_left and not dry_run, why_kept=kept,
         )  # fmt: skip
 
 
@@ -140,6 +140,7 @@ def _uploads(url: str, options: dict[str, Any], older_than_s: float, *, dry_run:
     logging.getLogger("botocore").setLevel(logging.WARNING)  # below it, requests are logged with their credentials
     client, errors = _client(options)
     bucket, _, prefix = url.partition("://")[2].partition("/")
+    prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""  # below `train`, and not below `train-v2`
     now = datetime.now(UTC)
     try:
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)

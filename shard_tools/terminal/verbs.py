@@ -31,11 +31,11 @@ class ToolGroup(click.Group):
         try:
             return super().invoke(ctx)
         except ShardstreamError as error:
-            if ctx.meta.get(_DEBUG):
-                raise
-            if isinstance(error, ReadOnlyError):
+            if isinstance(error, ReadOnlyError) and is_on("dry_run"):
                 _tell_dry_run(ctx, error)
                 return None
+            if ctx.meta.get(_DEBUG):
+                raise
             render.show_error(error)
             _tell_program(ctx, error, str(error))
             is_blind = ctx.invoked_subcommand in _JUDGES and isinstance(error, (StorageError, IndexMissingError))

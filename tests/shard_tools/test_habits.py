@@ -57,6 +57,7 @@ def test_a_dry_run_writes_nothing_and_tells_what_it_would(verb: str, places: dic
     dry = run(*command, "--dry-run")
     assert (dry.exit_code, dry.stderr) == (0, "")
     assert dry.stdout.endswith("Dry run: nothing was written.\n")
+    assert run(*command, "--dry-run", "--debug").stdout == dry.stdout
     told = json.loads(run(*command, "--dry-run", "--json").stdout)
     assert told["dry_run"]
     assert told["first"]["action"] in {"write", "delete"}
@@ -98,6 +99,12 @@ def test_a_read_only_store_refuses(tmp_path: Path) -> None:
         with pytest.raises(ReadOnlyError, match="read-only"):
             write(str(tmp_path / "a"))
     assert bytes(storage.read(str(tmp_path / "a"))) == b"x"
+
+
+def test_a_read_only_store_is_no_dry_run(places: dict[str, Path]) -> None:
+    refused = run("reshard", f"{places['set']}/", places["target"], "--storage-option", "read_only=true")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "this store is read-only" in refused.stderr
 
 
 @pytest.mark.parametrize("verb", ["verify", "diff"])

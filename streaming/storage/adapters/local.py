@@ -292,8 +292,8 @@ def files_left(folder: str) -> Iterator[str]:
         yield from (os.path.join(directory, name) for name in sorted(names) if name.startswith(_TEMPORARY))
 
 
-def remove_left(path: str) -> bool:
-    """Remove a temporary file that no writer has locked; tell whether it is gone."""
+def remove_left(path: str, *, only_look: bool = False) -> bool:
+    """Remove a temporary file that no writer has locked; tell whether it is gone, or with ``only_look`` would be."""
     try:
         # For writing, which locks of network file systems need. Without O_NOFOLLOW, a link could name any file.
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -304,7 +304,7 @@ def remove_left(path: str) -> bool:
     try:
         if not _lock(descriptor):
             return False
-        if _is_at(descriptor, path):
+        if not only_look and _is_at(descriptor, path):
             os.unlink(path)
     except OSError:
         return False
