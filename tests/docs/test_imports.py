@@ -29,6 +29,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "TableDataset",
         "TorchIterable",
     ),
+    "streaming.metrics": ("prometheus", "opentelemetry", "flat", "headspace", "serve"),
     "shard_tools": ("ShardWriter",),
 }
 COMING: dict[str, tuple[str, ...]] = {}
