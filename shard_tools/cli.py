@@ -19,6 +19,7 @@ from shard_tools.column_verbs import column_group, show_added, view_group
 from shard_tools.columns.lift import lift_all
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.diff_verb import diff_command
+from shard_tools.export_verb import export_command
 from shard_tools.options import (
     COUNT,
     KEEP_ORDER,
@@ -67,6 +68,7 @@ _RESHARD_OPTIONS += ("allow_unfinished",)
         "view": view_group,
         "plan": plan_command,
         "diff": diff_command,
+        "export": export_command,
         "bench": bench_command,
         "stats": stats_command,
         "show": show_command,

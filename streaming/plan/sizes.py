@@ -104,11 +104,12 @@ class Steps:
 
     def at(self, row: int) -> int:
         """Return the number that holds at a row."""
-        return value_at(self.steps, row)
+        steps = self.steps
+        return steps[0][1] if len(steps) == 1 else value_at(steps, row)  # asked once for each batch
 
     def next_change(self, row: int) -> int | None:
         """Return the next row at which the number changes."""
-        return next((start for start, _ in self.steps if start > row), None)
+        return None if len(self.steps) == 1 else next((start for start, _ in self.steps if start > row), None)
 
 
 def steps_of(name: str, given: Any, example: str) -> list[tuple[int, Any]]:

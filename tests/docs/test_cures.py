@@ -68,6 +68,8 @@ FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA"}
 NOT_RUN = {
     ("cat", ""): "test_cli.py::test_cat_verb",
     ("convert", ""): "test_cli.py::test_convert_reports",
+    ("copy", ""): "test_copy.py::test_as_a_command",
+    ("export", ""): "test_export.py::test_in_a_bucket_by_the_command",
     ("info", ""): "test_cli.py::test_info_verb",
     ("reshard", "--max-bytes"): "test_reshard.py::test_as_a_command",
     ("reshard", "--sort"): "test_curriculum.py::test_what_it_reads_is_said_and_sorted_shards_cure_it",
