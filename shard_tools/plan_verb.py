@@ -267,6 +267,6 @@ def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
     packs |= packed or {}
     if isinstance(packs.get("length"), Schedule):  # as a file of a mixture has it
         packs["length"] = packs["length"].to_dict()
-    if packs and "length" not in packs:
+    if (packs or packed is not None) and "length" not in packs:
         raise click.UsageError("Packs need --length, their tokens; with --padded, the budget of a batch.")
     return {**described, "packed": packs or None}

@@ -85,7 +85,9 @@ class FieldShown:
     @property
     def is_short(self) -> bool:
         """Whether it is a word or a number, which needs no lines of its own."""
-        return self.form == "text" and not self.is_cut and len(self.text) <= _SHORT and "\n" not in self.text
+        if self.kind == "text" or self.form != "text":
+            return False
+        return not self.is_cut and len(self.text) <= _SHORT and "\n" not in self.text
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""

@@ -1,0 +1,443 @@
+"""``show`` over hostile data and before hostile askers: nothing runs, nothing leaks, nothing is written, it goes on."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import os
+import re
+import signal
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import OUTLINES, PICTURES, Pictures, Tab
+from click.testing import CliRunner
+from PIL import Image
+from pretty_set import write_pretty
+from shown import Shown
+from tars import write_tar
+
+from shard_tools.cli import cli
+from shard_tools.show.data.workers import Workers
+from streaming.errors import DecodeError
+
+MARKUP = '<script>window.ran = 1; alert(1)</script><img src=x onerror="window.ran = 1; alert(2)">"\'&{{ 7*7 }}'
+KEY = "<img src=x onerror=alert(2)><script>alert(3)<b>\"'&{{ 7*7 }}"
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" onload="window.ran = 1"><script>window.ran = 1</script></svg>'
+
+
+def png(width: int, height: int, *, pixels: bytes | None = None) -> bytes:
+    """A PNG that says that it is so large, with these bytes of pixels, or with none."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    body = zlib.compress(pixels if pixels is not None else b"")
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def npz_bomb() -> bytes:
+    out = io.BytesIO()
+    with (
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("a.npy", "w", force_zip64=True) as file,
+    ):
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": (1 << 30,)})
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    return out.getvalue()
+
+
+def jpeg() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (64, 48), (200, 80, 20)).save(out, "JPEG")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples whose keys, texts, JSON and columns are markup, whose images are bombs, and whose fields are pages."""
+    folder = tmp_path_factory.mktemp("hostile") / "d"
+    pickle = b"cos\nsystem\n(S'touch /tmp/ran'\ntR."
+    files: list[tuple[str, bytes]] = []
+    bad = (
+        png(100_000, 100_000),
+        png(100_000, 100_000),
+        png(11_000, 11_000),
+        b"no image",
+        b"\xff\xd8\xff" + bytes(64),
+        jpeg(),
+    )
+    for number in range(12):
+        key = f"{number:02d}{KEY}"
+        deep = b"[" * 100_000 if number == 0 else json.dumps({MARKUP: [MARKUP, {"bbox": [0, 0, 1e308, -1]}]}).encode()
+        fields = {
+            "jpg": bad[number % len(bad)], "txt": MARKUP.encode() * 3, "json": deep, "svg": SVG,
+            "html": MARKUP.encode(),
+            "cls": MARKUP.encode(), "npz": npz_bomb() if number == 0 else b"PK\x03\x04", "pkl": pickle,
+            "npy": np.lib.format.magic(1, 0) + b"\x10\0", "wav": MARKUP.encode(), "note": b"javascript:alert(1)",
+        }  # fmt: skip
+        files += [(f"{key}.{name}", data) for name, data in fields.items()]
+    write_tar(folder / "0.tar", files)
+    assert CliRunner().invoke(cli, ["index", str(folder)]).exit_code == 0
+    for column, field in (("text", "txt"), ("json.width", "txt")):
+        done = CliRunner().invoke(cli, ["column", "add", str(folder), column, "--lift", field])
+        assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shown(hostile: Path) -> Iterator[Shown]:
+    with Shown((str(hostile),)) as found:
+        yield found
+
+
+PATHS = ("/", "/columns", "/columns?name=text&against=json.width", "/sample?number=0", "/sample?number=3", "/bad")
+
+
+def test_nothing_of_the_data_is_markup(shown: Shown) -> None:
+    for path in PATHS:
+        found = shown.get(path)
+        assert found.status == 200, found.text
+        assert "<script>window" not in found.text
+        assert not re.search(r"<img src=x|<svg [^>]*onload|javascript:[^<]*\"|style=\"", found.text), path
+        assert re.findall(r"<script[^>]*>", found.text) == ['<script src="/show.js" defer>']
+        assert " on" not in " ".join(re.findall(r"<[a-z][^<>]*?(?= on\w+=)", re.sub(r"\"[^\"]*\"", '""', found.text)))
+        assert "{{ 7*7 }}" in found.text or path == "/bad"
+
+
+def test_no_value_is_sent_as_what_a_browser_runs(shown: Shown) -> None:
+    fields = shown.json("/sample", number=3)["fields"]
+    assert len(fields) == 11
+    for name in fields:
+        found = shown.get("/value", number=3, field=name)
+        media = found.headers["content-type"]
+        assert media in {"text/plain; charset=utf-8", "application/octet-stream", "audio/wav"}, name
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert (media == "application/octet-stream") == found.headers.get("content-disposition", "").startswith(
+            "attachment"
+        )
+        assert '"' not in found.headers.get("content-disposition", "")[22:-1]
+
+
+def test_bombs_make_a_broken_tile_and_the_server_goes_on(shown: Shown) -> None:
+    """Twice in a row, and side by side."""
+    for number in (0, 1, 6, 7, 2, 3, 4):
+        found = shown.get("/value", number=number, field="jpg", view="small", format="json")
+        assert found.status == 422
+        assert "not decoded" in found.json["error"]["message"]
+    assert "100,000 x 100,000 pixels" in shown.get("/value", number=0, field="jpg", view="large").text
+    assert shown.get("/value", number=0, field="npz", view="small").status in {404, 422}
+    assert shown.get("/value", number=5, field="jpg", view="small").status == 200
+
+
+def test_a_worker_that_hangs_or_dies_is_replaced() -> None:
+    workers = Workers(seconds=60)
+    try:
+        assert workers.decode("image", 384, jpeg()).facts["width"] == 64
+        for _ in range(2):
+            for one in workers._started:
+                if one.runs:
+                    os.kill(one._process.pid, signal.SIGSTOP)
+            workers._seconds = 0.2
+            with pytest.raises(DecodeError, match="it took too long"):
+                workers.decode("image", 384, jpeg())
+            workers._seconds = 60
+            assert workers.decode("image", 384, jpeg()).picture[:3] == b"\xff\xd8\xff"
+        for one in workers._started:
+            if one.runs:
+                os.kill(one._process.pid, signal.SIGKILL)
+                one._process.wait()
+        with pytest.raises(DecodeError, match="its process ended"):
+            workers.decode("image", 384, jpeg())
+        assert workers.decode("image", 384, jpeg()).facts["width"] == 64
+    finally:
+        workers.close()
+    assert not any(one.runs for one in workers._started)
+
+
+def test_a_value_that_takes_too_much_memory_costs_its_worker_at_most() -> None:
+    out = io.BytesIO()
+    np.save(out, np.zeros((1, 1)))
+    header = out.getvalue()[:128].replace(b"(1, 1)", b"(8192, 2048)"[:6])
+    workers = Workers()
+    try:
+        with pytest.raises(DecodeError):
+            workers.decode("tensor", 384, header + b"x")
+        found = workers.decode("tensor", 384, npz_bomb())
+        assert found.picture == b""
+        assert found.facts["arrays"] == [{"name": "a", "dtype": "float64", "shape": [1 << 30]}]  # and not its values
+        with pytest.raises(DecodeError, match="more than"):
+            workers.known(("a",), "image", 384, 1 << 40, lambda: b"")
+    finally:
+        workers.close()
+
+
+def test_who_has_no_token_learns_nothing(shown: Shown, hostile: Path) -> None:
+    token = shown.access.token
+    for path in (*PATHS, "/value?number=5&field=jpg", "/nothing", "/?format=json", f"/?token={token[:-1]}", "/?token="):
+        found = shown.ask(path)
+        assert found.status == 401, path
+        assert str(hostile) not in found.text
+        assert "set-cookie" not in found.headers
+    for headers in (
+        {"Authorization": f"Bearer {token}x"},
+        {"Authorization": token},
+        {"Cookie": f"shardstream_show_1={token}"},
+    ):
+        assert shown.ask("/", headers).status == 401
+    assert shown.ask(f"/?token={token}").status == 200
+    cookie = shown.ask(f"/?token={token}").headers["set-cookie"]
+    assert re.fullmatch(rf"{shown.access.cookie}={token}; HttpOnly; Path=/; SameSite=strict", cookie)
+    assert shown.ask("/", {"Cookie": cookie.partition(";")[0]}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "evil.example:{port}",
+        "127.0.0.1.evil.example:{port}",
+        "",
+        "[::1]:{port}",
+    ],
+)
+def test_a_wrong_host_is_refused_even_with_the_token(shown: Shown, host: str) -> None:
+    """A name of another site may lead to this machine."""
+    headers = {"Host": host.format(port=shown.access.port)}
+    found = shown.get("/", headers)
+    assert found.status in {400, 421}
+    assert "hostile" not in found.text
+    assert shown.ask("/show.css", headers).status in {400, 421}
+    assert shown.get("/", {"Host": f"localhost:{shown.access.port}"}).status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_served(shown: Shown, method: str) -> None:
+    found = shown.ask(f"/?token={shown.access.token}", method=method)
+    assert found.status == 405
+    assert shown.ask(f"/?token={shown.access.token}", method="HEAD").body == b""
+
+
+def test_pages_of_other_sites_are_refused(shown: Shown) -> None:
+    """Also those at another port of this machine, whose requests bring the cookie along."""
+    for site in ("cross-site", "same-site"):
+        for path in ("/", "/value?number=5&field=jpg", "/show.js", "/show.css"):
+            found = shown.get(path, {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"})
+            assert found.status == 403
+        framed = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+        assert shown.get("/", framed).status == 403
+    headers = shown.get("/").headers
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "private, no-store"
+    assert "access-control-allow-origin" not in headers
+
+
+# ------------------------------------------------------------------------------------------------------- in a browser
+
+
+def test_hostile_data_in_a_browser(shown: Shown, tab: Callable[..., Tab]) -> None:
+    seen = tab()
+    seen.open(shown.address)
+    for path in PATHS:
+        page = seen.open(shown.root + path)
+        assert page.evaluate("window.ran") is None
+        assert page.evaluate("[...document.images].every((one) => one.src.startsWith(location.origin))")
+    assert seen.dialogs == []
+    ours = [error for error in seen.errors if "422" not in error and "404" not in error and "416" not in error]
+    assert ours == []  # neither our pages nor the data's break the policy
+    assert {url.split("/")[2] for url in seen.asked} == {f"127.0.0.1:{shown.access.port}"}
+    page.evaluate("""() => {
+        for (const [name, text] of [["script", "window.ran = 1"], ["style", "body { display: none }"]]) {
+            const made = document.createElement(name); made.textContent = text; document.body.append(made);
+        }
+        const image = document.createElement("img"); image.src = "http://127.0.0.1:9/leak"; document.body.append(image);
+        document.body.insertAdjacentHTML("beforeend", "<b onclick='window.ran = 1' id=b>b</b>");
+        document.getElementById("b").click();
+    }""")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.ran") is None
+    assert page.evaluate("getComputedStyle(document.body).display") != "none"
+    assert sum("Content Security Policy" in error for error in seen.errors) >= 4
+    page = seen.open(f"{shown.root}/value?number=3&field=txt")
+    assert page.evaluate("document.querySelectorAll('script, img').length") == 0
+    assert page.evaluate("window.ran") is None
+    assert seen.dialogs == []
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder that another site serves, at another port of this machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield tmp_path, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_page_of_a_second_site_gets_nothing(
+    shown: Shown, tab: Callable[..., Tab], elsewhere: tuple[Path, str]
+) -> None:
+    """It embeds, frames and fetches, in a browser that has the cookie."""
+    folder, site = elsewhere
+    target = f"{shown.root}/value?number=5&field=jpg&view=small"
+    (folder / "index.html").write_text(f"""<img src="{target}" id=i onload="document.title='loaded'">
+        <iframe src="{shown.root}/" id=f></iframe><script src="{shown.root}/show.js" id=s></script>""")
+    seen = tab()
+    seen.open(shown.address)
+    assert seen.open(target).evaluate("document.images[0].naturalWidth") == 64
+    page = seen.open(site)
+    assert page.title() != "loaded"
+    assert page.evaluate("document.getElementById('i').naturalWidth") == 0
+    framed = page.frames[1]
+    assert "samples" not in framed.evaluate("document.body ? document.body.textContent : ''")
+    fetch = """async (url) => {
+        try { return await (await fetch(url, {credentials: "include"})).text() } catch (e) { return "refused" }
+    }"""
+    assert page.evaluate(fetch, f"{shown.root}/?format=json") == "refused"
+    assert seen.open(f"{shown.root}/").title().startswith("Samples")  # the server lives, and the cookie holds
+
+
+# ------------------------------------------------------------------------------------------------------------- looks
+
+
+@pytest.fixture(scope="module")
+def pretty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    """A small set to look at, the same on every machine."""
+    folder = tmp_path_factory.mktemp("pretty")
+    write_pretty(folder / "shapes")
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        with Shown(("shapes/",)) as found:
+            yield found
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.timeout(240)
+def test_pages_fit_every_screen_and_are_lit_as_asked(pretty: Shown, tab: Callable[..., Tab]) -> None:
+    brightness = {}
+    for scheme in ("light", "dark"):
+        seen = tab(color_scheme=scheme)
+        seen.open(pretty.address)
+        for path in (
+            "/",
+            "/columns",
+            "/columns?name=tokens&against=lang",
+            "/sample?number=1",
+            "/bad",
+            "/sample?number=x",
+        ):
+            seen.open(pretty.root + path)
+            for width in (360, 768, 1920, 3840):
+                seen.width(width)
+                assert seen.value("document.documentElement.scrollWidth") <= width, (path, width)
+        color = seen.value("getComputedStyle(document.body).backgroundColor")
+        brightness[scheme] = sum(map(int, re.findall(r"\d+", color)[:3]))
+        assert [error for error in seen.errors if "400" not in error] == []
+        named = "one.alt !== undefined || one.labels?.length || one.ariaLabel || one.type === 'hidden'"
+        asked = "[...document.querySelectorAll('img, input, select, svg[role=img], video, audio, nav')]"
+        assert seen.value(f"{asked}.every((one) => {named})")
+    assert brightness["light"] > 700
+    assert brightness["dark"] < 100
+
+
+def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) -> None:
+    seen = tab(viewport={"width": 1280, "height": 800})
+    page = seen.open(pretty.address)
+    assert "token" not in page.url  # it is in the cookie
+    keys, focused = page.keyboard, "document.activeElement.textContent"
+    keys.press("j")
+    keys.press("j")
+    assert page.evaluate(focused) == "shapes/0001"
+    keys.press("k")
+    assert page.evaluate(focused) == "shapes/0000"
+    keys.press("ArrowDown")
+    below = page.evaluate(focused)
+    assert below not in {"shapes/0000", "shapes/0001"}
+    keys.press("Enter")
+    page.wait_for_url("**/sample?number=*")
+    assert page.locator("h1").text_content() == below
+    number = int(page.url.rpartition("=")[2])
+    keys.press("n")
+    page.wait_for_url(f"**/sample?number={number + 1}")
+    assert page.locator("h1").text_content() == f"shapes/{number + 1:04d}"
+    keys.press("1")
+    page.wait_for_url(f"{pretty.root}/")
+    keys.press("/")
+    keys.type("tokens > 100")
+    keys.press("Enter")
+    page.wait_for_url("**/?where=*")
+    assert page.locator("h1").text_content().startswith(f"{pretty.json('/', where='tokens > 100')['total']} sample")
+    keys.press("?")
+    assert page.locator("dialog").is_visible()
+    keys.press("Escape")
+    assert not page.locator("dialog").is_visible()
+    assert seen.errors == []
+
+
+def test_pages_can_be_read_without_scripts(pretty: Shown, tab: Callable[..., Tab]) -> None:
+    seen = tab(java_script_enabled=False)
+    page = seen.open(pretty.address)
+    assert page.locator("article").count() == gallery_rows(pretty)
+    page.get_by_role("link", name="shapes/0003", exact=True).click()
+    assert page.locator("h1").text_content() == "shapes/0003"
+    page.get_by_role("button", name="Check its bytes now").click()
+    assert "they are what the index promises" in page.content()
+    assert page.get_by_role("button", name="Copy").count() == 0
+
+
+def gallery_rows(shown: Shown) -> int:
+    return len(shown.json("/")["rows"])
+
+
+def test_a_video_is_played_by_ranges(pretty: Shown, tab: Callable[..., Tab]) -> None:
+    seen = tab()
+    seen.open(pretty.address)
+    page = seen.open(f"{pretty.root}/sample?key=shapes/0002")
+    page.wait_for_function("document.querySelector('audio').readyState >= 1")
+    assert page.evaluate("document.querySelector('audio').duration") == pytest.approx(0.5, abs=0.05)
+    assert page.evaluate("document.querySelector('.boxes rect').getBoundingClientRect().width") > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "scheme"),
+    [("samples", "/", "light"), ("sample", "/sample?number=1", "dark"), ("columns", "/columns", "light")],
+)
+def test_the_pictures_of_the_docs(
+    pretty: Shown, tab: Callable[..., Tab], pictures: Pictures, name: str, path: str, scheme: str
+) -> None:
+    """They show the pages as they are; ``pytest --pictures`` takes them anew."""
+    seen = tab(color_scheme=scheme, viewport={"width": 1200, "height": 720})
+    seen.open(pretty.address)
+    pictures.take(seen.open(pretty.root + path), name)
+
+
+def test_no_picture_is_left_over_or_large() -> None:
+    taken = {path.stem for path in PICTURES.glob("*.png")}
+    assert taken == {path.stem for path in OUTLINES.glob("*.yaml")}
+    assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 600_000
