@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from shard_tools import render
 from shard_tools.bench_verb import bench_command
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
@@ -50,7 +49,23 @@ from shard_tools.sets.reshard import ReshardOptions, reshard
 from shard_tools.show_verb import show_command
 from shard_tools.stats_verb import stats_command
 from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
-from shard_tools.verbs import ToolGroup, emit, finish
+from shard_tools.verbs import (
+    ToolGroup,
+    emit,
+    finish,
+    is_binary,
+    json_text,
+    show_convert,
+    show_copy,
+    show_index,
+    show_info,
+    show_recheck,
+    show_repair,
+    show_reshard,
+    show_sample,
+    show_sample_line,
+    show_verify,
+)
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -165,7 +180,7 @@ def convert_command(
         report = convert(
             source, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_convert)
+    emit(report, as_json=as_json, for_people=show_convert)
 
 
 @cli.command("index")
@@ -202,7 +217,7 @@ def index_command(
             urls, storage=storage, index_url=index_url, workers=workers, executor=executor, progress=progress,
             allow_unfinished=allow_unfinished, **arguments,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_index)
+    emit(report, as_json=as_json, for_people=show_index)
     threads = workers if engine == "local" else DEFAULT_WORKERS["local"]
     with progress_bar("columns", "shards") as progress:
         added = lift_all(
@@ -263,7 +278,7 @@ def verify_command(
             )
     if write_bad is not None:
         storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
-    show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
+    show = show_verify if isinstance(report, VerifyReport) else show_recheck
     emit(report, as_json=as_json, for_people=show)
     finish(failed=bool(report.findings))
 
@@ -344,7 +359,7 @@ def reshard_command(
         report = reshard(
             source, target, options=options, storage_options=as_storage_options(arguments), progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_reshard)
+    emit(report, as_json=as_json, for_people=show_reshard)
 
 
 @cli.command("repair")
@@ -365,7 +380,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
     """
     with progress_bar("repair", "shards") as progress:
         report = repair(urls, target, progress=progress, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_repair)
+    emit(report, as_json=as_json, for_people=show_repair)
     finish(failed=not report.ok)
 
 
@@ -409,7 +424,7 @@ def copy_command(
             progress=progress,
             **arguments,
         )
-    emit(report, as_json=as_json, for_people=render.show_copy)
+    emit(report, as_json=as_json, for_people=show_copy)
 
 
 @cli.command("info")
@@ -426,7 +441,7 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
     """
     with progress_bar("read", "shards") as progress:
         report = info(urls, progress=progress, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_info)
+    emit(report, as_json=as_json, for_people=show_info)
     finish(failed=bool(report.findings))
 
 
@@ -449,9 +464,9 @@ def ls_command(
     """
     for sample in list_samples(urls, columns=columns, **arguments):
         if as_json:
-            click.echo(render.as_json(sample.as_dict()))
+            click.echo(json_text(sample.as_dict()))
         else:
-            render.show_sample_line(sample, long=long, with_columns=columns is not None)
+            show_sample_line(sample, long=long, with_columns=columns is not None)
 
 
 @cli.command("cat")
@@ -480,11 +495,11 @@ def cat_command(
     opened["allow_unfinished"] = allow_unfinished
     if field is None:
         shown = describe_sample(url, sample, **opened)
-        emit(shown, as_json=as_json, for_people=render.show_sample)
+        emit(shown, as_json=as_json, for_people=show_sample)
         return
     if as_json:
         raise click.UsageError("--json and --field cannot be combined: --field writes raw bytes.")
     payload = cat_field(url, sample, field, **opened)
-    if sys.stdout.isatty() and render.is_binary(payload):
+    if sys.stdout.isatty() and is_binary(payload):
         raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
     click.echo(payload, nl=False)

@@ -8,14 +8,13 @@ from typing import Any
 
 import click
 
-from shard_tools import render
 from shard_tools.convert.records import TEXT_UNITS
 from shard_tools.options import Command, names
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.tokens.encode import open_processes
 from shard_tools.tokens.run import ON_ERROR, TokenizeOptions, tokenize
-from shard_tools.verbs import emit
+from shard_tools.verbs import emit, show_tokens
 from streaming.platforms import num_cores
 
 _NAMES: tuple[str, ...] = (
@@ -117,4 +116,4 @@ def convert_tokens(
         report = tokenize(
             source, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_tokens)
+    emit(report, as_json=as_json, for_people=show_tokens)

@@ -26,7 +26,7 @@ from shown import Shown
 from tars import write_tar
 
 from shard_tools.cli import cli
-from shard_tools.show.data.workers import Workers
+from shard_tools.show.data.workers import DecodingWorkers
 from streaming.errors import DecodeError
 
 MARKUP = '<script>window.ran = 1; alert(1)</script><img src=x onerror="window.ran = 1; alert(2)">"\'&{{ 7*7 }}'
@@ -141,7 +141,7 @@ def test_bombs_make_a_broken_tile_and_the_server_goes_on(shown: Shown) -> None:
 
 
 def test_a_worker_that_hangs_or_dies_is_replaced() -> None:
-    workers = Workers(seconds=60)
+    workers = DecodingWorkers(seconds=60)
     try:
         assert workers.decode("image", 384, jpeg()).facts["width"] == 64
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_a_value_that_takes_too_much_memory_costs_its_worker_at_most() -> None:
     out = io.BytesIO()
     np.save(out, np.zeros((1, 1)))
     header = out.getvalue()[:128].replace(b"(1, 1)", b"(8192, 2048)"[:6])
-    workers = Workers()
+    workers = DecodingWorkers()
     try:
         with pytest.raises(DecodeError):
             workers.decode("tensor", 384, header + b"x")

@@ -125,7 +125,7 @@ class Crossed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns(Report):
+class ColumnsPage(Report):
     """The columns of a set.
 
     Attributes:
@@ -152,7 +152,7 @@ class Columns(Report):
         return told | ({} if self.crossed is None else {"crossed": self.crossed.as_dict()})
 
 
-def columns(subject: Subject, query: Query) -> Columns:
+def columns(subject: Subject, query: Query) -> ColumnsPage:
     """Return how the columns of a set are spread: all, or the one by name; with ``against``, two of them.
 
     Raises:
@@ -170,9 +170,9 @@ def columns(subject: Subject, query: Query) -> Columns:
     names = [one for one in (name, other) if one] or list(within.column_names)
     if name:
         within.check_columns(names, "name")
-    taken = subject.keep("columns", Reading).of(source, within, where, tuple(names))
+    taken = subject.keep("columns", ColumnReading).of(source, within, where, tuple(names))
     shown = [_shown(one, taken, source, where) for one in names]
-    return Columns(
+    return ColumnsPage(
         source=source, sources=tuple(one for one in subject.sets if one), columns=tuple(shown[:1] if other else shown),
         names=within.column_names, read=taken.words, where=where,
         crossed=_crossed(name, other, taken, source, where) if other else None,
@@ -180,7 +180,7 @@ def columns(subject: Subject, query: Query) -> Columns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Taken:
+class ColumnsTaken:
     """Columns of the samples that were looked at.
 
     Attributes:
@@ -199,13 +199,13 @@ class Taken:
         return sum(len(one) for one in next(iter(self.values.values()), ()))
 
 
-class Reading:
+class ColumnReading:
     """Read columns, and keep the latest."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, Taken] | None = None
+        self._kept: tuple[Any, ColumnsTaken] | None = None
 
-    def of(self, source: str, within: SampleSet, where: str, names: tuple[str, ...]) -> Taken:
+    def of(self, source: str, within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken:
         """Return columns of the samples that meet a condition, of all shards or of some that are spread over all.
 
         Raises:
@@ -219,7 +219,7 @@ class Reading:
         return taken
 
 
-def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> Taken:
+def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken:
     condition = parse_where(where) if where else None
     if condition is not None:
         within.check_columns(condition.names or (), "where")
@@ -238,7 +238,7 @@ def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> Taken:
             f"{num:,} of {counted(within.total, 'sample')}, in {len(shards):,} of {len(within.filled):,} shards spread "
             f"over all"
         )
-    return Taken(values=values, late=frozenset(within.late), words=words)
+    return ColumnsTaken(values=values, late=frozenset(within.late), words=words)
 
 
 def _spread(within: SampleSet) -> list[int]:
@@ -265,7 +265,7 @@ def _decoded(values: Values) -> Values:
     return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
-def _shown(name: str, taken: Taken, source: str, where: str) -> ColumnShown:
+def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnShown:
     totals, draw = ColumnTotals(is_late=name in taken.late), np.random.default_rng(0)
     for values in taken.values[name]:
         totals.add(name, values, draw)
@@ -345,7 +345,7 @@ class _Axis:
     conditions: tuple[str, ...]
 
 
-def _crossed(name: str, other: str, taken: Taken, source: str, where: str) -> Crossed:
+def _crossed(name: str, other: str, taken: ColumnsTaken, source: str, where: str) -> Crossed:
     across, up = _axis(name, taken), _axis(other, taken)
     there = (across.codes >= 0) & (up.codes >= 0)
     shape = (len(up.labels), len(across.labels))
@@ -365,7 +365,7 @@ def _crossed(name: str, other: str, taken: Taken, source: str, where: str) -> Cr
     )  # fmt: skip
 
 
-def _axis(name: str, taken: Taken) -> _Axis:
+def _axis(name: str, taken: ColumnsTaken) -> _Axis:
     """Divide the values of a column: numbers by range, all else by its most frequent values.
 
     Raises:

@@ -108,11 +108,13 @@ def fields_of(
         StorageError: It cannot be read.
     """
     wanted: list[Wanted] = []
+    pictured = 0
     for place, located in places:
         for name, (start, stop) in located.fields.items():
             count = min(_num_bytes(name, stop - start, notes, amount), stop - start)
             wanted.append(Wanted(place.shard, start, start + count))
-    heads = iter(read_all(within, wanted))
+            pictured += stop - start if kind_of(name) in _PICTURES and stop - start <= MOST_BYTES else 0
+    heads = iter(read_all(within, wanted, pictured))
     shown = []
     for place, located in places:
         mine = {name: next(heads) for name in located.fields}

@@ -13,6 +13,7 @@ from streaming.errors import TransferError
 
 _SPARE = 0.25
 """Bytes read that are not shown, as a part of those that are: headers between values that one request joins."""
+_FARTHEST = 64 << 10  # bytes between neighbors: beyond, another request takes less time
 _REQUESTS = 32
 
 
@@ -25,15 +26,21 @@ class Wanted:
     stop: int
 
 
-def read_all(within: SampleSet, wanted: Sequence[Wanted]) -> list[bytes]:
+def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> list[bytes]:
     """Return bytes of shards, in the order of ``wanted``.
 
-    Neighbors are read with one request, the closest first, while what lies between stays below a quarter of all.
+    Neighbors are read with one request, the closest first, while what lies between stays below a quarter of all that
+    the page shows.
+
+    Args:
+        within: The set that the shards are of.
+        wanted: The bytes.
+        beside: Bytes that the page shows beside these: its pictures.
 
     Raises:
         StorageError: They cannot be read.
     """
-    runs = _joined(wanted)
+    runs = _joined(wanted, beside)
     if not runs:
         return [b""] * len(wanted)
 
@@ -59,10 +66,10 @@ def read_all(within: SampleSet, wanted: Sequence[Wanted]) -> list[bytes]:
     return [found.get(one, b"") for one in wanted]
 
 
-def _joined(wanted: Sequence[Wanted]) -> list[Wanted]:
+def _joined(wanted: Sequence[Wanted], beside: int) -> list[Wanted]:
     """Return what is requested, in order; values that overlap are one."""
     listed = sorted({one for one in wanted if one.stop > one.start})
-    left = int(_SPARE * sum(one.stop - one.start for one in listed))
+    left = int(_SPARE * (beside + sum(one.stop - one.start for one in listed)))
     gaps = sorted(
         (max(after.start - before.stop, 0), number)
         for number, (before, after) in enumerate(pairwise(listed))
@@ -71,7 +78,7 @@ def _joined(wanted: Sequence[Wanted]) -> list[Wanted]:
     joined = set[int]()
     for gap, number in gaps:
         left -= gap
-        if left < 0:
+        if left < 0 or gap > _FARTHEST:
             break
         joined.add(number + 1)
     runs: list[Wanted] = []

@@ -9,7 +9,7 @@ from typing import Final
 from shard_tools.show.base.page import Content, Query
 from shard_tools.show.base.samples import SamplePlace, SampleSet
 from shard_tools.show.base.subject import Subject
-from shard_tools.show.data.workers import Decoded, Workers
+from shard_tools.show.data.workers import Decoded, DecodingWorkers
 from shard_tools.stats.kinds import kind_of
 from streaming.errors import ConfigError, NotFoundError
 
@@ -91,6 +91,6 @@ def decoded(
         raise NotFoundError(
             f"view: there are pictures of images and arrays, not of the field {name!r}; view=raw has it"
         )
-    workers: Workers = subject.keep("workers", Workers)
+    workers: DecodingWorkers = subject.keep("workers", DecodingWorkers)
     url = within.source.urls[place.shard]
     return workers.known((url, *span), kind, pixels, span[1] - span[0], lambda: within.source.storage.read(url, *span))

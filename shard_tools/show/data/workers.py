@@ -45,7 +45,7 @@ class Decoded:
         return "image/png" if self.picture[:4] == b"\x89PNG" else "image/jpeg"
 
 
-class Workers:
+class DecodingWorkers:
     """Decode values in processes of their own, a few at a time. Thread-safe.
 
     Args:
