@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -15,6 +15,7 @@ from typing import Any
 
 from streaming.arguments import checked_int, format_bytes
 from streaming.errors import ConfigError
+from streaming.metrics.exported import observe
 from streaming.metrics.waits import waits
 
 _log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def _beside_the_run(loader: Any, measuring: _Measuring, restores: Sequence[Any])
         state = copy.deepcopy(loader.state_dict())
         source: Any = iter(loader)
         try:
-            return measuring.run(source, getattr(loader, "metrics", None), ())
+            return measuring.run(source, loader, ())
         finally:
             if hasattr(source, "close"):
                 source.close()
@@ -144,19 +145,17 @@ class _Measuring:
         self._step, self._steps, self._warmup, self._keep = step, steps, warmup, keep
         self._kept: list[Any] = []
 
-    def run(
-        self, source: Iterator[Any], metrics: Callable[[], dict[str, Any]] | None, restores: Sequence[Any]
-    ) -> Headspace:
-        """Measure with batches of ``source``, and then with those kept of them."""
+    def run(self, source: Iterator[Any], loader: Any, restores: Sequence[Any]) -> Headspace:
+        """Measure with batches of ``source``, and then with those kept of them; ``loader`` tells its waits."""
         warmed = self._take(source, self._warmup)
-        before = metrics() if metrics else {}
+        before = _numbers(loader)
         with_loader = self._take(source, self._steps)
         if not with_loader.steps:
             raise ConfigError(
                 f"headspace: the epoch ended after {warmed.steps} batches, before a step was measured. Give a smaller "
                 f"warmup= than {self._warmup}, or an epoch with more batches"
             )
-        found = waits(metrics(), before) if metrics else None
+        found = waits(_numbers(loader), before)
         num_kept = len(self._kept)
         try:
             with _set_back(restores):
@@ -168,7 +167,7 @@ class _Measuring:
             self._kept.clear()
         made = Headspace(
             measured=1 - kept.step_s / with_loader.step_s if with_loader.step_s else 0.0,
-            waited=found.share if found is not None and found.step_s else None, step_s=with_loader.step_s,
+            waited=found.share if found.step_s else None, step_s=with_loader.step_s,
             kept_step_s=kept.step_s, steps=with_loader.steps, num_kept=num_kept,
         )  # fmt: skip
         _log.info("headspace: %s", made)
@@ -218,6 +217,14 @@ def _listed(restores: Any) -> Sequence[Any]:
         if not _has_state(one):
             raise ConfigError(f"headspace: restores: {type(one).__name__} has no state_dict and load_state_dict")
     return tuple(restores)
+
+
+def _numbers(loader: Any) -> Mapping[str, float]:
+    """Return what a loader counts; nothing if it is none of ours."""
+    try:
+        return observe(loader).numbers
+    except AttributeError:
+        return {}
 
 
 def _has_state(thing: Any) -> bool:

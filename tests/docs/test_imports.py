@@ -29,7 +29,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "TableDataset",
         "TorchIterable",
     ),
-    "shard_tools": ("ShardWriter", "lines", "optimize"),
+    "streaming.metrics": ("prometheus", "opentelemetry", "flat", "headspace", "serve"),
+    "shard_tools": ("ShardWriter", "lines", "optimize", "select"),
 }
 COMING: dict[str, tuple[str, ...]] = {}
 
