@@ -42,15 +42,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Try properties on 25 examples, under ``make matrix`` on 400, unless a test sets the number.
+    """Try properties on 25 examples, the same in each run; under ``make matrix`` on 400 that are drawn anew.
 
-    In CI the examples are the same in each run.
+    So a change is judged by what it changed; ``make matrix`` and ``make fuzz`` look for what nobody has seen yet.
     """
     # A shell starts what it runs in the background with Ctrl-C ignored, and programs that tests start inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.differential_cases is None:
         config.option.differential_cases = 300 if config.getoption("--matrix") else 100
-    settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 25, deadline=None)
+    matrix = config.getoption("--matrix")
+    settings.register_profile("here", max_examples=400 if matrix else 25, derandomize=not matrix, deadline=None)
     settings.load_profile("here")
     if not getattr(config.option, "numprocesses", None):  # the process that distributes tests runs none
         gc.disable()  # until all tests are collected: garbage collection takes a sixth of the import time

@@ -199,7 +199,8 @@ class FramedSamples:
         except ValueError as error:
             raise DataError(f"{self._where}: the table of its samples ends early; fetch it again") from error
         check_places(self._places, self._where)
-        self._frame, self._content = -1, b""
+        self._frame: int | None = None
+        self._content = b""
 
     def __call__(self, number: int) -> bytes:
         """Return a sample; the run that holds it is kept for the next one."""
