@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Self
 from urllib.parse import quote
@@ -64,7 +64,7 @@ class Web:
 
     END = b"<end>"
 
-    def __init__(self, answer: Callable[[int, str], bytes]) -> None:
+    def __init__(self, answer: Callable[[int, str], bytes | Iterator[bytes]]) -> None:
         self._answer = answer
         self._lock = threading.Lock()
         self.heads: list[str] = []
@@ -99,9 +99,10 @@ class Web:
                     number = len(self.heads)
                     self.heads.append(head)
                 said = self._answer(number, head)
-                connection.sendall(said.removesuffix(self.END))
-                if not said or said.endswith(self.END):
-                    return
+                for piece in [said] if isinstance(said, bytes) else said:
+                    connection.sendall(piece.removesuffix(self.END))
+                    if not piece or piece.endswith(self.END):
+                        return
 
 
 def answer_to(head: str, *lines: str, status: str = "206 Partial Content", body: bytes | None = None) -> bytes:
@@ -186,17 +187,33 @@ def test_a_connection_that_the_server_has_closed_is_replaced_unnoticed() -> None
 
 
 @pytest.mark.parametrize(
-    "lines",
-    [["connection: close"], ["content-length: 1048577"], ["Content-Length: 1048576"]],
-    ids=["closes", "longer than its range", "ordinary"],
+    ("line", "more"),
+    [("connection: close", b""), ("Connection: Close", b""), ("content-length: 1048577", b"x"), ("x: y", b"x")],
 )
-def test_what_follows_an_answer_is_never_taken_for_the_next_one(lines: list[str]) -> None:
-    with Web(lambda _, head: answer_to(head, *lines) + b"x") as web:
+def test_what_follows_an_answer_is_never_taken_for_the_next_one(line: str, more: bytes) -> None:
+    with Web(lambda _, head: answer_to(head, line) + more) as web:
         storage = Storage(QUICK)
         for start in (0, 9):
             with suppress(StorageError):
                 assert bytes(storage.read(f"{web.url}/x", start, start + MIB)) == DATA[start : start + MIB]
         assert web.num_connections >= 2
+
+
+def test_what_is_left_of_an_answer_is_never_taken_for_the_next_one(through_obstore) -> None:
+    """It comes when nobody waits for it any more."""
+
+    def answer(number: int, head: str) -> Iterator[bytes]:
+        right = answer_to(head)
+        yield right[: MIB // 2]
+        if number == 0:
+            time.sleep(0.6)
+        yield right[MIB // 2 :]
+
+    with Web(answer) as web:
+        storage = Storage({**QUICK, "read_timeout_s": 0.3})
+        assert bytes(storage.read(f"{web.url}/x", 0, 3 * MIB)) == DATA[: 3 * MIB]
+        assert web.num_connections == 2
+    assert through_obstore == []
 
 
 @pytest.mark.parametrize(
@@ -237,12 +254,17 @@ def test_redirects_are_followed(through_obstore) -> None:
 
 
 def test_another_range_is_none(through_obstore) -> None:
-    for line, status in (("content-range: bytes 1-1048576/9999999", "206 Partial Content"), ("x: y", "200 OK")):
+    for line, status in (
+        ("content-range: bytes 1-1048576/9999999", "206 Partial Content"),
+        ("content-range: bytes 8-1048576/9999999", "206 Partial Content"),
+        ("content-range: bytes 9-1048585/9999999", "206 Partial Content"),
+        ("x: y", "200 OK"),
+    ):
         with (
             Web(lambda _, head: answer_to(head, line, status=status)) as web,  # noqa: B023  (called within)
             pytest.raises(TransferError, match="byte ranges"),
         ):
-            Storage(QUICK).read(f"{web.url}/x", 0, MIB)
+            Storage(QUICK).read(f"{web.url}/x", 9, 9 + MIB)
         assert len(web.heads) == 1
     assert through_obstore == []
 
