@@ -125,8 +125,8 @@ def cluster_of(folder: str, layout: str, ranks: int) -> None:
     live, requests = found.spread("live_bytes"), found.total("num_requests")
     print(
         f"{layout:5} {ranks:,} ranks: {found.amplification:.3f} bytes read per byte, "
-        f"{found.total('start_requests'):,} requests and {found.total('start_bytes') / 2**30:,.0f} GiB before the first "
-        f"batches, {requests / max(1, found.num_batches):,.0f} requests a step, "
+        f"{found.total('start_requests'):,} requests and {found.total('start_bytes') / 2**30:,.0f} GiB before the "
+        f"first batches, {requests / max(1, found.num_batches):,.0f} requests a step, "
         f"at most {live.most / 2**20:,.0f} MiB of chunks in a rank"
     )
     for warning in found.warnings:
