@@ -67,7 +67,7 @@ from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
 
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
+_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
 _RESHARD_OPTIONS += ("allow_unfinished",)
 
 
@@ -339,11 +339,11 @@ def verify_command(
     type=SIZE,
     default=DEFAULT_MEMORY,
     show_default=True,
-    help="Memory for samples in transit when the order changes; more means fewer, larger requests.",
+    help="Memory for samples in transit when the order changes (on Ray, of each task); more means fewer, larger "
+    "requests.",
 )
-@click.option(
-    "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
-)
+@engine_option
+@click.option("--workers", type=COUNT, help="Requests in parallel (default 8), or Ray tasks (default 64).")
 @click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 @index_option
 @unfinished_option
@@ -352,6 +352,8 @@ def verify_command(
 def reshard_command(
     sources: tuple[str, ...],
     *,
+    engine: str,
+    workers: int | None,
     shuffle: bool,
     seed: int | None,
     fields: tuple[str, ...] | None,
@@ -378,16 +380,18 @@ def reshard_command(
     if seed is not None and not shuffle:
         raise click.UsageError("--seed is the seed of --shuffle; give both.")
     options = ReshardOptions(
+        workers=workers if workers and engine == "local" else DEFAULT_WORKERS["local"],
         shuffle_seed=(seed or 0) if shuffle else None,
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         drop_missing=tuple(name.lstrip(".") for name in drop_missing),
         changes=_changes(arguments),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
-    with progress_bar("reshard", "samples") as progress:
+    with open_engine(engine, workers) as executor, progress_bar("reshard", "samples") as progress:
         report = reshard(
-            places, target, options=options, storage_options=as_storage_options(arguments), progress=progress
-        )
+            places, target, options=options, storage_options=as_storage_options(arguments), executor=executor,
+            progress=progress,
+        )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_reshard)
 
 

@@ -164,7 +164,7 @@ def _field_of(table: SampleTable, path: str) -> str | None:
 
 def _runs(pieces: ShardPieces) -> list[tuple[int, int]]:
     """Return the runs of pieces of about 8 MiB."""
-    starts = pieces.record_starts[pieces.bounds]
+    starts = pieces.borders
     runs, first = [], 0
     for piece in range(1, len(starts)):
         if piece == len(starts) - 1 or starts[piece + 1] - starts[first] > _PIECE_BYTES:

@@ -21,7 +21,7 @@ from typing import Any, Self
 from shard_tools.convert.base.files import is_local
 from shard_tools.convert.base.records import Remarks, ShardOptions, Source, Standing, later_wrong_names, refuse_known
 from shard_tools.convert.base.rows import plain_value
-from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
+from shard_tools.convert.elsewhere import ShardTarget, write_elsewhere
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
@@ -101,8 +101,9 @@ class PackingRun:
         self._journal = Journal(
             source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields
         )
-        self._work = ConvertWork(
-            reader=reader, pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
+        self._reader = reader
+        self._target = ShardTarget(
+            pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
             storage_options=storage_options,
         )  # fmt: skip
         name, source = command
@@ -149,10 +150,10 @@ class PackingRun:
 
     def __enter__(self) -> Self:
         """Mark the target, delete what is to be overwritten, and note the work."""
-        overwrite = self._work.options.overwrite
+        overwrite = self._target.options.overwrite
         if self._earlier.complete and not self._mark.is_set():
             return self
-        self._progress.start(total_bytes=self._work.reader.num_bytes, total=self._work.reader.num_records)
+        self._progress.start(total_bytes=self._reader.num_bytes, total=self._reader.num_records)
         self._mark.begin((lambda _: True) if overwrite else None)
         if overwrite:
             # The journal is deleted last: a run that is interrupted here starts with what is left.
@@ -176,7 +177,7 @@ class PackingRun:
 
     def run(self) -> PackedTarget:
         """Write what is not there yet, then the index, the notes, and the journal; then the target is whole."""
-        reader, earlier, storage, directory = self._work.reader, self._earlier, self._storage, self.place.directory
+        reader, earlier, storage, directory = self._reader, self._earlier, self._storage, self.place.directory
         remarks = Remarks()
         self._progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
         self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
@@ -186,8 +187,8 @@ class PackingRun:
             here = partial(_write, on_shard=self._note_position)
             write = here if self._executor is None else partial(write_elsewhere, executor=self._executor)
             number = write(
-                self._work, start=earlier.num_records, first_shard=earlier.num_shards, known_keys=earlier.keys,
-                remarks=remarks, progress=self._progress,
+                reader, self._target, start=earlier.num_records, first_shard=earlier.num_shards,
+                known_keys=earlier.keys, remarks=remarks, progress=self._progress,
             )  # fmt: skip
             if number == 0:
                 raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
@@ -375,12 +376,12 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
 
 
 def _write(
-    work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks, progress: Progress,
-    on_shard: Callable[[int], None],
+    reader: Source, target: ShardTarget, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks,
+    progress: Progress, on_shard: Callable[[int], None],
 ) -> int:  # fmt: skip
     """Write all records except existing ones, one after the other; return the number of all records."""
     number, num_shards = start, 0
-    with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
+    with target.writer(first_shard) as writer, contextlib.closing(reader.records(number)) as records:
         for record in records:
             refuse_known(record.key, known_keys)
             try:

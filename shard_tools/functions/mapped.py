@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -209,8 +209,8 @@ class _ReadShards:
             url = self.urls[which]
             table = _table(self, which)
             whole = ShardPart(
-                pieces=ShardPieces.of(url, table), rows=rows, columns=columns, keys=None, present=None, first=0,
-                samples=partial(_itself, table),
+                pieces=ShardPieces.of(url, table), rows=rows, sizes=np.diff(table.record_starts)[rows], columns=columns,
+                keys=None, present=None, first=0, samples=partial(_itself, table),
             )  # fmt: skip
             for row, found in zip(rows.tolist(), _records(whole, storage), strict=True):
                 error = found if isinstance(found, DataError) else None
@@ -228,8 +228,8 @@ def _records(part: ShardPart, storage: Storage) -> Iterator[Record | DataError]:
     done = 0
     while done < part.rows.size:
         taken = Taken(
-            parts=(replace(part, rows=part.rows[done:], columns={n: c.slice(done) for n, c in part.columns.items()}),),
-            columns=(), fields=(), num_source=0, num_dropped=0, num_filtered=0, not_found=(),
+            parts=(part.taken(np.arange(done, part.rows.size)),), columns=(), fields=(), num_source=0, num_dropped=0,
+            num_filtered=0, not_found=(),
         )  # fmt: skip
         source = ShardSource(
             taken, None, storage, fingerprint="", fields=None, window_bytes=_WINDOW_BYTES, num_threads=1

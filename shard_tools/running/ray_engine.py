@@ -16,6 +16,7 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_RETRIES = 3  # Ray's default
+_MAX_STORED = 4  # functions whose calls may alternate
 
 
 class RayExecutor(Executor):
@@ -40,8 +41,7 @@ class RayExecutor(Executor):
         if self._connected:
             ray.init(log_to_driver=False)
         self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_call)
-        self._function: object = None
-        self._stored: Any = None
+        self._stored: dict[int, tuple[object, Any]] = {}
         self._room = threading.BoundedSemaphore(workers)
         self._under_way: set[Any] = set()
         self._lock = threading.Lock()
@@ -51,9 +51,11 @@ class RayExecutor(Executor):
         import ray
 
         self._room.acquire()
-        if function is not self._function:  # stored once, with all that it captures, for many calls
-            self._function, self._stored = function, ray.put(function)
-        ref = self._call.remote(self._stored, args, kwargs)
+        if id(function) not in self._stored:  # once, with all that it captures, for many calls
+            for oldest in [*self._stored][: 1 - _MAX_STORED]:
+                del self._stored[oldest]
+            self._stored[id(function)] = function, ray.put(function)
+        ref = self._call.remote(self._stored[id(function)][1], args, kwargs)
         future: Future[_R] = Future()
         with self._lock:
             self._under_way.add(ref)  # until its callback has run, shutdown waits for it

@@ -299,6 +299,11 @@ class UnmarkedWriter(ShardWriter):
 
     _marks = False
 
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the samples in the open shard."""
+        return self._shard_bytes
+
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:
     """Tell whether a record of ``num_bytes`` must start a new shard, given the bytes and samples of the current one."""

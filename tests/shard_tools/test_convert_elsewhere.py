@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conversions import contents, parquet_source
+from executors import Stopping
 
 from shard_tools.convert import ConvertOptions, convert, elsewhere
 from shard_tools.running.engine import ordered
@@ -46,23 +47,6 @@ def test_the_same_bytes(tmp_path: Path, make: Any, options: dict[str, Any], monk
     assert here.num_shards > 3
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     assert there.num_samples == here.num_samples
-
-
-class Stopping(ThreadPoolExecutor):
-    """Fails the call that would write a certain shard."""
-
-    def __init__(self, shard: int) -> None:
-        super().__init__(3)
-        self._shard = shard
-
-    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(args[0], "number", None) == self._shard:
-            function = _stop
-        return super().submit(function, *args, **kwargs)
-
-
-def _stop(*_: Any) -> None:
-    raise InterruptedError("stopped")
 
 
 @pytest.mark.parametrize("go_on", [None, ThreadPoolExecutor])

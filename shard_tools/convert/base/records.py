@@ -7,8 +7,9 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -189,6 +190,33 @@ class Source(Protocol):
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""
+
+
+@runtime_checkable
+class Countable(Protocol):
+    """A source that can count its records by a first pass, where their number is not known."""
+
+    def count(self, executor: Executor) -> None:
+        """Count the records, after which ``num_records`` is known and reading may begin near any record.
+
+        Raises:
+            ConfigError: It can only be read front to back.
+        """
+
+
+@runtime_checkable
+class Foreseeable(Protocol):
+    """A source whose index tells names and sizes, so that shards are planned before content is read."""
+
+    @property
+    def num_records(self) -> int:
+        """Number of records."""
+
+    def outlines(self, start: int) -> Generator[Record, None, None]:
+        """Return the records from number ``start`` on, with blank fields of the right sizes."""
+
+    def part(self, start: int, stop: int) -> Source:
+        """Return a source of records ``[start, stop)`` alone, which is sent to where they are written."""
 
 
 class Standing(Protocol):
