@@ -183,6 +183,7 @@ class PackingRun:
         self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
         if self._standing is not None and earlier.position is not None:
             self._standing.resume(earlier.position)
+        number = 0
         if not earlier.complete:
             here = partial(_write, on_shard=self._note_position)
             write = here if self._executor is None else partial(write_elsewhere, executor=self._executor)
@@ -194,6 +195,11 @@ class PackingRun:
                 raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
         remarks.log(redact(directory), earlier.num_samples)
         table = read_chunks(storage, directory)
+        if self._executor is not None and not earlier.complete and table.total_samples != number:
+            raise ConfigError(
+                f"{redact(directory)}: {counted(number, 'sample')} written, but {table.total_samples} are there as "
+                "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
+            )
         self._notes()
         if not earlier.complete:
             self._note_position(len(table.shards), complete=True, num_samples=table.total_samples)
