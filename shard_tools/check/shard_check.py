@@ -28,6 +28,7 @@ _REINDEX = "if the shard is right, run `shard_tools index --force`; if not, rest
 _REPLACED = "restore the shard that was indexed, or run `shard_tools index --force` for this one"
 _CONVERT_AGAIN = "restore the shard that was written, or convert again with --overwrite"
 _MAX_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk
+_KEYS_AT_ONCE = 1 << 13  # hashed; fewer cost more each
 _MAX_KEYS_LISTED = 10  # findings about single samples, per chunk and kind
 
 
@@ -70,6 +71,35 @@ class ShardOutcome:
     first: tuple[int, int] | None
 
 
+class _KeyHashes:
+    """Hash keys, many at a time."""
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._hashes: list[Int64Array] = [np.empty(0, np.int64)]
+
+    def add(self, keys: Sequence[str]) -> None:
+        """Take in some keys."""
+        self._keys += keys
+        if len(self._keys) >= _KEYS_AT_ONCE:
+            self._hash()
+
+    def hashes(self) -> Int64Array:
+        """Return the hash of each key, in order."""
+        if self._keys:
+            self._hash()
+        return np.concatenate(self._hashes)
+
+    def _hash(self) -> None:
+        try:
+            texts = pa.array(self._keys, pa.string())
+        except UnicodeEncodeError:  # bytes of a name that are not UTF-8
+            encoded = [key.encode("utf-8", "surrogateescape") for key in self._keys]
+            texts = pa.array(encoded, pa.binary()).view(pa.string())
+        self._hashes.append(stable_hash(texts).to_numpy(zero_copy_only=False))
+        self._keys = []
+
+
 @dataclass(slots=True, kw_only=True)
 class ShardCheck:
     """Check one shard; used once, by one thread.
@@ -86,7 +116,7 @@ class ShardCheck:
     decoder: FieldDecoder | None
     progress: Progress
     findings: list[Finding] = field(default_factory=list)
-    key_hashes: list[Int64Array] = field(default_factory=list)
+    keys: _KeyHashes = field(default_factory=_KeyHashes)
     num_bytes: int = 0
     not_decoded: set[str] = field(default_factory=set)
     first: tuple[int, int] | None = None
@@ -105,7 +135,7 @@ class ShardCheck:
             self._find("read", f"cannot be read: {error}", cure="see the message; then verify again")
         return ShardOutcome(
             findings=tuple(self.findings),
-            key_hashes=np.concatenate([np.empty(0, np.int64), *self.key_hashes]),
+            key_hashes=self.keys.hashes(),
             num_bytes=self.num_bytes,
             not_decoded=frozenset(self.not_decoded),
             first=self.first,
@@ -165,7 +195,7 @@ class ShardCheck:
         except DataError as error:
             self._find("tar", f"not a run of whole tar members: {error}", byte_start=start, byte_end=end)
             return
-        self.key_hashes.append(_hashed(layout.keys))
+        self.keys.add(layout.keys)
         if int(layout.record_starts[-1]) != end - start:
             self._find(
                 "tar",
@@ -299,14 +329,6 @@ def undecodable(
                 decode_field(decode, body[start : start + size], url=url, key=layout.keys[number], field=name)
             except DecodeError as error:
                 yield number, column, f"field {name!r} does not decode: {error}"
-
-
-def _hashed(keys: Sequence[str]) -> Int64Array:
-    if not keys:
-        return np.empty(0, np.int64)
-    texts = pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary()).view(pa.string())
-    hashes: Int64Array = stable_hash(texts).to_numpy(zero_copy_only=False)
-    return hashes
 
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:

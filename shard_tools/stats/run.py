@@ -16,15 +16,14 @@ from shard_tools.sets.inspect import shards_unlike_index
 from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.stats.journal import TotalsJournal
 from shard_tools.stats.report import StatsReport, kinds_of
-from shard_tools.stats.shard import ShardPart, ShardReader
+from shard_tools.stats.shard import ShardReader, StatsPart
 from shard_tools.stats.surprises import Facts, surprises
 from shard_tools.stats.totals import Totals
-from streaming.catalog.build import samples_url
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import Subset
 from streaming.index.files import read_note
-from streaming.index.layout import TOKENS_FILE
+from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.selection import Selection
 from streaming.storage import Storage, join_url, redact
 from streaming.types import Int64Array
@@ -207,14 +206,14 @@ class _Parts:
     counts: Int64Array
     chosen: Int64Array | None
 
-    def behind(self, num_done: int) -> Iterator[ShardPart]:
+    def behind(self, num_done: int) -> Iterator[StatsPart]:
         """Yield those of all shards but the first ones."""
         offsets, numbers = np.concatenate(([0], np.cumsum(self.counts))), None
         for position in range(num_done, len(self.counts)):
             if self.chosen is not None:
                 low, high = np.searchsorted(self.chosen, offsets[position : position + 2])
                 numbers = self.chosen[low:high] - offsets[position]
-            yield ShardPart(
+            yield StatsPart(
                 position=position, url=self.shards.urls[position], chunks=self.shards.chunks.of_shard(position),
                 scanned=None if self.shards.scanned is None else self.shards.scanned[position],
                 rows=None if self.kept is None else np.flatnonzero(self.kept.mask(position)), numbers=numbers,
@@ -239,7 +238,7 @@ def _sum_up(reader: ShardReader, parts: _Parts, options: StatsOptions, calls: Ca
         done, totals = journal.load()
         calls.progress.advance(num=done)
     num_shards = len(shards.urls)
-    shared = [(reader.storage, at) for url in shards.urls[:1] for at in (url, samples_url(url, reader.index_url))]
+    shared = [(reader.storage, url) for url in (shards.urls[0], join_url(shards.homes[0], chunks_path()))]
     with closing(calls.map(reader.read, parts.behind(done), shared=shared)) as found:
         for number, one in enumerate(found, start=done + 1):
             totals.merge(one)

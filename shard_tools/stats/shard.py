@@ -31,7 +31,7 @@ _NOT_COMPARED = ("class", "number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardPart:
+class StatsPart:
     """What of one shard counts, and what is read of it.
 
     Attributes:
@@ -76,7 +76,7 @@ class ShardReader:
     reads_all: bool
     seed: int
 
-    def read(self, part: ShardPart, progress: Progress) -> Totals:
+    def read(self, part: StatsPart, progress: Progress) -> Totals:
         """Return the facts of one shard.
 
         Raises:
@@ -100,7 +100,7 @@ class ShardReader:
         return totals
 
     def _add_table(
-        self, totals: Totals, part: ShardPart, table: SampleTable, rows: Int64Array, draw: np.random.Generator
+        self, totals: Totals, part: StatsPart, table: SampleTable, rows: Int64Array, draw: np.random.Generator
     ) -> None:
         """Add what the sample table and late columns say of some rows."""
         sizes = np.diff(table.record_starts)[rows]

@@ -35,7 +35,7 @@ from shard_tools.stats import journal, sketches
 from shard_tools.stats import run as stats_run
 from shard_tools.stats.report import StatsReport
 from shard_tools.stats.run import DEFAULT_LIMIT, StatsOptions, choose, stats
-from shard_tools.stats.shard import ShardPart, ShardReader
+from shard_tools.stats.shard import ShardReader, StatsPart
 from shard_tools.stats.sketches import Distribution, Repeats, Top
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
@@ -671,7 +671,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     read: list[int] = []
     original = ShardReader.read
 
-    def noting(self: ShardReader, part: ShardPart, progress: Progress) -> Any:
+    def noting(self: ShardReader, part: StatsPart, progress: Progress) -> Any:
         read.append(part.position)
         return original(self, part, progress)
 
@@ -692,8 +692,8 @@ def test_a_run_over_a_bucket_goes_on_from_the_bucket(mini_s3: MiniS3Server, monk
     original = ShardReader.read
     read: list[int] = []
 
-    def until(stop: int) -> Callable[[ShardReader, ShardPart, Progress], Any]:
-        def reading(self: ShardReader, part: ShardPart, progress: Progress) -> Any:
+    def until(stop: int) -> Callable[[ShardReader, StatsPart, Progress], Any]:
+        def reading(self: ShardReader, part: StatsPart, progress: Progress) -> Any:
             if part.position == stop:
                 raise KeyboardInterrupt
             read.append(part.position)

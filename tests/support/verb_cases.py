@@ -94,7 +94,11 @@ def run_stats(base: str, storage: Storage, **how: Any) -> Any:
         told(stats([f"{base}/good/"], storage=storage, options=StatsOptions(workers=workers, **one), **how))
         for one in asked
     ]  # fmt: skip
-    assert found[0]["samples"] == NUM_SHARDS * PER_SHARD
+    for number in range(3):  # a set without an index
+        storage.put(f"{base}/bare/{number}.tar", bytes(storage.read(f"{base}/good/{number:03d}.tar")))
+    options = StatsOptions(workers=workers, subset=(4, 15))
+    found.append(told(stats([f"{base}/bare/"], storage=storage, options=options, **how)))
+    assert [one["samples"] for one in (found[0], found[-1])] == [NUM_SHARDS * PER_SHARD, 11]
     return found
 
 
