@@ -6,13 +6,19 @@ there. The resulting bytes are the same either way.
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.ray_engine import RayExecutor
+from streaming.errors import ConfigError
+from streaming.storage import Storage, redact, scheme_of
 
 ENGINES = ("local", "ray")
 DEFAULT_WORKERS = {"local": 8, "ray": 64}
@@ -29,7 +35,14 @@ def open_engine(name: str, workers: int | None) -> AbstractContextManager[Execut
     Raises:
         ConfigError: Its package is missing.
     """
-    return RayExecutor(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+    return _open_ray(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+
+
+@contextmanager
+def _open_ray(workers: int) -> Iterator[Executor]:
+    """Open it; what Ray prints meanwhile, such as that a node died, is no part of a report on standard output."""
+    with redirect_stdout(sys.stderr), RayExecutor(workers) as executor:
+        yield executor
 
 
 def ordered(
@@ -56,3 +69,81 @@ def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: 
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools") as pool:
         yield from ordered(pool, function, items, 2 * num_threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Make the calls of a verb: on threads of this process, or by an executor, such as one on a Ray cluster.
+
+    Attributes:
+        workers: Calls in progress.
+        executor: Where they run; None: on threads.
+        progress: What calls report to.
+    """
+
+    workers: int
+    executor: Executor | None = None
+    progress: Progress = field(default_factory=NoProgress)
+
+    def map(
+        self, call: Callable[[_T, Progress], _R], items: Iterable[_T], *, shared: Sequence[tuple[Storage, str]] = ()
+    ) -> Generator[_R, None, None]:
+        """Map ``items`` in order, at most ``2 * workers`` ahead of the consumer.
+
+        An executor may pickle calls and repeat one that was lost: ``call`` must be a function of a module, or a
+        ``partial`` of one, its results small, and a second run of it harmless. What it reports elsewhere arrives with
+        its result.
+
+        Args:
+            call: Called with an item and a progress.
+            items: The items.
+            shared: Files, each with its store, that calls elsewhere must see as this process does: those that are
+                local and exist are looked for before each, since a disk of another machine would look empty.
+
+        Raises:
+            ConfigError: A call does not see one of them.
+        """
+        if self.executor is None:
+            yield from map_ordered(lambda item: call(item, self.progress), items, self.workers)
+            return
+        there = tuple((storage, url) for storage, url in shared if scheme_of(url) == "file" and storage.exists(url))
+        with closing(ordered(self.executor, _Elsewhere(call, there), items, 2 * self.workers)) as results:
+            for result, num_bytes, num in results:
+                self.progress.advance(num_bytes=num_bytes, num=num)
+                yield result
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Add up what one call reports."""
+
+    num_bytes: int = 0
+    num: int = 0
+
+    def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
+        """Do nothing: the whole is known here."""
+
+    def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
+        """Count."""
+        self.num_bytes += num_bytes
+        self.num += num
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A call whose report comes back with its result."""
+
+    call: Callable[[Any, Progress], Any]
+    shared: tuple[tuple[Storage, str], ...]
+
+    def __call__(self, item: Any) -> tuple[Any, int, int]:
+        for storage, url in self.shared:
+            if not storage.exists(url):
+                raise ConfigError(
+                    f"{redact(url)} is on this machine's disk, but not on that of {socket.gethostname()}, which was to "
+                    "work on it: with --engine ray, all nodes must see the same files. Use a shared disk or an object "
+                    "store, or --engine local"
+                )
+        tally = _Tally()
+        result = self.call(item, tally)
+        return result, tally.num_bytes, tally.num

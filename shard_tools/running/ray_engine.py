@@ -5,10 +5,11 @@ Ray repeats a task whose worker process or node dies, so calls must be repeatabl
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
-from contextlib import suppress
+from contextlib import chdir, nullcontext, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
@@ -22,7 +23,8 @@ class RayExecutor(Executor):
     """Run calls on the cluster, one CPU each. For a single submitting thread.
 
     Connects to the cluster that this process is connected to, or that ``RAY_ADDRESS`` names, or that runs on this
-    machine; if there is none it starts one. ``shutdown`` leaves what it found as it was.
+    machine; if there is none it starts one. ``shutdown`` leaves what it found as it was. Relative paths mean in calls
+    what they mean here.
 
     Args:
         workers: Maximum number of calls in progress; ``submit`` waits for room.
@@ -39,7 +41,7 @@ class RayExecutor(Executor):
         self._connected = not ray.is_initialized()
         if self._connected:
             ray.init(log_to_driver=False)
-        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_call)
+        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_calling_from(os.getcwd()))
         self._function: object = None
         self._stored: Any = None
         self._room = threading.BoundedSemaphore(workers)
@@ -90,8 +92,14 @@ class RayExecutor(Executor):
             ray.shutdown()
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
+def _calling_from(folder: str) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+    """Let relative paths count from ``folder``, where there is one, and not from where Ray was started."""
+
+    def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with chdir(folder) if os.path.isdir(folder) else nullcontext():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _as_raised(error: BaseException) -> BaseException:
