@@ -231,13 +231,13 @@ def index_command(
     """
     workers = workers or DEFAULT_WORKERS[engine]
     place: dict[str, Any] = {"storage": storage, "index_url": index_url, "allow_unfinished": allow_unfinished}
-    with open_engine(engine, workers) as executor:
-        place |= {"workers": workers, "executor": executor}
-        with progress_bar("index", "shards") as progress:
-            report = index(urls, progress=progress, **place, **arguments)
-        emit(report, as_json=as_json, for_people=render.show_index)
-        with progress_bar("columns", "shards") as progress:
-            added = lift_all(urls, columns, progress=progress, **place)
+    place |= {"workers": workers}
+    with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
+        report = index(urls, executor=executor, progress=progress, **place, **arguments)
+    emit(report, as_json=as_json, for_people=render.show_index)
+    engine = engine if columns else "local"
+    with open_engine(engine, workers) as executor, progress_bar("columns", "shards") as progress:
+        added = lift_all(urls, columns, executor=executor, progress=progress, **place)
     for one in added if not as_json else ():
         show_added(one)
     finish(failed=bool(report.findings))

@@ -7,10 +7,11 @@ there. The resulting bytes are the same either way.
 from __future__ import annotations
 
 import socket
+import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,7 +35,14 @@ def open_engine(name: str, workers: int | None) -> AbstractContextManager[Execut
     Raises:
         ConfigError: Its package is missing.
     """
-    return RayExecutor(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+    return _open_ray(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+
+
+@contextmanager
+def _open_ray(workers: int) -> Iterator[Executor]:
+    """Open it; what Ray prints meanwhile, such as that a node died, is no part of a report on standard output."""
+    with redirect_stdout(sys.stderr), RayExecutor(workers) as executor:
+        yield executor
 
 
 def ordered(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -274,11 +274,12 @@ def _find_right(
 
     right = set()
     shared = [(here, shard.target) for shard in alike[:1]]
-    for shard, is_right in zip(alike, calls.map(partial(_is_right, here), alike, shared=shared), strict=True):
-        if is_right:
-            right.add(shard.target)
-        else:
-            refuse(shard)
+    with closing(calls.map(partial(_is_right, here), alike, shared=shared)) as found:
+        for shard, is_right in zip(alike, found, strict=True):
+            if is_right:
+                right.add(shard.target)
+            else:
+                refuse(shard)
     return right
 
 

@@ -16,6 +16,7 @@ from servers import MiniS3Server, fresh_name
 from verb_cases import NUM_SHARDS, PER_SHARD, VERBS, files, write_damaged, write_good
 
 from shard_tools.cli import cli
+from shard_tools.running.engine import open_engine
 from streaming.storage import Storage
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -79,6 +80,16 @@ def test_commands_do_the_same_on_ray_and_tell_no_secret(nodes: TwoNodes, mini_s3
     logs = [path for path in Path(nodes._folder).rglob("*") if path.is_file()]
     assert len(logs) > 10
     assert not [path for path in logs if secret.encode() in path.read_bytes()]
+
+
+def test_what_ray_prints_is_no_part_of_a_report(nodes: TwoNodes, capsys: pytest.CaptureFixture[str]) -> None:
+    """It tells on standard output that a node died."""
+    with open_engine("ray", 2) as executor:
+        assert executor is not None
+        print("(raylet) a node died")
+        assert executor.submit(len, "abc").result() == 3
+    print("report")
+    assert [*capsys.readouterr()] == ["report\n", "(raylet) a node died\n"]
 
 
 def test_relative_paths_count_from_where_the_command_runs(
