@@ -15,11 +15,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from shard_tools.convert.base.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.base.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known, runs_of
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, SeenKeys, check_key
-from shard_tools.write.writer import ShardWriter, UnmarkedWriter, is_full, make_record
+from shard_tools.write.writer import UnmarkedWriter, is_full, make_record
 from streaming.errors import ConfigError, first_of
 
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
@@ -44,7 +44,7 @@ class ConvertWork:
     columns: Mapping[str, Callable[[Mapping[str, object]], object]]
     storage_options: Mapping[str, object] | None
 
-    def writer(self, shard: int) -> ShardWriter:
+    def writer(self, shard: int) -> UnmarkedWriter:
         """Return a writer that begins with this shard."""
         return UnmarkedWriter(
             self.pattern,
@@ -153,10 +153,11 @@ def _write_shard(work: ConvertWork, shard: _Shard) -> tuple[_Shard, int, Remarks
     writer = work.writer(shard.number)
     try:
         with contextlib.closing(work.reader.records(shard.start)) as records:
-            for record in itertools.islice(records, shard.num_samples):
-                writer.write(record.sample)
-                remarks.add(record)
-                num_bytes += sum(map(len, record.fields.values()))
+            for run in runs_of(itertools.islice(records, shard.num_samples)):
+                writer.write_all([record.sample for record in run])
+                for record in run:
+                    remarks.add(record)
+                    num_bytes += sum(map(len, record.fields.values()))
         writer.close(chunk_table=False)
     except BaseException:
         writer.abort()
