@@ -71,10 +71,10 @@ def map_command(
     """
     if on_error == "raise" and (max_bad is not None or write_bad is not None):
         raise click.UsageError("--max-bad and --write-bad are for --on-error drop.")
-    *places, function = sources
+    *named, function = sources
     if ":" not in function or "/" in function:
         raise click.UsageError(f"The last argument names your function as MODULE:FUNCTION; got {function!r}.")
-    sources, target = places_and_target(tuple(places))
+    places, target = places_and_target(tuple(named))
     running = Running(
         workers=workers, engine=engine, on_error=on_error, max_bad_samples=max_bad, bad_samples_file=write_bad
     )
@@ -82,7 +82,7 @@ def map_command(
     options = MapOptions(fields=None if fields is None else tuple(name.lstrip(".") for name in fields), **arguments)
     with progress_bar("map", "samples") as progress:
         report = map_set(
-            sources, target, function, options=options, running=running, storage_options=storage_options,
+            places, target, function, options=options, running=running, storage_options=storage_options,
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_made)
