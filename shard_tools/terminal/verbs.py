@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from shard_tools.running.switches import is_on
 from shard_tools.terminal import render
+from shard_tools.terminal.config_file import warn_of_variables
 from streaming.errors import ConfigError, IndexMissingError, ReadOnlyError, ShardstreamError, StorageError
 from streaming.storage import redact, redact_text
 
@@ -28,6 +30,8 @@ class ToolGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
+        if ctx.parent is None:
+            warn_of_variables(self, os.environ)
         try:
             return super().invoke(ctx)
         except ShardstreamError as error:

@@ -143,7 +143,11 @@ def test_options_from_a_file(places: dict[str, Path]) -> None:
         ("[convert]\nmax-sample = 5", "convert has no option 'max-sample' (did you mean 'max-samples'?)"),
         ("[column.add]\nlft = 'x'", "add has no option 'lft' (did you mean 'lift'?)"),
         ("convert = 5", "expected a table [convert], got 5"),
-        ("= 5", "tools.toml:"),
+        ("= 5", 'tools.toml: Invalid statement (at line 1, column 1); it has to be TOML, as in `max-bytes = "1GB"`'),
+        ("a = 1\n[convert]\nfield", "(at end of document); it has to be TOML"),
+        ("max-bytes = '1GB'\n\n[convert]\nmax_sample = 5", "tools.toml, line 4: convert has no option 'max-sample'"),
+        ("[column.add]\nlft = 'x'", "tools.toml, line 2: add has no option 'lft'"),
+        ("# x\n[convrt]\nmax-samples = 5", "tools.toml, line 2: no command has an option 'convrt' (did you"),
     ],
 )
 def test_files_of_options_that_are_wrong(text: str, message: str, tmp_path: Path) -> None:
@@ -167,6 +171,27 @@ def test_options_from_the_environment(places: dict[str, Path], mini_s3: MiniS3Se
         "AWS_SECRET_ACCESS_KEY": options["secret"], "AWS_REGION": options["region"],
     }  # fmt: skip
     assert run("info", url, env=env).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SHARD_TOOLS_RESHARD_MAX_SAMPLE", " (did you mean 'SHARD_TOOLS_RESHARD_MAX_SAMPLES'?)"),
+        ("SHARD_TOOLS_ENDPOINT", " (did you mean 'SHARD_TOOLS_ENDPOINT_URL'?)"),
+        ("SHARD_TOOLS_CONVERT_FROM", " (did you mean 'SHARD_TOOLS_CONVERT_KIND'?)"),
+        ("SHARD_TOOLS_QQQQ", ""),
+        ("SHARD_TOOLS_RESHARD_MAX_SAMPLES", None),
+        ("SHARD_TOOLS_COLUMN_ADD_LIFT", None),
+        ("SHARD_TOOLS_REGION", None),
+        ("SHARD_TOOLSET", None),
+    ],
+)
+def test_misspelled_names_in_the_environment_are_told(
+    name: str, hint: str | None, places: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run("info", f"{places['set']}/", env={name: "1"}).exit_code == 0
+    told = [record.getMessage() for record in caplog.records if "environment" in record.getMessage()]
+    assert told == ([] if hint is None else [f"{name} in the environment is no option of any command{hint}"])
 
 
 def test_several_sources_and_patterns(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
