@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +86,7 @@ def _at(path: str, text: str, name: str) -> str:
     return f"--config {path}" + ("" if number is None else f", line {number}")
 
 
-def warn_of_variables(group: click.Group, environ: Mapping[str, str]) -> None:
+def warn_of_variables(group: click.Group) -> None:
     """Warn of names in the environment that begin like those of options, and are none."""
     known = {f"{PREFIX}_CONFIG": ""}
     for path, command in _named(group, PREFIX):
@@ -94,7 +95,7 @@ def warn_of_variables(group: click.Group, environ: Mapping[str, str]) -> None:
                 own = param.envvar if isinstance(param.envvar, str) else f"{path}_{param.name}".upper()
                 known[own] = own
                 known |= {f"{path}_{option.replace('-', '_')}".upper(): own for option in _options_of(param)}
-    for name in sorted(environ):
+    for name in sorted(os.environ):
         if name.startswith(f"{PREFIX}_") and known.get(name, "-") not in {"", name}:
             begin = len(PREFIX) + 1  # what all of them share would make all of them alike
             hint = did_you_mean(name[begin:], [one[begin:] for one in known]).replace("'", f"'{PREFIX}_", 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ class ToolGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         if ctx.parent is None:
-            warn_of_variables(self, os.environ)
+            warn_of_variables(self)
         try:
             return super().invoke(ctx)
         except ShardstreamError as error:
