@@ -25,6 +25,7 @@ from shard_tools.convert.base.records import (
     Source,
     later_wrong_names,
     refuse_known,
+    runs_of,
 )
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
@@ -191,10 +192,11 @@ def _write_shard(target: ShardTarget, reader: Source, shard: _Shard) -> tuple[_S
     writer = target.writer(shard.number)
     try:
         with contextlib.closing(reader.records(shard.start)) as records:
-            for record in itertools.islice(records, shard.num_samples):
-                writer.write(record.sample)
-                remarks.add(record)
-                num_bytes += sum(map(len, record.fields.values()))
+            for run in runs_of(itertools.islice(records, shard.num_samples)):
+                writer.write_all([record.sample for record in run])
+                for record in run:
+                    remarks.add(record)
+                    num_bytes += sum(map(len, record.fields.values()))
         _check(writer, shard)
         writer.close(chunk_table=False)
     except BaseException:

@@ -8,10 +8,11 @@ is the number of the record to continue with, and the result is the same bytes a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +20,24 @@ from types import TracebackType
 from typing import Any, Self
 
 from shard_tools.convert.base.files import is_local
-from shard_tools.convert.base.records import Remarks, ShardOptions, Source, Standing, later_wrong_names, refuse_known
+from shard_tools.convert.base.records import (
+    RUN_RECORDS,
+    Record,
+    Remarks,
+    ShardOptions,
+    Source,
+    Standing,
+    later_wrong_names,
+    refuse_known,
+    runs_of,
+)
 from shard_tools.convert.base.rows import plain_value
 from shard_tools.convert.elsewhere import ShardTarget, write_elsewhere
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
+from shard_tools.write.writer import UnmarkedWriter
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
@@ -37,6 +49,7 @@ from streaming.types import SHARD_SUFFIXES
 
 _SHARD_NAME = "{:06d}.tar"
 _POSITIONS = 3  # that the journal keeps
+_MAPPINGS = (dict, Mapping)  # the usual one first: the other takes longer to tell
 _log = logging.getLogger(__name__)
 
 
@@ -185,7 +198,7 @@ class PackingRun:
             self._standing.resume(earlier.position)
         number = 0
         if not earlier.complete:
-            here = partial(_write, on_shard=self._note_position)
+            here = partial(_write, on_shard=self._note_position, is_noted=self._standing is not None)
             write = here if self._executor is None else partial(write_elsewhere, executor=self._executor)
             number = write(
                 reader, self._target, start=earlier.num_records, first_shard=earlier.num_shards,
@@ -383,26 +396,42 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
 
 def _write(
     reader: Source, target: ShardTarget, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks,
-    progress: Progress, on_shard: Callable[[int], None],
+    progress: Progress, on_shard: Callable[[int], None], *, is_noted: bool,
 ) -> int:  # fmt: skip
-    """Write all records except existing ones, one after the other; return the number of all records."""
+    """Write all records except existing ones, in order; return the number of all records.
+
+    If where the source stands is noted after every shard (``is_noted``), no record is read before the one before it is
+    written.
+    """
     number, num_shards = start, 0
     with target.writer(first_shard) as writer, contextlib.closing(reader.records(number)) as records:
-        for record in records:
-            refuse_known(record.key, known_keys)
-            try:
-                writer.write(record.sample)
-            except ConfigError as error:
-                if not any(wrong_names([(record.key, record.fields)])):
-                    raise  # no name is wrong, so later ones are not looked for
-                raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
-            remarks.add(record)
-            progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
-            number += 1
+        for run in runs_of(records, 1 if is_noted else RUN_RECORDS):
+            _write_run(writer, run, records, known_keys)
+            for record in run:
+                remarks.add(record)
+            num_bytes = sum(len(value) for record in run for value in record.fields.values())
+            progress.advance(num_bytes=num_bytes, num=len(run))
+            number += len(run)
             if writer.num_shards > num_shards:
                 num_shards = writer.num_shards
                 on_shard(first_shard + num_shards)
     return number
+
+
+def _write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record], known_keys: Collection[str]) -> None:
+    """Write records; names among them and the later ones that cannot be stored are told together."""
+    num_new = next((number for number, record in enumerate(run) if record.key in known_keys), len(run))
+    before = writer.num_samples
+    try:
+        writer.write_all([record.sample for record in run[:num_new]])
+    except ConfigError as error:
+        wrong, *others = run[writer.num_samples - before :]
+        if not any(wrong_names([(wrong.key, wrong.fields)])):
+            raise  # no name is wrong, so later ones are not looked for
+        rest = itertools.chain(others, later)
+        raise first_of([error, *later_wrong_names(rest)], WRONG_NAMES) from error
+    for record in run[num_new:]:
+        refuse_known(record.key, known_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,8 +442,9 @@ class Lift:
 
     def __call__(self, sample: Mapping[str, object]) -> object:
         """Return the value."""
-        value = sample["__metadata__"]
-        whole = isinstance(value, Mapping) and self.name in value
-        for part in (self.name,) if whole else self.name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value: Any = sample["__metadata__"]
+        if isinstance(value, _MAPPINGS) and self.name in value:
+            return plain_value(value[self.name])
+        for part in self.name.split("."):
+            value = value.get(part) if isinstance(value, _MAPPINGS) else None
         return plain_value(value)

@@ -235,7 +235,7 @@ def places_and_target(places: tuple[str, ...]) -> tuple[list[str], str]:
     Raises:
         click.UsageError: One of them is missing.
     """
-    *sources, target = places
+    *sources, target = places or ("",)
     if not sources:
         raise click.UsageError("Missing argument 'TARGET': give one or more sources, and then the target.")
     return sources, target
