@@ -61,7 +61,8 @@ class Decoder(Protocol):
 
     - It MUST NOT keep a reference to ``data``, nor return an object that does (a view, a lazily loaded image): the
       memory is reused as soon as the call has returned.
-    - It is deterministic: the same bytes give the same object, and nothing else is read.
+    - It is deterministic: the same bytes give the same object, and nothing else is read. One that draws random numbers
+      has a method ``with_rng(rng: numpy.random.Generator)``, which returns the decoder of one value.
     - It may be called from several threads at once, and can be pickled.
     - It may raise any exception for bytes that it cannot decode; the caller wraps it (``decode_field``).
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -171,8 +170,9 @@ class Items(ABC):
         """Return the batch of no rows; see ``BatchBuilder.empty``."""
 
     def columns(
-        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
-    ) -> RowColumns:
+        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None,
+        draws: BatchDraws | None = None,
+    ) -> RowColumns:  # fmt: skip
         """Return rows, none of them damaged, as columns from which plain batches are cut, if there are groups."""
         raise NotImplementedError
 
@@ -302,10 +302,11 @@ class Samples(Items):
 
     @override
     def columns(
-        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
-    ) -> Columns:
+        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None,
+        draws: BatchDraws | None = None,
+    ) -> Columns:  # fmt: skip
         decoders, names = [part.decoders for part in recipe.parts], [part.name for part in recipe.parts]
-        return Columns(rows, decoders, allocate, place, names, recipe.jagged)
+        return Columns(rows, decoders, allocate, place, names, recipe.jagged, draws)
 
 
 class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the program
@@ -406,6 +407,26 @@ class Recipe:
         return batch if self.finish is None else self.finish(batch)
 
 
+class _Tries:
+    """Allocate tensors; in the second try at a batch, those of the first whose shape and type come again."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._made: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        for number, tensor in enumerate(self._free):
+            if tuple(tensor.shape) == shape and tensor.dtype == dtype:
+                return self._free.pop(number)
+        self._made.append(self._allocate(shape, dtype))
+        return self._made[-1]
+
+    def again(self) -> None:
+        """Begin a second try: nothing of the first is in use."""
+        self._free = list(self._made)
+
+
 BadSampleReport: TypeAlias = Callable[[BadSample], None]
 """Called for every sample that could not be delivered; may raise to stop the run."""
 
@@ -434,7 +455,7 @@ class BatchBuilder:
     ) -> None:
         self._draws = draws or BatchDraws()
         self.recipe = recipe
-        self.allocate = allocate if recipe.portion.is_whole else None
+        self.allocate = _Tries(allocate) if allocate is not None and recipe.portion.is_whole else None
         self.place: DecodedRow = [-1] if place is None else place
         self._substitutes = substitutes
         self.report = report
@@ -460,9 +481,12 @@ class BatchBuilder:
         """Return the batch of plain columns; None: to be made row by row, where damage and user functions count."""
         recipe = self.recipe
         if recipe.is_plain and not rows.damage and not self._draws.seeds:
-            with suppress(DecodeError):  # building row by row will find out which value
-                columns = recipe.items.columns(recipe, rows, self.allocate, self.place)
+            try:
+                columns = recipe.items.columns(recipe, rows, self.allocate, self.place, self._draws)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
+            except DecodeError:  # building row by row will find out which value
+                if self.allocate is not None:
+                    self.allocate.again()
         return None
 
     def collate(self, samples: list[Sample], mask: Mask) -> Any:
@@ -619,7 +643,7 @@ class BatchBuilder:
             if size < 0:
                 continue
             start = int(where.starts[i])
-            decoder = part.decoders.decoder_for(name)
+            decoder = self._draws.bound(part.decoders.decoder_for(name))
             try:
                 sample[name] = (
                     rows.memory[start : start + size]

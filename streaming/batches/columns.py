@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,9 +17,18 @@ import torch
 
 from streaming.arrays import sums
 from streaming.batches.collate import collate_field
+from streaming.batches.draws import BatchDraws
 from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import DecodedRow, FieldRange, Rows
-from streaming.decode import ArrayDecoder, FieldDecoder, raw
+from streaming.decode import (
+    ArrayDecoder,
+    FieldDecoder,
+    ImageDecoder,
+    RandomCropDecoder,
+    draws_numbers,
+    has_one_shape,
+    raw,
+)
 from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
 
@@ -44,24 +54,26 @@ class Columns:
         place: Receives the row that is being decoded; None: not needed.
         names: Names of a mixture's sources, for ``__source__``; all "": no such entry.
         jagged: Fields whose values are concatenated, and the form of each.
+        draws: Random numbers of decoders, by row; None: those at the start of epoch 0.
     """
 
     def __init__(
         self, rows: Rows, decoders: Sequence[FieldDecoder], allocate: Allocate | None = None,
         place: DecodedRow | None = None, names: Sequence[str] = (), jagged: Mapping[str, Form] | None = None,
+        draws: BatchDraws | None = None,
     ) -> None:  # fmt: skip
         self._rows = rows
         self._sources: list[str] | None = None
         if rows.sources is not None and any(names):
             self._sources = np.array(names, object)[rows.sources].tolist()
-        place = [-1] if place is None else place
+        turn = _Turn([-1] if place is None else place, draws or BatchDraws())
         self._cuts = []
         for name, where in rows.fields.items():
             decoder, form = _decoders_of(rows, decoders, name, where), (jagged or {}).get(name)
             if form is None:
-                cut = _cut_of(rows, decoder, where, allocate, place)
+                cut = _cut_of(rows, decoder, where, allocate, turn)
             else:
-                cut = _jagged(name, form, rows, decoder, where, allocate, place)
+                cut = _jagged(name, form, rows, decoder, where, allocate, turn)
             self._cuts.append((name, cut))
 
     def batch(self, low: int, high: int) -> Batch:
@@ -77,6 +89,42 @@ class Columns:
         for name, cut in self._cuts:
             batch[name] = cut(low, high)
         return batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Goes from row to row as values are decoded.
+
+    Attributes:
+        place: Receives the row of the batch.
+        draws: Random numbers of decoders that draw, by row.
+    """
+
+    place: DecodedRow
+    draws: BatchDraws
+
+    def call(
+        self, step: Callable[[Decoder, int], object], decoder: Decoder, begin: int, end: int, low: int
+    ) -> list[Any]:
+        """Return ``step(decoder, row)`` for rows ``[begin, end)`` of a batch that begins at row ``low``.
+
+        Raises:
+            DecodeError: A value cannot be decoded.
+        """
+        place, draws = self.place, draws_numbers(decoder)
+        made, one = [], decoder
+        try:
+            for row in range(begin, end):
+                place[0] = row - low
+                if draws:
+                    one = self.draws.of_row(decoder, row)
+                made.append(step(one, row))
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:
+            raise DecodeError("a value of the column does not decode") from error
+        place[0] = -1
+        return made
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
@@ -96,9 +144,9 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 
 
 def _cut_of(
-    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: DecodedRow
+    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, turn: _Turn
 ) -> Cut:
-    values = _values_of(rows, decoder, where, place)
+    values = _values_of(rows, decoder, where, turn)
     if isinstance(decoder, list):
         return lambda low, high: collate_field(values(low, high), allocate=allocate)
     complete = bool((where.sizes >= 0).all())
@@ -110,35 +158,58 @@ def _cut_of(
         return gathered_bytes(rows.view, where)
     if decoder is raw:
         return cut_in_place(rows.memory, where)
+    if complete and has_one_shape(decoder):
+        return _images(rows.view, decoder, where, allocate, turn)
     return lambda low, high: collate_field(values(low, high), allocate=allocate)
 
 
 def _values_of(
-    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, place: DecodedRow
+    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, turn: _Turn
 ) -> Callable[[int, int], list[Any]]:
     """Return the decoded values of rows [low, high), None if a sample lacks the field.
 
     If ``decoder`` is a list, it has one for each row.
     """
-    starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
+    view, starts, stops = rows.view, where.starts.tolist(), (where.starts + where.sizes).tolist()
+
+    def step(decoder: Decoder, row: int) -> object:
+        return decoder(view[starts[row] : stops[row]]) if stops[row] >= starts[row] else None
+
     if not isinstance(decoder, list):
-        return lambda low, high: _decoded(rows.view, decoder, starts[low:high], stops[low:high], place)
+        return lambda low, high: turn.call(step, decoder, low, high, low)
+    return lambda low, high: [
+        value for row in range(low, high) for value in turn.call(step, decoder[row], row, row + 1, low)
+    ]
 
-    def values(low: int, high: int) -> list[Any]:
-        found: list[Any] = []
-        for row in range(low, high):
-            found += _decoded(rows.view, decoder[row], starts[row : row + 1], stops[row : row + 1], place, row - low)
-        return found
 
-    return values
+def _images(
+    view: memoryview, decoder: ImageDecoder | RandomCropDecoder, where: FieldRange, allocate: Allocate | None,
+    turn: _Turn,
+) -> Cut:  # fmt: skip
+    """Decode images of one shape, each into its row of the batch."""
+    starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
+    shape, dtype = decoder.shape or (), torch.from_numpy(np.empty(0, decoder.dtype)).dtype
+
+    def cut(low: int, high: int) -> torch.Tensor:
+        whole = (high - low, *shape)
+        tensor = torch.empty(whole, dtype=dtype) if allocate is None else allocate(whole, dtype)
+        array = tensor.numpy()
+
+        def step(decoder: Any, row: int) -> None:
+            decoder.into(view[starts[row] : stops[row]], array[row - low])
+
+        turn.call(step, decoder, low, high, low)
+        return tensor
+
+    return cut
 
 
 def _jagged(
     name: str, form: Form, rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None,
-    place: DecodedRow,
+    turn: _Turn,
 ) -> Cut:  # fmt: skip
     """Return concatenated values; bytes and plain items are copied into the batch once, from where they are."""
-    values = _values_of(rows, decoder, where, place)
+    values = _values_of(rows, decoder, where, turn)
     plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder is raw else decoder
     if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
         return lambda low, high: collate_jagged(name, values(low, high), form, rows.keys[low:high], allocate)
@@ -180,22 +251,6 @@ def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
         return [data[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     return cut
-
-
-def _decoded(
-    view: memoryview, decoder: Decoder, starts: list[int], stops: list[int], place: DecodedRow, first_row: int = 0
-) -> list[Any]:
-    values = []
-    try:
-        for row, (a, b) in enumerate(zip(starts, stops, strict=True), first_row):
-            place[0] = row
-            values.append(decoder(view[a:b]) if b >= a else None)
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        raise DecodeError("a value of the column does not decode") from error
-    place[0] = -1
-    return values
 
 
 def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None) -> Cut | None:

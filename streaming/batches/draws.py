@@ -27,11 +27,13 @@ import torch
 from numpy.random import PCG64, Generator, SeedSequence
 from numpy.random.bit_generator import ISpawnableSeedSequence
 
+from streaming.decode import draws_numbers
 from streaming.errors import ConfigError
 from streaming.plan.permutation import hash_each, hash_words
-from streaming.types import Int64Array, Sample, Transform
+from streaming.types import Decoder, Int64Array, Sample, Transform
 
 _EPOCH, _COLLATE, _GLOBAL, _ATTEMPT, _RNG = 4, 5, 6, 7, 8  # purposes; from _RNG on, the functions of a chain
+_DECODERS = 1 << 32  # of functions: the decoders, far behind any chain
 ALL_GENERATORS = frozenset(("random", "numpy", "torch"))
 _WORDS = 4  # words in the seed of a PCG64
 _Passes: TypeAlias = Literal["no", "second", "named"]
@@ -80,6 +82,20 @@ class BatchDraws:
     def generator(self, number: int) -> Generator:
         """Yield a new generator for function ``number`` and the current sample; takes 3 us."""
         return Generator(PCG64(cast("SeedSequence", _Words(self._of_row(_RNG + number, _WORDS)))))
+
+    def bound(self, decoder: Decoder) -> Decoder:
+        """Return the decoder of the current sample: one that draws does so from its generator, the same for each field.
+
+        So an image and its mask get the same part.
+        """
+        if not draws_numbers(decoder):
+            return decoder
+        return cast("Any", decoder).with_rng(self.generator(_DECODERS))  # type: ignore[no-any-return]
+
+    def of_row(self, decoder: Decoder, row: int) -> Decoder:
+        """Go to the sample of a row, and return its decoder; see ``bound``."""
+        self.begin_sample(row)
+        return self.bound(decoder)
 
     def begin_collate(self) -> None:
         """Seed the generators for ``collate_fn``, by the first row."""

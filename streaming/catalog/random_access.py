@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import threading
 from collections import OrderedDict
@@ -16,7 +17,6 @@ import numpy as np
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.decode import decode_field, raw
-from streaming.decode.registry import FieldDecoder
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
@@ -24,7 +24,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.lru_cache import LruCache
 from streaming.storage import Storage
-from streaming.types import Int64Array, Sample
+from streaming.types import Decoder, Int64Array, Sample
 
 _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
@@ -44,7 +44,6 @@ class Readable(Protocol):
     storage: Storage
     shards: OpenShards
     fields: tuple[str, ...] | None
-    decoders: FieldDecoder
 
     @property
     def table(self) -> ChunkTable:
@@ -64,6 +63,13 @@ class Readable(Protocol):
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
+
+
+class Decodable(Readable, Protocol):
+    """Interface of a dataset whose samples are decoded."""
+
+    def decoder_of(self, field: str, number: int) -> Decoder:
+        """Return the decoder of a field of one sample, by its number in the dataset."""
 
 
 class Versions:
@@ -105,7 +111,7 @@ class RandomAccess:
         self._lock = threading.Lock()
         self._told_lost = False
 
-    def read(self, dataset: Readable, numbers: Int64Array) -> list[Sample]:
+    def read(self, dataset: Decodable, numbers: Int64Array) -> list[Sample]:
         """Return samples by number, int64 [n], in this order, decoded but not transformed.
 
         Samples that lie close together are read with one request, several requests at a time.
@@ -118,11 +124,12 @@ class RandomAccess:
         for places, piece in self._pieces(dataset, chunks, inside):
             for place in places:
                 key, fields = piece.sample(int(inside[place]), dataset.fields)
-                found[place] = _decode(dataset, urls[place], key, fields)
+                found[place] = _decode(dataset, urls[place], key, fields, int(numbers[place]))
         return [found[place] for place in range(len(numbers))]
 
-    def scan(self, dataset: Readable) -> Iterator[Sample]:
+    def scan(self, dataset: Decodable) -> Iterator[Sample]:
         """Yield all samples in storage order, decoded but not transformed; each chunk is read once."""
+        place = itertools.count()
         for chunk, count in enumerate(dataset.table.num_samples.tolist()):
             chunks = np.full(count, chunk, np.int64)
             inside = dataset.samples_of(chunks, np.arange(count)).tolist()
@@ -130,7 +137,7 @@ class RandomAccess:
             piece = self._piece(dataset, chunk, inside[0], inside[-1])
             for number in inside:
                 key, fields = piece.sample(number, dataset.fields)
-                yield _decode(dataset, url, key, fields)
+                yield _decode(dataset, url, key, fields, next(place))
 
     def table(self, dataset: Readable, shard: int) -> SampleTable | None:
         """Return the sample table of a shard, or None if it has none; read once, even if many threads ask."""
@@ -236,10 +243,10 @@ def _read(dataset: Readable, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
     return bytes(buffer), layout
 
 
-def _decode(dataset: Readable, url: str, key: str, fields: Mapping[str, bytes]) -> Sample:
+def _decode(dataset: Decodable, url: str, key: str, fields: Mapping[str, bytes], number: int) -> Sample:
     sample: Sample = {"__key__": key, "__url__": url}
     for name in sorted(fields):
-        decoder = dataset.decoders.decoder_for(name)
+        decoder = dataset.decoder_of(name, number)
         data = fields[name]
         sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
     return sample

@@ -5,13 +5,22 @@ calls it and adds context to its errors. No torch, no pickle, and nothing that r
 """
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors
-from streaming.decode.images import ImageDecoder, image, use_one_thread
+from streaming.decode.images import (
+    ImageDecoder,
+    RandomCropDecoder,
+    center_crop,
+    has_one_shape,
+    image,
+    random_crop,
+    use_one_thread,
+)
 from streaming.decode.registry import (
     DecodeSpec,
     FieldDecoder,
     FieldSpec,
     RawFields,
     decode_field,
+    draws_numbers,
     is_ours,
     resolve_decoders,
     runs_code_of_user,
@@ -29,10 +38,14 @@ __all__ = [
     "FieldSpec",
     "ImageDecoder",
     "NpzDecoder",
+    "RandomCropDecoder",
     "RawFields",
     "array",
+    "center_crop",
     "decode_field",
+    "draws_numbers",
     "from_webdataset",
+    "has_one_shape",
     "image",
     "integer",
     "is_ours",
@@ -41,6 +54,7 @@ __all__ = [
     "npy",
     "npz",
     "number",
+    "random_crop",
     "raw",
     "resolve_decoders",
     "runs_code_of_user",

@@ -1,4 +1,4 @@
-"""Decode images: JPEG by simplejpeg (libjpeg-turbo, without the interpreter lock), all else by Pillow.
+"""Decode images, or parts of them: JPEG by simplejpeg (libjpeg-turbo, without the interpreter lock), others by Pillow.
 
 The content decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
 the header and compared with the limit before a pixel is decoded.
@@ -16,8 +16,8 @@ import importlib
 import io
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from streaming.decode.upright import orientation_of, turned
+from streaming.decode.crops import CenterPart, Chooser, PixelBox, RandomPart, jpeg_part
+from streaming.decode.upright import orientation_of, stored_box, turned
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
@@ -59,7 +60,11 @@ _MODES: dict[str, tuple[str, str | None, int, str]] = {  # (Pillow's mode, simpl
 }
 MODES = tuple(_MODES)
 
-_SPEC = re.compile(r"([a-z0-9]+)(?::([0-9]+)x([0-9]+))?")
+SAMPLED_UP_TO = 4
+"""Largest reduction of an axis for which a part of an image is sampled at 2 x 2 places per new pixel. Random parts of
+400 x 400 to 224 x 224 take 0.26 ms, area averages 0.55, and come closer to Pillow's filter (median 53.5 dB, 52.6)."""
+
+_SPEC = re.compile(r"([a-z0-9]+)(?::(crop|center)?([0-9]+)x([0-9]+))?")
 
 # Pillow's own Image.open would warn or refuse by a process-wide limit, and would try formats that start other
 # programs (EPS); these are the readers that we accept, by the first bytes of a file.
@@ -88,12 +93,14 @@ class ImageDecoder:
             decoded at the smallest of libjpeg's scales that is not below it. ``index8`` takes the nearest pixel.
         max_pixels: Largest height x width that is decoded.
         upright: Whether the EXIF orientation is applied.
+        part: Chooses the part to take, which is resized to ``size``; None: all. Little more of a JPEG is decoded.
     """
 
     mode: str = "rgb8"
     size: tuple[int, int] | None = None
     max_pixels: int = MAX_PIXELS
     upright: bool = True
+    part: Chooser | None = None
 
     accepts_buffer = True
 
@@ -109,6 +116,8 @@ class ImageDecoder:
             raise ConfigError(
                 f"image: size must be (height, width) and max_pixels positive, got {self.size} and {self.max_pixels}"
             )
+        if self.part is not None and self.size is None:
+            raise ConfigError("image: a part needs size=(height, width), to which it is resized")
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
@@ -137,19 +146,49 @@ class ImageDecoder:
             return Image.fromarray(pixels)
         return pixels if kind.startswith("uint") else np.multiply(pixels, np.float32(1 / 255), dtype=np.float32)
 
-    def _decode(self, data: ReadBuffer) -> npt.NDArray[Any]:
-        """Return the image as uint8 or uint16 ``[H, W(, C)]``."""
+    def into(self, data: ReadBuffer, out: npt.NDArray[Any]) -> None:
+        """Write the image into ``out``, of ``shape`` and ``dtype``; raises as a call does."""
+        pixels = self._decode(data, out)
+        if pixels.dtype != out.dtype:
+            np.multiply(pixels, np.float32(1 / 255), out=out)
+        elif pixels is not out:
+            np.copyto(out, pixels)
+
+    def _decode(self, data: ReadBuffer, room: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Return the image as uint8 or uint16 ``[H, W(, C)]``, in ``room`` if it comes out of resizing as it should."""
         orientation = orientation_of(data) if self.upright else 1
         size = self.size[::-1] if self.size is not None and orientation > 4 else self.size  # before it is turned
         is_jpeg = bytes(data[:3]) == b"\xff\xd8\xff"
-        pixels = self._decode_jpeg(data, size) if is_jpeg and _MODES[self.mode][1] is not None else None
+        pixels = self._decode_jpeg(data, size, orientation) if is_jpeg and _MODES[self.mode][1] is not None else None
         if pixels is None:
             pixels = self._decode_pillow(data)
+            box = self._box(pixels.shape[0], pixels.shape[1], orientation)
+            pixels = pixels if box is None else box.of(pixels)
         if size is not None and pixels.shape[:2] != size:
-            pixels = nearest(pixels, size) if self.mode == "index8" else resize(pixels, size)
+            fits = room is not None and room.dtype == pixels.dtype and orientation == 1
+            pixels = self._resized(pixels, size, room if fits else None)
+        elif self.part is not None:
+            pixels = np.ascontiguousarray(pixels)
         return turned(pixels, orientation)
 
-    def _decode_jpeg(self, data: ReadBuffer, size: tuple[int, int] | None) -> npt.NDArray[np.uint8] | None:
+    def _box(self, height: int, width: int, orientation: int) -> PixelBox | None:
+        """Return the part to take of an image that is stored in ``height`` and ``width``; None: all of it."""
+        if self.part is None or self.size is None:
+            return None
+        swap = orientation > 4
+        part = self.part(width, height) if swap else self.part(height, width)
+        return stored_box(part, orientation, height, width).on_grid(self.size[::-1] if swap else self.size)
+
+    def _resized(
+        self, pixels: npt.NDArray[Any], size: tuple[int, int], out: npt.NDArray[Any] | None
+    ) -> npt.NDArray[Any]:
+        if self.mode == "index8":
+            return nearest(pixels, size)
+        return resize(pixels, size, out) if self.part is None else resample(pixels, size, out)
+
+    def _decode_jpeg(
+        self, data: ReadBuffer, size: tuple[int, int] | None, orientation: int
+    ) -> npt.NDArray[np.uint8] | None:
         """Return the JPEG as stored, scaled as far down as ``size`` allows; None if Pillow has to decode it."""
         try:
             height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
@@ -159,16 +198,18 @@ class ImageDecoder:
         if colorspace in {"CMYK", "YCCK"}:  # Pillow knows that Adobe stores them inverted
             return None
         min_height, min_width = size or (0, 0)
+        wanted, box = str(_MODES[self.mode][1]), self._box(height, width, orientation)
+        pixels: npt.NDArray[np.uint8] | None
         try:
-            pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
-                data,
-                colorspace=_MODES[self.mode][1],
-                min_height=min(min_height, height),
-                min_width=min(min_width, width),
-            )
+            if box is None:
+                pixels = simplejpeg.decode_jpeg(
+                    data, colorspace=wanted, min_height=min(min_height, height), min_width=min(min_width, width)
+                )
+            else:
+                pixels = jpeg_part(data, (height, width), box, (min_height, min_width), wanted)
         except ValueError:  # including what libjpeg only warns of, such as stray bytes before a marker
             return None
-        return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
+        return pixels[:, :, 0] if pixels is not None and pixels.shape[2] == 1 else pixels
 
     def _decode_pillow(self, data: ReadBuffer) -> npt.NDArray[Any]:
         check_webp(data, self._check)
@@ -199,8 +240,91 @@ def image(
     return ImageDecoder(mode=mode, size=size, max_pixels=max_pixels, upright=upright)
 
 
-def parse_image_spec(spec: str) -> ImageDecoder | None:
-    """Return the decoder of ``"rgb8"`` or ``"rgb8:224x224"`` (height x width); None if ``spec`` is not an image mode.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomCropDecoder:
+    """Images of one size, each a part of one that is drawn.
+
+    Attributes:
+        images: Decoder of the parts.
+        part: How a part is drawn.
+    """
+
+    images: ImageDecoder
+    part: RandomPart = RandomPart()  # noqa: RUF009  frozen
+
+    accepts_buffer = True
+
+    def __post_init__(self) -> None:
+        """Reject images without a size.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self.images.size is None:
+            raise ConfigError("random_crop: a part needs size=(height, width), to which it is resized")
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """See ``ImageDecoder``."""
+        return self.images.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """See ``ImageDecoder``."""
+        return self.images.shape
+
+    def with_rng(self, rng: np.random.Generator) -> ImageDecoder:
+        """Return the decoder of one image, whose part ``rng`` draws."""
+        return replace(self.images, part=self.part.drawn(rng))
+
+    def __call__(self, data: ReadBuffer) -> npt.NDArray[Any] | Image.Image:
+        """Return a part that is the same each time: for tools, which have no place in an epoch."""
+        return self.with_rng(np.random.Generator(np.random.PCG64(0)))(data)
+
+
+def random_crop(
+    mode: str = "rgb8", size: tuple[int, int] = (224, 224), *, scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3), max_pixels: int = MAX_PIXELS, upright: bool = True,
+) -> RandomCropDecoder:  # fmt: skip
+    """Make a decoder of a random part of each image, resized to ``size`` (height, width).
+
+    Within a sample, fields of equally large images get the same part: an image and its mask stay together.
+
+    Args:
+        mode: As in :func:`image`.
+        size: Height and width.
+        scale: Least and largest share of the image's area.
+        ratio: Least and largest width / height.
+        max_pixels: As in :func:`image`.
+        upright: As in :func:`image`.
+
+    Raises:
+        ConfigError: The mode is unknown, or a number is out of range.
+    """
+    images = ImageDecoder(mode=mode, size=size, max_pixels=max_pixels, upright=upright)
+    return RandomCropDecoder(images=images, part=RandomPart(scale=scale, ratio=ratio))
+
+
+def center_crop(
+    mode: str = "rgb8", size: tuple[int, int] = (224, 224), *, share: float = 224 / 256, max_pixels: int = MAX_PIXELS,
+    upright: bool = True,
+) -> ImageDecoder:  # fmt: skip
+    """Make a decoder of the middle of each image, resized to ``size`` (height, width) without changing its aspect.
+
+    ``share`` is that of the largest middle of this shape, along each axis.
+
+    Raises:
+        ConfigError: The mode is unknown, or a number is out of range.
+    """
+    images = ImageDecoder(mode=mode, size=size, max_pixels=max_pixels, upright=upright)
+    return replace(images, part=CenterPart(size=size, share=share))
+
+
+def parse_image_spec(spec: str) -> ImageDecoder | RandomCropDecoder | None:
+    """Return the decoder of an image mode, such as ``"rgb8"``; None if ``spec`` is none.
+
+    With a size (height x width) it is ``"rgb8:224x224"``, with one of a part ``"rgb8:crop224x224"`` (a random one) or
+    ``"rgb8:center224x224"``.
 
     Raises:
         ConfigError: The size is zero.
@@ -208,7 +332,22 @@ def parse_image_spec(spec: str) -> ImageDecoder | None:
     match = _SPEC.fullmatch(spec)
     if match is None or match[1] not in _MODES:
         return None
-    return image(match[1], size=(int(match[2]), int(match[3])) if match[2] else None)
+    if not match[3]:
+        return image(match[1])
+    make: Callable[..., ImageDecoder | RandomCropDecoder] = _MAKERS[match[2]]
+    return make(match[1], (int(match[3]), int(match[4])))
+
+
+_MAKERS: dict[str | None, Callable[..., ImageDecoder | RandomCropDecoder]] = {
+    None: image,
+    "crop": random_crop,
+    "center": center_crop,
+}
+
+
+def has_one_shape(decoder: object) -> TypeGuard[ImageDecoder | RandomCropDecoder]:
+    """Tell whether a decoder makes images of one shape, and can write them where they belong."""
+    return isinstance(decoder, (ImageDecoder, RandomCropDecoder)) and decoder.shape is not None
 
 
 def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
@@ -310,8 +449,24 @@ def nearest(pixels: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]
     return picked
 
 
-def resize(pixels: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]:
-    """Resize ``pixels`` ``[H, W(, C)]``, uint8 or uint16, to ``size`` (height, width).
+def resample(pixels: npt.NDArray[Any], size: tuple[int, int], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    """Resize as ``resize`` does, but from ``LINEAR_UP_TO`` to ``SAMPLED_UP_TO`` by means of 2 x 2 bilinear samples.
+
+    Without OpenCV, Pillow's bilinear filter, which takes all pixels into account, does the same for parts of all sizes.
+    """
+    ratio = max(old / new for old, new in zip(pixels.shape[:2], size, strict=True))
+    cv2 = opencv()
+    if not LINEAR_UP_TO < ratio <= SAMPLED_UP_TO:
+        return resize(pixels, size, out)
+    if cv2 is None:
+        return _by_pillow(pixels, size, Image.Resampling.BILINEAR)
+    twice = cv2.resize(pixels, (2 * size[1], 2 * size[0]), interpolation=cv2.INTER_LINEAR)
+    sampled: npt.NDArray[Any] = cv2.resize(twice, (size[1], size[0]), dst=out, interpolation=cv2.INTER_AREA)
+    return sampled
+
+
+def resize(pixels: npt.NDArray[Any], size: tuple[int, int], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    """Resize ``pixels`` ``[H, W(, C)]``, uint8 or uint16, to ``size`` (height, width); into ``out``, if it can be.
 
     Uses area averages if an axis shrinks by more than ``LINEAR_UP_TO`` and none grows, else bilinear: a JPEG
     scaled by libjpeg is mostly close enough, and bilinear takes a fifth of the time.
@@ -325,10 +480,15 @@ def resize(pixels: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]:
     cv2 = opencv()
     if cv2 is not None:
         resized: npt.NDArray[Any] = cv2.resize(
-            pixels, (width, height), interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR
+            pixels, (width, height), dst=out, interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR
         )
         return resized
     method = Image.Resampling.BOX if area else Image.Resampling.BILINEAR
+    return _by_pillow(pixels, size, method)
+
+
+def _by_pillow(pixels: npt.NDArray[Any], size: tuple[int, int], method: Image.Resampling) -> npt.NDArray[Any]:
+    height, width = size
     if pixels.dtype == np.uint16:  # Pillow resizes 16 bits as floats
         floats = Image.fromarray(pixels.astype(np.float32)).resize((width, height), method)
         return np.asarray(floats).round().astype(np.uint16)

@@ -163,7 +163,7 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
         if mode is None:
             raise ConfigError(
                 f'decode={spec!r}: expected "auto", "raw", an image mode ({", ".join(images.MODES)}), '
-                f"a mapping of field to decoder, or None"
+                f'sized "rgb8:224x224" or cropped "rgb8:crop224x224", a mapping of field to decoder, or None'
             )
         return AutoFields(image=mode)
     if isinstance(spec, Mapping):
@@ -224,7 +224,8 @@ def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
         return arrays.array(match[1], match[2], shape)
     raise ConfigError(
         f"decode={{{field!r}: {name!r}}}: no such decoder; known are auto, {', '.join(BY_NAME)}, "
-        f'{", ".join(images.MODES)}, sized "rgb8:224x224", and "array:uint16->int64"'
+        f'{", ".join(images.MODES)}, sized "rgb8:224x224", cropped "rgb8:crop224x224" or "rgb8:center224x224", and '
+        f'"array:uint16->int64"'
     )
 
 
@@ -236,9 +237,14 @@ def _checked(decoder: Decoder) -> Decoder:
     return decoder
 
 
+def draws_numbers(decoder: object) -> bool:
+    """Tell whether the decoder draws random numbers: ``with_rng`` returns the one of a value."""
+    return hasattr(decoder, "with_rng")
+
+
 def is_ours(decoder: Decoder) -> bool:
     """Tell whether the decoder runs no code of the user's."""
-    known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder)
+    known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 

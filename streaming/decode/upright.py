@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.decode.crops import PixelBox
 from streaming.types import ReadBuffer
 
 _TAG = 274
@@ -53,6 +54,16 @@ def turned(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
     """Return ``pixels`` [H, W, ...] upright: as they are, or a contiguous copy."""
     turn = _TURNS.get(orientation)
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
+
+
+def stored_box(box: PixelBox, orientation: int, height: int, width: int) -> PixelBox:
+    """Return where a part of the upright image lies in the stored one, of ``height`` and ``width``."""
+    y, x, rows, columns = (box.x, box.y, box.width, box.height) if orientation > 4 else box
+    if orientation in {3, 4, 6, 7}:
+        y = height - y - rows
+    if orientation in {2, 3, 7, 8}:
+        x = width - x - columns
+    return PixelBox(y, x, rows, columns)
 
 
 def _jpeg_blocks(view: memoryview) -> Iterator[memoryview]:

@@ -111,8 +111,9 @@ class LocalBuilder:
         *,
         seed: int | None = None,
         batch: int = -1,
+        watched: bool = True,
     ) -> Any:
-        """See ``Builder``."""
+        """See ``Builder``; not ``watched``: no function that might draw from generators of the process is called."""
         if not self.holds_gil:
             self.holds_gil = is_trivial(self._recipe, rows.fields)
         thread = threading.get_ident()
@@ -124,7 +125,7 @@ class LocalBuilder:
             return builder.build(rows, valid)
 
         try:
-            if seed is None or not self._functions:
+            if not watched or seed is None or not self._functions:
                 return attempt(frozenset(), report)
             if not self._is_watching:
                 return self._beside_training(attempt, report)
@@ -218,9 +219,9 @@ class WorkerBuilder:
         """See ``Builder``."""
         if self.is_local or is_trivial(self._recipe, rows.fields):
             self.is_local = True
-            return self._local.build(rows, valid, substitutes, report, batch=batch)
+            return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if not self._pool.start_if_up() and runs_anywhere(self._recipe, rows.fields):
-            return self._local.build(rows, valid, substitutes, report, batch=batch)
+            return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
 
     def page_lock(self, locker: PageLocker | None) -> None:

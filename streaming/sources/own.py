@@ -16,7 +16,7 @@ from streaming.arrays import sums
 from streaming.batches.build import Items, OnError, Part, Samples
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.catalog.source import OneOrder
-from streaming.decode import DecodeSpec, FieldDecoder, decode_field, raw, resolve_decoders
+from streaming.decode import DecodeSpec, FieldDecoder, decode_field, draws_numbers, raw, resolve_decoders
 from streaming.errors import DecodeError, IndexMissingError
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.read import FetchRange
@@ -25,7 +25,7 @@ from streaming.index.sample_table import SampleLocation
 from streaming.plan.settings import ShuffleConfig
 from streaming.sources.keys import KeysOfShards
 from streaming.storage import ActiveRequest, redact
-from streaming.types import Int64Array, Sample, Transform
+from streaming.types import Decoder, Int64Array, Sample, Transform
 
 
 class SampleRows(OneOrder):
@@ -61,6 +61,14 @@ class SampleRows(OneOrder):
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made
 
+    def decoder_of(self, field: str, number: int) -> Decoder:
+        """Return the decoder of a field of one sample, with the random numbers of this place in epoch 0."""
+        decoder = self.decoders.decoder_for(field)
+        return self._draws(number).bound(decoder) if draws_numbers(decoder) else decoder
+
+    def _draws(self, number: int) -> BatchDraws:
+        return BatchDraws(epoch_key(self.seed, 0), np.array([number]))
+
     def _changed(self, sample: Sample, number: int, source: str = "") -> Sample:
         """Return a sample as ``transform`` leaves it, with the random numbers of this place in epoch 0.
 
@@ -75,7 +83,7 @@ class SampleRows(OneOrder):
         if source:
             sample["__source__"] = source
         chain = as_chain(self.transform)
-        changed = sample if chain is None else chain(sample, BatchDraws(epoch_key(self.seed, 0), np.array([number])))
+        changed = sample if chain is None else chain(sample, self._draws(number))
         if changed is None:
             raise DecodeError(
                 f"{sample['__url__']}: sample {sample['__key__']!r}: transform returned None, which drops the sample"
@@ -223,8 +231,9 @@ class OwnSource(SampleRows):
             data = bytearray(wanted.num_bytes)
             layout = taken_apart(self.fetch_unit(wanted, memoryview(data)), memoryview(data))
             for place in np.flatnonzero(chunks == chunk).tolist():
-                sample = self._sample(wanted, layout, data, wanted.lead + int(inside[place]))
-                found[place] = self._changed(sample, int(numbers[place]))
+                number = int(numbers[place])
+                sample = self._sample(wanted, layout, data, wanted.lead + int(inside[place]), number)
+                found[place] = self._changed(sample, number)
         return [found[place] for place in range(len(numbers))]
 
     def scan(self) -> Iterator[Sample]:
@@ -232,7 +241,7 @@ class OwnSource(SampleRows):
         for first, stop in pairwise(sums(self.chunk_samples).tolist()):
             yield from self.read(np.arange(first, stop))
 
-    def _sample(self, wanted: FetchRange, layout: UnitLayout, data: bytearray, row: int) -> Sample:
+    def _sample(self, wanted: FetchRange, layout: UnitLayout, data: bytearray, row: int, number: int) -> Sample:
         if row in layout.damage:
             raise layout.damage[row]
         sample: Sample = {"__key__": layout.keys[row], "__url__": wanted.shown_url}
@@ -240,7 +249,7 @@ class OwnSource(SampleRows):
             layout.fields, layout.starts[row].tolist(), layout.sizes[row].tolist(), strict=True
         ):
             if start >= 0 and (self.fields is None or name in self.fields):
-                decoder, value = self.decoders.decoder_for(name), bytes(data[start : start + size])
+                decoder, value = self.decoder_of(name, number), bytes(data[start : start + size])
                 where = {"url": wanted.shown_url, "key": layout.keys[row], "field": name}
                 sample[name] = value if decoder is raw else decode_field(decoder, value, **where)
         return sample

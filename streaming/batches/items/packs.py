@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from streaming.batches.build import LENGTH, BadSample, BatchBuilder, Items, Mask, OnError, Part, Recipe
+from streaming.batches.draws import BatchDraws
 from streaming.batches.items.columns import PackColumns, PaddedColumns
 from streaming.batches.items.pieces import OneEach, PieceItems, pieces_of
 from streaming.batches.items.rows_apart import join_packs, narrow_pack, split_packs
@@ -139,6 +140,7 @@ class TokenPacks(PieceItems):
         rows: Rows,
         allocate: Allocate | None = None,
         place: DecodedRow | None = None,  # noqa: ARG002
+        draws: BatchDraws | None = None,  # noqa: ARG002
     ) -> PackColumns:
         """See ``Items``; documents must be ``as_planned``."""
         packs = pieces_of(rows)
