@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_sets import mesh_of
+from data_sets import SMALL_WINDOW, mesh_of
 from image_files import saved, smooth
 from PIL import Image
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, StreamingDataset, decode
+from streaming import DataLoader, Mixture, StreamingDataset, decode
 from streaming.batches.build import BatchBuilder, Part, Recipe
 from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import crops, images
@@ -308,6 +310,30 @@ def test_crops_are_the_same_on_any_ranks_workers_and_threads_and_after_a_resume(
     with DataLoader(dataset, global_batch_size=6, num_workers=1) as loader:
         loader.load_state_dict(state)
         assert before | seen(loader) == first
+
+
+def test_crops_of_shards_without_an_index_are_the_same_in_threads_and_workers(pictures, tmp_path):
+    for path in sorted(Path(pictures["whole"]).glob("*.tar")):
+        (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+    options = {"dataset": dict(SMALL_WINDOW), "epochs": 1, "epoch_size": COUNT}
+    (threads,) = played(str(tmp_path), num_threads=1, **options)
+    (workers,) = played(str(tmp_path), num_workers=1, **options)
+    assert len(threads) > COUNT // 2
+    assert threads == workers
+
+
+def test_crops_of_a_mixture_are_those_of_rows_built_one_by_one(pictures):
+    found = []
+    for transform in (None, lambda sample: sample):
+        sources = {
+            name: StreamingDataset(pictures["whole"], decode={"jpg": spec, "mask.png": None}, transform=transform)
+            for name, spec in {"random": "rgb8:crop32x40", "middle": "rgb8:center32x40"}.items()
+        }
+        mixed = Mixture(sources, weights={"random": 1, "middle": 1}, seed=5)
+        with DataLoader(mixed, batch_size=8, num_threads=0) as loader:
+            found.append([next(batches)["jpg"] for batches in [iter(loader)] for _ in range(3)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][0].shape == (8, *SIZE, 3)
 
 
 def test_fields_of_equally_large_images_get_the_same_part(tmp_path):
