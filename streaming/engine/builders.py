@@ -19,7 +19,7 @@ from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.counters import Metrics
-from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
+from streaming.decode import ArrayDecoder, gives_bytes, integer, is_ours, raw, text, view
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
@@ -245,7 +245,7 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
     if not recipe.is_plain:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
-    return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
+    return all(decoder in (raw, view, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
 
 
 def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
@@ -258,7 +258,7 @@ def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     """Tell whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
     if fields is None:
-        return all(isinstance(part.decoders, RawFields) for part in recipe.parts) and is_trivial(recipe, ())
+        return all(gives_bytes(part.decoders) for part in recipe.parts) and is_trivial(recipe, ())
     return is_trivial(recipe, fields)
 
 

@@ -115,6 +115,12 @@ def tell_of_own_generators(recipe: Recipe) -> None:
         )  # fmt: skip
 
 
+def tell_of_copied_views(recipe: Recipe, why: str) -> None:
+    """Log, if users asked for views, that these show copies, and why; "": they do not."""
+    if why and recipe.lends:
+        _log.warning('decode "view": %s, so views show copies, which cost what bytes do', why)
+
+
 class Accounting:
     """Account for the bad samples of a loop: its own, and through a tally those that all known ranks find.
 
@@ -188,6 +194,15 @@ class BaseLoop(Loop, Generic[_Contents]):
         in_children(self, BaseLoop._leave_behind)
         self._redefinitions = Redefinitions(config.recipe.functions_of_user)
         tell_of_own_generators(config.recipe)
+        tell_of_copied_views(config.recipe, self._copies_views())
+
+    def _copies_views(self) -> str:
+        """Say why no views of the memory of chunks are handed out; "": they are."""
+        if self.config.num_workers:
+            return (
+                "with worker processes batches are built in, or for, other processes (num_workers=0 builds them here)"
+            )
+        return "one rank reads for others and sends them its batches" if self._stages else ""
 
     @abstractmethod
     def _start(self, place: Place) -> Run:
