@@ -26,7 +26,8 @@ class FieldDecoder(Protocol):
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field`` (an extension without the leading dot), the same object on every call.
 
-        ``streaming.decode.raw`` itself stands for "bytes as they are", so that an engine may hand out views.
+        ``streaming.decode.raw`` and ``view`` themselves stand for "bytes as they are" and "a view of them", so that an
+        engine need not copy them first.
 
         Raises:
             ConfigError: The field must not or cannot be decoded; the message says what to do.
