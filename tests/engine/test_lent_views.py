@@ -11,6 +11,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,18 @@ def check(batch: dict[str, Any], names: str = "bin") -> list[str]:
     return list(batch["__key__"])
 
 
-def lender_of(loader: Any) -> Any:
-    return loader._loop._machinery.contents.lender
+def store_of(loader: Any) -> Any:
+    return loader._loop._machinery.contents
 
 
 def is_lent(loader: Any, view: memoryview) -> bool:
     """Whether it lies in the arena."""
-    arena = loader._loop._machinery.contents.arena
+    arena = store_of(loader).arena
     address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return bool(arena.address <= address < arena.address + len(arena.memory))
 
 
-def scribble(view: memoryview) -> None:
+def scribble(view: Any) -> None:
     torch.frombuffer(view, dtype=torch.uint8)[:] = 7
 
 
@@ -256,7 +257,7 @@ def test_worker_processes_send_them_as_copies(made: Path, caplog: pytest.LogCapt
             assert data.readonly
             assert data == b"\7" + payload(int(key))[1:]
             assert part == payload(int(key))[1:9]
-            assert nothing == b""
+            assert not len(nothing)
     assert sum("with worker processes batches are built" in record.message for record in caplog.records) == 1
 
 
@@ -267,8 +268,9 @@ def as_list(samples: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_torch_workers_get_bytes(made: Path, context: str) -> None:
     """What they return is pickled, in a thread whose errors nobody sees."""
-    for dataset in (open_at(made), TorchIterable(open_at(made))):
-        loader = torch.utils.data.DataLoader(
+    datasets: list[Any] = [open_at(made), TorchIterable(open_at(made))]
+    for dataset in datasets:
+        loader: Any = torch.utils.data.DataLoader(
             dataset, batch_size=BATCH, num_workers=1, collate_fn=as_list, multiprocessing_context=context
         )
         found = [sample for batch in loader for sample in batch]
@@ -313,7 +315,7 @@ def test_whatever_refers_to_a_view_keeps_its_bytes(made: Path, kind: int) -> Non
             for batch in loader:
                 check(batch)
                 kept.append((derive(batch["bin"][0]), derive(memoryview(payload(int(batch["__key__"][0]))))))
-        arena = loader._loop._machinery.contents.arena
+        arena = store_of(loader).arena
         assert arena.peak_bytes <= arena.budget_bytes
     del loader, batch, arena
     gc.collect()
@@ -353,7 +355,7 @@ def test_nothing_is_left_of_views_that_are_gone(folder: Path) -> None:
             for batch in loader:
                 check(batch)
         del batch
-        store = loader._loop._machinery.contents
+        store = store_of(loader)
         with store.changed:
             store._free_returned()
         assert store.lender.kept_bytes == 0
@@ -397,8 +399,9 @@ def test_the_same_sample_twice_in_a_batch(made: Path) -> None:
 def test_a_chunk_without_a_checksum_is_copied(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing could tell later whether it was written to."""
     dataset = open_at(made)
-    whole = dataset.source.chunk
-    dataset.source.chunk = lambda number: __import__("dataclasses").replace(whole(number), crc32c=None)
+    source: Any = dataset.source
+    whole = source.chunk
+    source.chunk = lambda number: replace(whole(number), crc32c=None)
     with DataLoader(dataset, BATCH) as loader:
         for _ in range(2):
             for batch in loader:
@@ -422,7 +425,7 @@ def test_views_that_are_kept_count_in_the_memory_limit(made: Path, caplog: pytes
             for batch in loader:
                 check(batch)
                 kept.append(batch)
-                store = loader._loop._machinery.contents
+                store = store_of(loader)
                 assert store.arena.used_bytes <= store.arena.budget_bytes <= (6 << 20) * 3 // 4
                 assert store.lender.limit_bytes <= store.arena.budget_bytes // 2
         lent = [is_lent(loader, batch["bin"][0]) for batch in kept]
@@ -438,7 +441,7 @@ def test_finalizers_wait_for_nothing(made: Path) -> None:
     with DataLoader(open_at(made), BATCH) as loader:
         batches = iter(loader)
         batch = next(batches)
-        store = loader._loop._machinery.contents
+        store = store_of(loader)
         is_done = threading.Event()
 
         def drop() -> None:
