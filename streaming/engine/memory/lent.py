@@ -213,15 +213,15 @@ class Lender:
                     found.append(None if size < 0 else _EMPTY)
                     continue
                 place = places[known[bisect_right(known, start) - 1]]
-                whole = place.whole
-                if whole is None or start in place.given:
-                    whole = self._ready(place, start)
-                if whole is None:
+                bytes_of = place.bytes_of
+                if bytes_of is None or start in place.given:
+                    bytes_of = self._ready(place, start)
+                if bytes_of is None:
                     copied.append((len(found), place, start, size))
                     found.append(None)
                     continue
                 place.given.add(start)
-                found.append(whole[start - place.start : start - place.start + size])
+                found.append(bytes_of[start - place.start : start - place.start + size])
         for row, copy in zip((row for row, *_ in copied), self._copies([one[1:] for one in copied]), strict=True):
             found[row] = memoryview(copy)
         return found
