@@ -213,7 +213,7 @@ class Lender:
                     found.append(None if size < 0 else _EMPTY)
                     continue
                 place = places[known[bisect_right(known, start) - 1]]
-                bytes_of = place.bytes_of
+                bytes_of = place.whole
                 if bytes_of is None or start in place.given:
                     bytes_of = self._ready(place, start)
                 if bytes_of is None:
