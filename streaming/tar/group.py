@@ -86,7 +86,7 @@ def group_members(members: Members, where: Origin, *, first: int, stop: int, rep
         DuplicateKeyError: A sample has a field twice, unless ``repeats``.
         TarError: There are so many distinct extensions that the names cannot be ``key.extension``.
     """
-    uniform = _uniform(members.names) if len(members.names) else None
+    uniform = _uniform(members.names, repeats=repeats) if len(members.names) else None
     if uniform is None:
         return _group_one_by_one(members, where, first=first, stop=stop, repeats=repeats)
     keys, fields = uniform
@@ -121,8 +121,10 @@ def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
     return key, extensions
 
 
-def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
+def _uniform(names: Names, *, repeats: bool) -> tuple[KeyLines, tuple[str, ...]] | None:
     """Return keys and fields if all samples have the fields of the first, in its order, and plain names; else None.
+
+    Neighbors with one key are two samples if ``repeats``; otherwise the result is None.
 
     Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
     extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
@@ -144,6 +146,8 @@ def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
             return None
         if other.replace(ends[field], ends[0]) != lines:
             return None
+    if repeats:
+        return KeyLines(lines, ends[0], num_samples, None), _fields_of(extensions)
     ends_of = None  # the names of the first and the last key, if they ascend
     if not isinstance(names, list) and rises(firsts := names[::num_fields]):
         ends_of = firsts[[0, -1]]
@@ -152,7 +156,11 @@ def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
         listed = lines.split(ends[0])
         if any(map(eq, listed, listed[1:])):
             return None
-    return keys, tuple(extension[1:].lower() for extension in extensions)
+    return keys, _fields_of(extensions)
+
+
+def _fields_of(extensions: list[str]) -> tuple[str, ...]:
+    return tuple(extension[1:].lower() for extension in extensions)
 
 
 def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
@@ -169,9 +177,9 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
         return False
     if lines.count(b".") != num_samples * (end.count(b".") + num_dots):
         return False
-    if lines.startswith(b"__") or b"\n__" in lines:
+    if lines.startswith(b"__") or end + b"__" in lines:  # each line but the first follows an end
         return False
-    return num_dots > 0 or not (lines.startswith(b".") or b"\n." in lines)
+    return num_dots > 0 or not (lines.startswith(b".") or end + b"." in lines)
 
 
 def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int, repeats: bool) -> PackedLayout:
