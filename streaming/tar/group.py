@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import eq
 
@@ -103,7 +103,7 @@ def group_members(members: Members, where: Origin, *, first: int, stop: int, rep
     )
 
 
-def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
+def _first_sample(names: Iterable[bytes]) -> tuple[str, list[str]] | None:
     """Return key and extensions, as written, of the leading members with one key; None if they are not plain."""
     key, extensions = None, []
     for raw in names:
@@ -129,8 +129,7 @@ def _uniform(names: Names, *, repeats: bool) -> tuple[KeyLines, tuple[str, ...]]
     Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
     extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
     """
-    leading = names[: _MAX_UNIFORM_FIELDS + 1]
-    sample = _first_sample(leading if isinstance(leading, list) else leading.tolist())
+    sample = _first_sample(names[: _MAX_UNIFORM_FIELDS + 1])
     if sample is None or len(names) % len(sample[1]):
         return None
     key, extensions = sample
@@ -146,21 +145,15 @@ def _uniform(names: Names, *, repeats: bool) -> tuple[KeyLines, tuple[str, ...]]
             return None
         if other.replace(ends[field], ends[0]) != lines:
             return None
-    if repeats:
-        return KeyLines(lines, ends[0], num_samples, None), _fields_of(extensions)
     ends_of = None  # the names of the first and the last key, if they ascend
-    if not isinstance(names, list) and rises(firsts := names[::num_fields]):
+    if not repeats and not isinstance(names, list) and rises(firsts := names[::num_fields]):
         ends_of = firsts[[0, -1]]
     keys = KeyLines(lines, ends[0], num_samples, ends_of)
-    if ends_of is None:
+    if not repeats and ends_of is None:
         listed = lines.split(ends[0])
         if any(map(eq, listed, listed[1:])):
             return None
-    return keys, _fields_of(extensions)
-
-
-def _fields_of(extensions: list[str]) -> tuple[str, ...]:
-    return tuple(extension[1:].lower() for extension in extensions)
+    return keys, tuple(extension[1:].lower() for extension in extensions)
 
 
 def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:

@@ -8,7 +8,7 @@ else, and of a member that nobody reads yet only the header is touched.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from struct import Struct
 from typing import Any
 
