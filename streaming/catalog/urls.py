@@ -264,4 +264,7 @@ def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
 
 def _decompressor(path: str) -> str:
     """Return the program that decompresses a shard in an unsupported format; "" if there is none."""
-    return next((program for end, program in _DECOMPRESSORS.items() if path.lower().endswith(end)), "")
+    lowered = path.lower()
+    if not lowered.endswith(tuple(_DECOMPRESSORS)):
+        return ""
+    return next(program for end, program in _DECOMPRESSORS.items() if lowered.endswith(end))
