@@ -98,9 +98,6 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 def _cut_of(
     rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: DecodedRow
 ) -> Cut:
-    values = _values_of(rows, decoder, where, place)
-    if isinstance(decoder, list):
-        return lambda low, high: collate_field(values(low, high), allocate=allocate)
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
         gathered = _gatherer(rows.view, where, decoder, allocate)
@@ -112,6 +109,7 @@ def _cut_of(
         return cut_in_place(rows.memory, where)
     if decoder is view:
         return lambda low, high: rows.lent(where.of(slice(low, high)))
+    values = _values_of(rows, decoder, where, place)
     return lambda low, high: collate_field(values(low, high), allocate=allocate)
 
 
