@@ -38,7 +38,7 @@ from streaming.engine.workers.main import (
 from streaming.engine.workers.portable import dumps, fingerprint
 from streaming.engine.workers.processes import MAX_DEATHS, Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
-from streaming.engine.workers.stand_in import StandIn, as_in_a_process
+from streaming.engine.workers.stand_in import StandInWorker, as_in_a_process
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.errors import ConfigError, WorkerDiedError
 from streaming.storage import redact
@@ -140,7 +140,7 @@ class WorkerPool:
             num_workers, self._pickle, arena.fd, len(arena.memory), server,
             replaced=partial(self._metrics.add, "worker_restarts"),
         )  # fmt: skip
-        self._stand_in: StandIn | None = None
+        self._stand_in: StandInWorker | None = None
         self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -196,7 +196,7 @@ class WorkerPool:
         if threading.current_thread() is not threading.main_thread():
             return False
         if self._stand_in is None:
-            self._stand_in = StandIn.of(self._pickle)
+            self._stand_in = StandInWorker.of(self._pickle)
         return self._stand_in is not None
 
     def build_here(

@@ -133,6 +133,7 @@ class Processes:
     def is_up(self, patience_s: float = 0.0) -> bool:
         """Wait so long until a worker is up, or none will ever be; tell whether that is so."""
         with self._changed:
+            # What is told was so under the lock; a worker may die at any time after that.
             return self._changed.wait_for(self._is_up, patience_s)
 
     def take(self, is_wanted: Callable[[], bool] = lambda: True) -> Worker | None:
@@ -158,6 +159,7 @@ class Processes:
     def wake(self) -> None:
         """Have all who wait in ``take`` look again whether a worker is wanted."""
         with self._changed:
+            # Whoever waits looks after this at what has made it unwanted.
             self._changed.notify_all()
 
     def give_back(self, worker: Worker) -> None:

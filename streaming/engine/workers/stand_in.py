@@ -27,7 +27,7 @@ _MOST_COPIED_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
-class StandIn:
+class StandInWorker:
     """Stand in for a worker process: the same batches from the same bytes of the same functions. For one thread.
 
     Functions are copies, as a process has them: what they do to themselves, or to globals of the main script, nobody
@@ -41,7 +41,7 @@ class StandIn:
         self._builder = SlotBuilder(recipe, self._row)
 
     @classmethod
-    def of(cls, recipe: bytes) -> StandIn | None:
+    def of(cls, recipe: bytes) -> StandInWorker | None:
         """Return one with functions from a pickle; None if a worker process would act otherwise, or would fail."""
         if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
             return None  # what functions make would have another type, or lie elsewhere
