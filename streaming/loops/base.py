@@ -46,7 +46,7 @@ class LoopConfig:
         memory: The rank's ``memory_limit``, divided.
         num_workers: Processes that build batches; 0: threads of this process.
         num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
-            it.
+            it. With processes: 0 leaves all to them, also while they start.
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
@@ -71,6 +71,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
+        helps=config.num_threads > 0,
     )
 
 
