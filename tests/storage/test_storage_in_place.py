@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import itertools
 import re
 import socket
 import threading
@@ -92,7 +93,8 @@ class Web:
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection, connection.makefile("rb") as requests:
             while True:
-                head = b"".join(iter(requests.readline, b"\r\n")).decode()
+                lines = itertools.takewhile(lambda line: line not in {b"\r\n", b""}, iter(requests.readline, None))
+                head = b"".join(lines).decode()
                 if not head:
                     return
                 with self._lock:
