@@ -103,5 +103,11 @@
       load(root, () => show(shown, root, asked));
     }
   });
+  // Sphinx would mark every word of a pasted message on the page that is found, and stumbles over titles of icons.
+  try {
+    window.localStorage.removeItem("sphinx_highlight_terms");
+  } catch {
+    // no storage, nothing to mark
+  }
   window.shardstreamFind = (text, most) => find(text, most).map(({ entry }) => entry.address);
 })();
