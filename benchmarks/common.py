@@ -133,15 +133,15 @@ def installed(*names: str) -> Iterator[str]:
 
 
 @contextmanager
-def s3_copy(folder: str, mb_per_s: float = 0.0) -> Iterator[tuple[str, dict[str, str]]]:
+def s3_copy(folder: str, mb_per_s: float = 0.0, round_trip_ms: float = 0.0) -> Iterator[tuple[str, dict[str, str]]]:
     """``folder`` in a bucket of an S3 server on loopback: its URL and storage options.
 
-    ``mb_per_s`` is what the server sends at most; 0: as much as the machine can.
+    ``mb_per_s`` is what the server sends at most; 0: as much as the machine can. Each object is ``round_trip_ms`` late.
     """
     sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "support"))
     from servers import MiniS3Server  # noqa: PLC0415  tests/support is no package, and on the path only from here on
 
-    with MiniS3Server(buckets=("bench",), mb_per_s=mb_per_s) as server:
+    with MiniS3Server(buckets=("bench",), mb_per_s=mb_per_s, round_trip_ms=round_trip_ms) as server:
         storage = Storage(server.storage_options)
         for directory, _, names in os.walk(folder):
             for name in names:

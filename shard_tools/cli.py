@@ -52,6 +52,7 @@ from shard_tools.terminal.options import (
     json_option,
     names,
     on_shards,
+    on_shards_in_parallel,
     places_and_target,
     quiet_option,
     source_options,
@@ -67,8 +68,9 @@ from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
 
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
+_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
 _RESHARD_OPTIONS += ("allow_unfinished",)
+_COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
 @click.group(
@@ -201,8 +203,7 @@ def convert_command(
 
 @cli.command("index")
 @writing_options
-@engine_option
-@click.option("--workers", type=COUNT, help="Shards in parallel (default 8; on Ray 64).")
+@on_shards_in_parallel()
 @click.option("--force", is_flag=True, help="Rebuild existing indexes.")
 @click.option("--prune", is_flag=True, help="Remove shards that no longer exist from the index.")
 @click.option(
@@ -229,18 +230,14 @@ def index_command(
       shard_tools index s3://bucket/laion/ --columns json.similarity,json.width
     """
     workers = workers or DEFAULT_WORKERS[engine]
+    place: dict[str, Any] = {"storage": storage, "index_url": index_url, "allow_unfinished": allow_unfinished}
+    place |= {"workers": workers}
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
-        report = index(
-            urls, storage=storage, index_url=index_url, workers=workers, executor=executor, progress=progress,
-            allow_unfinished=allow_unfinished, **arguments,
-        )  # fmt: skip
+        report = index(urls, executor=executor, progress=progress, **place, **arguments)
     emit(report, as_json=as_json, for_people=render.show_index)
-    threads = workers if engine == "local" else DEFAULT_WORKERS["local"]
-    with progress_bar("columns", "shards") as progress:
-        added = lift_all(
-            urls, columns, storage=storage, index_url=index_url, workers=threads, allow_unfinished=allow_unfinished,
-            progress=progress,
-        )  # fmt: skip
+    engine = engine if columns else "local"
+    with open_engine(engine, workers) as executor, progress_bar("columns", "shards") as progress:
+        added = lift_all(urls, columns, executor=executor, progress=progress, **place)
     for one in added if not as_json else ():
         show_added(one)
     finish(failed=bool(report.findings))
@@ -259,7 +256,7 @@ def index_command(
 )
 @click.option("--write-bad", metavar="FILE", help="Write the bad samples to such a list, for reshard --drop.")
 @duplicates_option
-@click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Shards in parallel.")
+@on_shards_in_parallel()
 @unfinished_option
 @json_option
 @with_storage_options
@@ -270,6 +267,8 @@ def verify_command(
     write_bad: str | None,
     decode: bool,
     duplicate_keys: DuplicateKeys,
+    engine: str,
+    workers: int | None,
     as_json: bool,
     **arguments: Any,
 ) -> None:
@@ -287,13 +286,13 @@ def verify_command(
     if not urls and not bad:
         raise click.UsageError("Give the URL of shards, or a list of bad samples with --bad.")
     report: VerifyReport | RecheckReport
-    with progress_bar("verify", "shards") as progress:
+    workers = workers or DEFAULT_WORKERS[engine]
+    with open_engine(engine, workers) as executor, progress_bar("verify", "shards") as progress:
+        arguments |= {"storage": storage, "workers": workers, "executor": executor, "progress": progress}
         if bad:
-            report = recheck(urls, load_bad_list(bad, storage), storage=storage, progress=progress, **arguments)
+            report = recheck(urls, load_bad_list(bad, storage), **arguments)
         else:
-            report = verify(
-                urls, storage=storage, decode=decode, duplicate_keys=duplicate_keys, progress=progress, **arguments
-            )
+            report = verify(urls, decode=decode, duplicate_keys=duplicate_keys, **arguments)
     if write_bad is not None:
         storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
     show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
@@ -339,11 +338,11 @@ def verify_command(
     type=SIZE,
     default=DEFAULT_MEMORY,
     show_default=True,
-    help="Memory for samples in transit when the order changes; more means fewer, larger requests.",
+    help="Memory for samples in transit when the order changes (on Ray, of each task); more means fewer, larger "
+    "requests.",
 )
-@click.option(
-    "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
-)
+@engine_option
+@click.option("--workers", type=COUNT, help="Requests in parallel (default 8), or Ray tasks (default 64).")
 @click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 @index_option
 @unfinished_option
@@ -352,6 +351,8 @@ def verify_command(
 def reshard_command(
     sources: tuple[str, ...],
     *,
+    engine: str,
+    workers: int | None,
     shuffle: bool,
     seed: int | None,
     fields: tuple[str, ...] | None,
@@ -378,16 +379,18 @@ def reshard_command(
     if seed is not None and not shuffle:
         raise click.UsageError("--seed is the seed of --shuffle; give both.")
     options = ReshardOptions(
+        workers=workers if workers and engine == "local" else DEFAULT_WORKERS["local"],
         shuffle_seed=(seed or 0) if shuffle else None,
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         drop_missing=tuple(name.lstrip(".") for name in drop_missing),
         changes=_changes(arguments),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
-    with progress_bar("reshard", "samples") as progress:
+    with open_engine(engine, workers) as executor, progress_bar("reshard", "samples") as progress:
         report = reshard(
-            places, target, options=options, storage_options=as_storage_options(arguments), progress=progress
-        )
+            places, target, options=options, storage_options=as_storage_options(arguments), executor=executor,
+            progress=progress,
+        )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_reshard)
 
 
@@ -434,15 +437,16 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
     metavar="K=V",
     help="Option of the target's store, such as endpoint_url=URL; the other store options then apply to SOURCE only.",
 )
-@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards in parallel.")
+@on_shards_in_parallel(_COPY_WORKERS["local"])
 @click.option("--overwrite", is_flag=True, help="Replace shards of the same name that differ.")
 @index_option
 @unfinished_option
 @json_option
 @with_storage_options
 def copy_command(
-    sources: tuple[str, ...], *, target_option: tuple[tuple[str, str], ...], as_json: bool, **arguments: Any
-) -> None:
+    sources: tuple[str, ...], *, target_option: tuple[tuple[str, str], ...], engine: str, workers: int | None,
+    as_json: bool, **arguments: Any,
+) -> None:  # fmt: skip
     """Copy the shards of SOURCE and their index to TARGET.
 
     Every byte is checked, and the index is written last. A run that was stopped can be run again: shards already in
@@ -457,15 +461,12 @@ def copy_command(
     storage_options = as_storage_options(arguments)
     given = {key: typed_option(key, text) for key, text in target_option}
     target_options = for_this_run(given) if given else None
-    with progress_bar("copy", "shards") as progress:
+    workers = workers or _COPY_WORKERS[engine]
+    with open_engine(engine, workers) as executor, progress_bar("copy", "shards") as progress:
         report = copy(
-            places,
-            target,
-            storage_options=storage_options,
-            target_options=target_options,
-            progress=progress,
-            **arguments,
-        )
+            places, target, storage_options=storage_options, target_options=target_options, workers=workers,
+            executor=executor, progress=progress, **arguments,
+        )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_copy)
 
 

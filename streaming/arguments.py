@@ -371,8 +371,9 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, for people: ``"1 sample"``, ``"2,000 samples"``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun, for people: ``"1 sample"``, ``"2,000 samples"``, ``"2 batches"``."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def format_bytes(num_bytes: float) -> str:

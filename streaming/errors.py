@@ -63,6 +63,8 @@ def redact(url: str) -> str:
 
     Outside http(s) a question mark may be part of a key: what follows it is hidden if it looks like ``name=value``.
     """
+    if ":/" not in url:
+        return url
     scheme = found[1].lower() if (found := _SCHEME.match(url)) else "file"
     path, mark, query = url.partition("?")
     if scheme == "file" or (scheme not in {"http", "https"} and "=" not in query):

@@ -51,14 +51,14 @@ def some_samples(opened: OpenSet, storage: Storage) -> tuple[list[dict[str, byte
     table = table_of(opened, position, storage)
     pieces = ShardPieces.of(opened.urls[position], table)
     stop = 1
-    while stop < pieces.crc32c.size and pieces.record_starts[pieces.bounds[stop]] < _SAMPLE_BYTES:
+    while stop < pieces.crc32c.size and pieces.borders[stop] < _SAMPLE_BYTES:
         stop += 1
     buffer, layout = read_pieces(storage, pieces.range(0, stop), lambda: table)
     found: list[dict[str, bytes]] = []
     for starts, sizes in zip(layout.starts.tolist(), layout.sizes.tolist(), strict=True):
         places = zip(layout.fields, starts, sizes, strict=True)
         found.append({name: bytes(buffer[at : at + size]) for name, at, size in places if at >= 0})
-    return found, int(pieces.record_starts[pieces.bounds[stop]]) / max(1, len(found))
+    return found, int(pieces.borders[stop]) / max(1, len(found))
 
 
 def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: float = 1.0) -> Decoding:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from shard_tools.check.shard_check import undecodable
-from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS, Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.open_set import load_samples
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from streaming.batches.bad_file import BadRecord
-from streaming.catalog.build import no_samples
+from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.listing import StorageAhead
 from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import expand_urls
@@ -64,6 +66,7 @@ def recheck(
     index_url: str | None = None,
     allow_unfinished: bool = False,
     workers: int = DEFAULT_WORKERS["local"],
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> RecheckReport:
     """Read the samples in a list again, check their bytes against the index, and decode every field.
@@ -75,11 +78,13 @@ def recheck(
         index_url: Location of the index, if not beside the shards.
         allow_unfinished: Check them in a set that is not whole, too.
         workers: Shards checked in parallel.
+        executor: Executor on which to check them, such as a cluster, instead of on threads.
         progress: Receives the number of shards.
 
     Raises:
         NotFoundError: Nothing matches ``urls``.
-        ConfigError: Two shards have the same URL once secrets are removed.
+        ConfigError: Two shards have the same URL once secrets are removed, or the executor is on a machine that does
+            not see these files.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
@@ -90,19 +95,14 @@ def recheck(
             Marks(ahead, [], list(shards.values())).check(allow_unfinished=allow_unfinished)
     todo = [(shards[shown], records) for shown, records in bad.by_shard.items() if shown in shards]
     progress.start(total_bytes=None, total=len(todo))
-    decoder = resolve_decoders("auto")
     totals = [0, 0, 0]
     findings: list[Finding] = []
-
-    def check(item: tuple[str, Sequence[BadRecord]]) -> _Shard:
-        shard = _Shard(item[0], storage, decoder)
-        shard.check(item[1], index_url)
-        progress.advance(num=1)
-        return shard
-
-    for shard in map_ordered(check, todo, workers):
-        findings += shard.findings
-        totals = [a + b for a, b in zip(totals, (shard.num_samples, shard.num_good, shard.num_bytes), strict=True)]
+    calls = Calls(workers=workers, executor=executor, progress=progress)
+    shared = [(storage, place) for url, _ in todo[:1] for place in (url, samples_url(url, index_url))]
+    call = partial(_check, storage, resolve_decoders("auto"), index_url)
+    for found, *numbers in calls.map(call, todo, shared=shared):
+        findings += found
+        totals = [a + b for a, b in zip(totals, numbers, strict=True)]
     return RecheckReport(
         findings=tuple(findings),
         num_listed=bad.num_records,
@@ -113,6 +113,18 @@ def recheck(
         num_bytes=totals[2],
         seconds=time.monotonic() - started,
     )
+
+
+def _check(
+    storage: Storage, decoder: FieldDecoder, index_url: str | None, item: tuple[str, Sequence[BadRecord]],
+    progress: Progress,
+) -> tuple[list[Finding], int, int, int]:  # fmt: skip
+    """Check the listed samples of one shard; return findings, samples, good ones and bytes."""
+    url, records = item
+    shard = _Shard(url, storage, decoder)
+    shard.check(records, index_url)
+    progress.advance(num=1)
+    return shard.findings, shard.num_samples, shard.num_good, shard.num_bytes
 
 
 class _Shard:

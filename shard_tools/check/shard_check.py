@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import crc32c
 import numpy as np
+import pyarrow as pa
 
 from shard_tools.running.progress import Progress
 from shard_tools.running.report import Finding
+from shard_tools.sets.open_set import load_samples
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.fetch.checksums import sums_of
 from streaming.fetch.layout import UnitLayout
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import stable_hash
 from streaming.index.large_members import LargeSums
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
@@ -26,24 +28,25 @@ _REINDEX = "if the shard is right, run `shard_tools index --force`; if not, rest
 _REPLACED = "restore the shard that was indexed, or run `shard_tools index --force` for this one"
 _CONVERT_AGAIN = "restore the shard that was written, or convert again with --overwrite"
 _MAX_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk
+_KEYS_AT_ONCE = 1 << 13  # hashed; fewer cost more each
 _MAX_KEYS_LISTED = 10  # findings about single samples, per chunk and kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTask:
-    """What to check one shard against.
+    """What to check one shard against; small, and it can be pickled.
 
     Attributes:
         url: The shard.
         chunks: Its chunk rows in the chunk table: a table of this one shard.
-        samples: Loads its sample table, or says None if there is none.
+        index_url: Location of its sample table, if not beside it.
         fields: The fields that the conversion which wrote it gives its samples, True for those of every sample; None:
             nothing says.
     """
 
     url: str
     chunks: ChunkTable
-    samples: Callable[[], SampleTable | None]
+    index_url: str | None
     fields: Mapping[str, bool] | None = None
 
 
@@ -52,18 +55,49 @@ class ShardOutcome:
     """The result of checking one shard.
 
     Attributes:
-        task: What was checked.
         findings: Findings in byte order.
-        key_hashes: int64 ``[n]``, this process's hash of every key in the tar; 8 bytes instead of about 60 for the key.
+        key_hashes: int64 ``[n]``, a hash of every key in the tar, in every process the same; 8 bytes instead of about
+            60 for the key.
         num_bytes: Bytes read.
         not_decoded: Fields that are never decoded.
+        first: Checksum and size of the first chunk, if it is not the promised one: perhaps that of another shard. The
+            first finding of kind ``checksum`` is about it.
     """
 
-    task: ShardTask
     findings: tuple[Finding, ...]
     key_hashes: Int64Array
     num_bytes: int
     not_decoded: frozenset[str]
+    first: tuple[int, int] | None
+
+
+class _KeyHashes:
+    """Hash keys, many at a time."""
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._hashes: list[Int64Array] = [np.empty(0, np.int64)]
+
+    def add(self, keys: Sequence[str]) -> None:
+        """Take in some keys."""
+        self._keys += keys
+        if len(self._keys) >= _KEYS_AT_ONCE:
+            self._hash()
+
+    def hashes(self) -> Int64Array:
+        """Return the hash of each key, in order."""
+        if self._keys:
+            self._hash()
+        return np.concatenate(self._hashes)
+
+    def _hash(self) -> None:
+        try:
+            texts = pa.array(self._keys, pa.string())
+        except UnicodeEncodeError:  # bytes of a name that are not UTF-8
+            encoded = [key.encode("utf-8", "surrogateescape") for key in self._keys]
+            texts = pa.array(encoded, pa.binary()).view(pa.string())
+        self._hashes.append(stable_hash(texts).to_numpy(zero_copy_only=False))
+        self._keys = []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,19 +108,18 @@ class ShardCheck:
         task: The shard, and its index.
         storage: Store of the shard.
         decoder: Decodes every field too, if given.
-        whose_checksum: First-chunk checksums of all shards, to recognize shards that were swapped.
         progress: Receives the number of bytes.
     """
 
     task: ShardTask
     storage: Storage
     decoder: FieldDecoder | None
-    whose_checksum: Mapping[tuple[int, int], str]
     progress: Progress
     findings: list[Finding] = field(default_factory=list)
-    key_hashes: array[int] = field(default_factory=lambda: array("q"))
+    keys: _KeyHashes = field(default_factory=_KeyHashes)
     num_bytes: int = 0
     not_decoded: set[str] = field(default_factory=set)
+    first: tuple[int, int] | None = None
 
     def run(self) -> ShardOutcome:
         """Read the whole shard. Never raises for anything that is wrong with the shard or its index."""
@@ -101,11 +134,11 @@ class ShardCheck:
         except StorageError as error:
             self._find("read", f"cannot be read: {error}", cure="see the message; then verify again")
         return ShardOutcome(
-            task=self.task,
             findings=tuple(self.findings),
-            key_hashes=np.array(self.key_hashes, np.int64),
+            key_hashes=self.keys.hashes(),
             num_bytes=self.num_bytes,
             not_decoded=frozenset(self.not_decoded),
+            first=self.first,
         )
 
     def _find(self, kind: str, what: str, *, cure: str = _REINDEX, **facts: object) -> None:
@@ -131,7 +164,7 @@ class ShardCheck:
 
     def _load_samples(self) -> SampleTable | None:
         try:
-            samples = self.task.samples()
+            samples = load_samples(self.storage, self.task.url, self.task.index_url)
         except DataError as error:
             self._find("index", f"the sample table is damaged: {error}", cure="run `shard_tools index`")
             return None
@@ -152,11 +185,9 @@ class ShardCheck:
         self.progress.advance(num_bytes=len(body))
         found, promised = crc32c.crc32c(body), int(chunks.crc32c[row])
         if found != promised:
-            other = self.whose_checksum.get((found, end - start)) if row == 0 else None
+            self.first = (found, end - start) if row == 0 else self.first
             self._find(
-                "checksum",
-                f"the bytes are those of {other}: swapped?" if other else "the bytes are not those that were indexed",
-                cure=_REPLACED, byte_start=start, byte_end=end,
+                "checksum", "the bytes are not those that were indexed", cure=_REPLACED, byte_start=start, byte_end=end,
                 expected=f"CRC32C {promised:08x}", got=f"{found:08x}",
             )  # fmt: skip
         try:
@@ -164,7 +195,7 @@ class ShardCheck:
         except DataError as error:
             self._find("tar", f"not a run of whole tar members: {error}", byte_start=start, byte_end=end)
             return
-        self.key_hashes.extend(map(hash, layout.keys))
+        self.keys.add(layout.keys)
         if int(layout.record_starts[-1]) != end - start:
             self._find(
                 "tar",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.convert.journal import whole_journal
-from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS, Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
@@ -48,6 +49,7 @@ def verify(
     duplicate_keys: DuplicateKeys = "error",
     allow_unfinished: bool = False,
     workers: int = DEFAULT_WORKERS["local"],
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Read every byte of the shards once, and compare it with everything that the index says.
@@ -67,6 +69,7 @@ def verify(
         duplicate_keys: ``"keep"``: a key that occurs twice is not a finding.
         allow_unfinished: That the set is not whole is not a finding.
         workers: Shards checked in parallel; each holds one chunk in memory.
+        executor: Executor on which to check them, such as a cluster, instead of on threads.
         progress: Receives the number of shards and bytes.
 
     Raises:
@@ -74,6 +77,7 @@ def verify(
         IndexMissingError: There is no index to check against.
         IndexFormatError: The chunk table itself cannot be read.
         AccessDeniedError: The store refuses access.
+        ConfigError: The executor is on a machine that does not see these files.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
@@ -83,12 +87,17 @@ def verify(
     if not allow_unfinished:
         findings = unfinished(marks) + findings
     progress.start(total_bytes=sum(task.chunks.shards[0].size_bytes for task in tasks), total=len(tasks))
-    outcomes = _check_all(tasks, storage, resolve_decoders("auto") if decode else None, workers, progress)
+    call = partial(_check, storage, resolve_decoders("auto") if decode else None)
+    shared = [(storage, at) for url in shards[:1] for at in (url, join_url(home_of(url, index_url), chunks_path()))]
+    outcomes = list(Calls(workers=workers, executor=executor, progress=progress).map(call, tasks, shared=shared))
+    owners = {
+        (int(task.chunks.crc32c[0]), int(task.chunks.byte_end[0])): task.url for task in tasks if task.chunks.num_chunks
+    }
     for outcome in outcomes:
-        findings += outcome.findings
+        findings += _named(outcome, owners)
     findings += check_beside({task.url: task.chunks for task in tasks}, storage=storage, index_url=index_url)
     if duplicate_keys == "error":
-        findings += repeated_keys(outcomes)
+        findings += repeated_keys(tasks, outcomes, storage)
     return VerifyReport(
         findings=tuple(findings),
         num_shards=len(tasks),
@@ -119,8 +128,7 @@ def _plan(
     tasks: list[ShardTask] = []
     for url in sorted({*shards, *promised}) if whole else shards:
         if url in promised:
-            load = partial(load_samples, storage, url, index_url)
-            tasks.append(ShardTask(url=url, chunks=promised[url], samples=load, fields=fields[url]))
+            tasks.append(ShardTask(url=url, chunks=promised[url], index_url=index_url, fields=fields[url]))
         else:
             what = "the shard is in the store but not in the index"
             cure = "run `shard_tools index` to add it, or remove it"
@@ -157,28 +165,24 @@ def _converted_fields(storage: Storage, home: str, table: ChunkTable) -> Mapping
     return None
 
 
-def _check_all(
-    tasks: Sequence[ShardTask],
-    storage: Storage,
-    decoder: FieldDecoder | None,
-    workers: int,
-    progress: Progress,
-) -> list[ShardOutcome]:
-    owners = {
-        (int(task.chunks.crc32c[0]), int(task.chunks.byte_end[0])): task.url for task in tasks if task.chunks.num_chunks
-    }
-
-    def check(task: ShardTask) -> ShardOutcome:
-        outcome = ShardCheck(
-            task=task, storage=storage, decoder=decoder, whose_checksum=owners, progress=progress
-        ).run()
-        progress.advance(num=1)
-        return outcome
-
-    return list(map_ordered(check, tasks, min(workers, len(tasks))))
+def _check(storage: Storage, decoder: FieldDecoder | None, task: ShardTask, progress: Progress) -> ShardOutcome:
+    """Check one shard, wherever this runs."""
+    outcome = ShardCheck(task=task, storage=storage, decoder=decoder, progress=progress).run()
+    progress.advance(num=1)
+    return outcome
 
 
-def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
+def _named(outcome: ShardOutcome, owners: Mapping[tuple[int, int], str]) -> Sequence[Finding]:
+    """Return the findings; one about a first chunk names the shard that begins with these bytes, if there is one."""
+    other = None if outcome.first is None else owners.get(outcome.first)
+    if other is None:
+        return outcome.findings
+    at = next(number for number, finding in enumerate(outcome.findings) if finding.kind == "checksum")
+    swapped = replace(outcome.findings[at], what=f"the bytes are those of {other}: swapped?")
+    return (*outcome.findings[:at], swapped, *outcome.findings[at + 1 :])
+
+
+def repeated_keys(tasks: Sequence[ShardTask], outcomes: Sequence[ShardOutcome], storage: Storage) -> list[Finding]:
     """Find every key that occurs again, in its shard or a later one; list the first thousand, and give the total.
 
     Keys are compared by a 64-bit hash first and then as text, which comes from the sample tables of the shards
@@ -187,19 +191,20 @@ def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
     findings: list[Finding] = []
     total = 0
     for number, key, before in keys_again(
-        [outcome.key_hashes for outcome in outcomes], lambda number, rows: _keys_at(outcomes[number], rows)
+        [outcome.key_hashes for outcome in outcomes],
+        lambda number, rows: _keys_at(tasks[number], outcomes[number], storage, rows),
     ):
         total += 1
         if total <= _MAX_DUPLICATES:
-            findings.append(_duplicate(key, outcomes[number].task.url, outcomes[before].task.url))
+            findings.append(_duplicate(key, tasks[number].url, tasks[before].url))
     if total > len(findings):
         findings[-1] = replace(findings[-1], what=f"{findings[-1].what}, and so do {total - len(findings):,} more")
     return findings
 
 
-def _keys_at(outcome: ShardOutcome, rows: Sequence[int]) -> list[str]:
+def _keys_at(task: ShardTask, outcome: ShardOutcome, storage: Storage, rows: Sequence[int]) -> list[str]:
     try:
-        table = outcome.task.samples() if rows else None
+        table = load_samples(storage, task.url, task.index_url) if rows else None
     except IndexFormatError:
         return []
     if table is None or table.num_samples != outcome.key_hashes.size:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.columns.lift import as_array, sample_table_of, samples_of
-from shard_tools.columns.target import AddReport, ColumnTarget
-from shard_tools.running.engine import DEFAULT_WORKERS
+from shard_tools.columns.lift import as_array, samples_of
+from shard_tools.columns.target import AddReport, ColumnShard, ColumnTarget
+from shard_tools.running.engine import DEFAULT_WORKERS, Calls
 from shard_tools.running.functions import imported, source_digest
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
@@ -20,7 +22,6 @@ from streaming.decode import decode_field, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, ShardstreamError
 from streaming.index.files import read_note
 from streaming.index.layout import TOKENS_FILE
-from streaming.index.sample_table import SampleTable
 from streaming.storage import join_url, redact
 
 TOKENS = "tokens"
@@ -29,7 +30,8 @@ TOKENS = "tokens"
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
 Function = Callable[[Mapping[str, object]], ColumnValue]
-Values = Callable[[int], Sequence[ColumnValue]]
+Values = Callable[[ColumnShard], Sequence[ColumnValue]]
+_DECODERS = resolve_decoders("auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class ComputeOptions:
     Attributes:
         fields: Fields that the function gets; None: all. Other large fields are not read. For tokens: the one field.
         dtype: For tokens: ``"uint16"`` or ``"uint32"``; None: as recorded in ``_shardstream/tokens.json``.
-        workers: Shards in parallel, each on a thread.
+        workers: Shards in parallel.
     """
 
     fields: tuple[str, ...] | None = None
@@ -49,7 +51,7 @@ class ComputeOptions:
 
 def compute_column(
     target: ColumnTarget, spec: str | Function, *, options: ComputeOptions, made_from: str | None = None,
-    progress: Progress | None = None,
+    executor: Executor | None = None, progress: Progress | None = None,
 ) -> AddReport:  # fmt: skip
     """Add the late column ``target``, computed by ``spec`` from each sample.
 
@@ -63,29 +65,33 @@ def compute_column(
             a function.
         options: The options.
         made_from: What identifies a function that is given as such.
+        executor: Executor on which to compute, such as a cluster, instead of on threads.
         progress: Receives every shard.
 
     Raises:
-        ConfigError: There is no such function, or values are of types that cannot be compared.
+        ConfigError: There is no such function, or values are of types that cannot be compared; or the executor is on a
+            machine that does not see these files.
         DataError: A field cannot be read, or is not an array of tokens.
         Exception: Whatever the function raises; a note names the sample.
     """
-    begun, progress = time.monotonic(), progress or NoProgress()
+    begun = time.monotonic()
     name = spec if isinstance(spec, str) else str(made_from)
     if isinstance(spec, str) and spec == TOKENS:
         values, made_of = _tokens(target, options)
     elif isinstance(spec, str):
         function = _imported(spec)
-        values, made_of = _of_function(target, function, name, options), {"source": source_digest(function)}
+        values, made_of = partial(_applied, function, name, options.fields), {"source": source_digest(function)}
     else:
-        values, made_of = _of_function(target, spec, name, options), {}
+        values, made_of = partial(_applied, spec, name, options.fields), {}
     version = target.version_of(compute=name, fields=options.fields, **made_of)
 
-    def array(shard: int) -> pa.Array:
-        return as_array(values(shard), target, shard)
-
-    filled = target.fill(version, array, workers=options.workers, progress=progress, again=False)
+    calls = Calls(workers=options.workers, executor=executor, progress=progress or NoProgress())
+    filled = target.fill(version, partial(_array, values), calls=calls, again=False)
     return target.finish(filled, version=version, made_from=name, begun_s=begun)
+
+
+def _array(values: Values, shard: ColumnShard) -> pa.Array:
+    return as_array(values(shard), shard)
 
 
 def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
@@ -98,24 +104,23 @@ def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict
             f"--compute tokens: expected one field and its --dtype ({' or '.join(_WIDTHS)}), got {', '.join(fields)} "
             f"and {dtype!r}; beside token sets that convert wrote, {TOKENS_FILE} says both"
         )
-    (field,), width = fields, _WIDTHS[dtype]
+    (field,) = fields
+    return partial(_counts, field, _WIDTHS[dtype]), {"dtype": dtype, "field": field}
 
-    def values(shard: int) -> Sequence[ColumnValue]:
-        table = sample_table_of(target, shard)
-        if field not in table.fields:
-            return [None] * table.num_samples
-        starts, sizes = table.fields[field]
-        odd = np.flatnonzero((starts >= 0) & (sizes % width != 0))
-        if odd.size:
-            raise DataError(
-                f"{redact(target.urls[shard])}: sample {table.keys[int(odd[0])]!r}, field {field!r}: {sizes[odd[0]]} "
-                f"bytes are not a whole number of tokens of {width} bytes"
-            )
-        return [
-            size // width if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
-        ]
 
-    return values, {"dtype": dtype, "field": field}
+def _counts(field: str, width: int, shard: ColumnShard) -> Sequence[ColumnValue]:
+    """Return how many tokens each sample of a shard has."""
+    table = shard.table()
+    if field not in table.fields:
+        return [None] * table.num_samples
+    starts, sizes = table.fields[field]
+    odd = np.flatnonzero((starts >= 0) & (sizes % width != 0))
+    if odd.size:
+        raise DataError(
+            f"{redact(shard.url)}: sample {table.keys[int(odd[0])]!r}, field {field!r}: {sizes[odd[0]]} "
+            f"bytes are not a whole number of tokens of {width} bytes"
+        )
+    return [size // width if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
 
 
 def _described(target: ColumnTarget) -> dict[str, str]:
@@ -139,30 +144,27 @@ def _imported(spec: str) -> Function:
     return imported(spec, "--compute")
 
 
-def _of_function(target: ColumnTarget, function: Function, name: str, options: ComputeOptions) -> Values:
-    """Return a function that applies the user's function to a shard's samples."""
-    decoders = resolve_decoders("auto")
+def _applied(
+    function: Function, name: str, fields: tuple[str, ...] | None, shard: ColumnShard
+) -> Sequence[ColumnValue]:  # fmt: skip
+    """Return what the user's function says of each sample of a shard."""
+    url = redact(shard.url)
 
-    def value(url: str, key: str, fields: Mapping[str, bytes]) -> ColumnValue:
+    def value(key: str, encoded: Mapping[str, bytes]) -> ColumnValue:
         try:
             decoded = {
-                name: decode_field(decoders.decoder_for(name), data, url=url, key=key, field=name)
-                for name, data in fields.items()
+                field: decode_field(_DECODERS.decoder_for(field), data, url=url, key=key, field=field)
+                for field, data in encoded.items()
             }
         except DecodeError as error:
             error.add_note("--fields says which fields are decoded for the function")
             raise
         try:
-            return column_value({"__key__": key, "__url__": url, **decoded}, target.name, function, key)
+            return column_value({"__key__": key, "__url__": url, **decoded}, shard.column, function, key)
         except ShardstreamError:
             raise
         except Exception as error:
             error.add_note(f"in {url}, by {name}")
             raise
 
-    def values(shard: int) -> Sequence[ColumnValue]:
-        table: SampleTable = sample_table_of(target, shard)
-        url = redact(target.urls[shard])
-        return [value(url, key, fields) for key, fields in samples_of(target, shard, table, options.fields)]
-
-    return values
+    return [value(key, encoded) for key, encoded in samples_of(shard, shard.table(), fields)]

@@ -81,7 +81,7 @@ def join_column(
             target.begin()
         starts = sums([target.sizes[shard] for shard in group])
         parts = [(shard, values.slice(starts[at], target.sizes[shard])) for at, shard in enumerate(group)]
-        for _ in map_ordered(lambda part: target.write(*part, version), parts, THREADS):
+        for _ in map_ordered(lambda part: target.shard(part[0]).write(part[1], version), parts, THREADS):
             progress.advance(num=1)
     filled = [Filled(str(rows.kind), found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
     return target.finish(

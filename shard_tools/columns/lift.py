@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.columns.target import AddReport, ColumnTarget
+from shard_tools.columns.target import AddReport, ColumnShard, ColumnTarget
+from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.sets.open_set import needed_samples
 from shard_tools.sets.pieces import ShardPieces
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import raw, resolve_decoders
@@ -26,26 +28,35 @@ _GAP_BYTES = 128 << 10  # as where a filter leaves out samples: shards are many,
 _PIECE_BYTES = 8 << 20
 
 
-def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: Progress | None = None) -> AddReport:
+def lift_column(
+    target: ColumnTarget, path: str, *, workers: int = 8, executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> AddReport:  # fmt: skip
     """Add the late column ``target`` with the value at ``path`` in each sample, such as ``json.similarity`` or ``cls``.
 
     A whole field has the type that its decoder gives: ``cls`` holds integers; a field without a decoder, text. Only the
     field is read (other large ones are skipped), and every byte read is checked. Samples without the field or the entry
     have no value.
 
+    Args:
+        target: The column.
+        path: Where the values are in a sample.
+        workers: Shards read in parallel.
+        executor: Executor on which to read them, such as a cluster, instead of on threads.
+        progress: Receives every shard.
+
     Raises:
-        ConfigError: No sample has the field, or a value there; or values are of types that cannot be compared.
+        ConfigError: No sample has the field, or a value there; or values are of types that cannot be compared; or the
+            executor is on a machine that does not see these files.
         DataError: A field cannot be read.
     """
-    begun, progress = time.monotonic(), progress or NoProgress()
+    begun = time.monotonic()
     version = target.version_of(lift=path)
-    if not any(_field_of(sample_table_of(target, shard), path) for shard in range(len(target.urls))):
+    if not any(_field_of(target.shard(number).table(), path) for number in range(len(target.urls))):
         raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
 
-    def array(shard: int) -> pa.Array:
-        return as_array(_values(target, shard, path), target, shard)
-
-    filled = target.fill(version, array, workers=workers, progress=progress)
+    calls = Calls(workers=workers, executor=executor, progress=progress or NoProgress())
+    filled = target.fill(version, partial(_lifted, path), calls=calls)
     if sum(one.num_missing for one in filled) == sum(target.sizes):
         raise ConfigError(f"{path}: no sample has a value there; `shard_tools cat URL KEY` shows what one has")
     return target.finish(filled, version=version, made_from=path, begun_s=begun)
@@ -53,7 +64,7 @@ def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: 
 
 def lift_all(
     urls: Sequence[str], paths: Sequence[str], *, storage: Storage, index_url: str | None, workers: int,
-    allow_unfinished: bool = False, progress: Progress | None = None,
+    allow_unfinished: bool = False, executor: Executor | None = None, progress: Progress | None = None,
 ) -> list[AddReport]:  # fmt: skip
     """Lift one late column per path, named like it; columns that already exist for these shards are kept.
 
@@ -67,11 +78,11 @@ def lift_all(
         )
         there = find_columns(storage, target.homes, [path]) if len(target.homes) == 1 else {}
         if path not in there or there[path].version != target.version_of(lift=path):
-            reports.append(lift_column(target, path, workers=workers, progress=progress))
+            reports.append(lift_column(target, path, workers=workers, executor=executor, progress=progress))
     return reports
 
 
-def as_array(values: Sequence[ColumnValue], target: ColumnTarget, shard: int) -> pa.Array:
+def as_array(values: Sequence[ColumnValue], shard: ColumnShard) -> pa.Array:
     """Return values as an array of one type.
 
     Raises:
@@ -82,30 +93,34 @@ def as_array(values: Sequence[ColumnValue], target: ColumnTarget, shard: int) ->
         values = [None if value is None else float(value) for value in values]
     elif len(kinds) > 1:
         raise ConfigError(
-            f"{redact(target.urls[shard])}: column {target.name!r}: values are of several kinds: "
+            f"{redact(shard.url)}: column {shard.column!r}: values are of several kinds: "
             f"{', '.join(sorted(kind.__name__ for kind in kinds))}"
         )
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError) as error:
-        raise ConfigError(f"{redact(target.urls[shard])}: column {target.name!r}: {error}") from error
+        raise ConfigError(f"{redact(shard.url)}: column {shard.column!r}: {error}") from error
 
 
-def _values(target: ColumnTarget, shard: int, path: str) -> list[ColumnValue]:
+def _lifted(path: str, shard: ColumnShard) -> pa.Array:
+    return as_array(_values(path, shard), shard)
+
+
+def _values(path: str, shard: ColumnShard) -> list[ColumnValue]:
     """Return the value of each sample of a shard."""
-    url, table = target.urls[shard], sample_table_of(target, shard)
+    table = shard.table()
     field = _field_of(table, path)
     if field is None:
         return [None] * table.num_samples
     values = list[ColumnValue]()
     source = _Decoded(field) if field == path and _DECODERS.decoder_for(field) is not raw else path
-    for key, fields in samples_of(target, shard, table, (field,)):
+    for key, fields in samples_of(shard, table, (field,)):
         try:
-            values.append(column_value(fields, target.name, source, key) if fields else None)
+            values.append(column_value(fields, shard.column, source, key) if fields else None)
         except (ValueError, UnicodeDecodeError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise DataError(f"{redact(url)}: sample {key!r}, field {field!r}: {error}") from error
+            raise DataError(f"{redact(shard.url)}: sample {key!r}, field {field!r}: {error}") from error
     return values
 
 
@@ -120,17 +135,8 @@ class _Decoded:
         return value[()] if isinstance(value, np.ndarray) and not value.ndim else value
 
 
-def sample_table_of(target: ColumnTarget, shard: int) -> SampleTable:
-    """Return the sample table of a shard.
-
-    Raises:
-        IndexMissingError: It has none.
-    """
-    return needed_samples(target.storage, target.urls[shard], target.index_url)
-
-
 def samples_of(
-    target: ColumnTarget, shard: int, table: SampleTable, fields: tuple[str, ...] | None
+    shard: ColumnShard, table: SampleTable, fields: tuple[str, ...] | None
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield the key of each sample of a shard, in its order, and the bytes of those ``fields`` (None: all) that it has.
 
@@ -139,14 +145,13 @@ def samples_of(
     Raises:
         DataError: A sample cannot be read.
     """
-    url = target.urls[shard]
-    pieces = ShardPieces.of(url, table)
+    pieces = ShardPieces.of(shard.url, table)
     known = ShardFacts(samples=lambda: table, gap_bytes=_GAP_BYTES)
     for first, stop in _runs(pieces):
         wanted = replace(pieces.range(first, stop), fields=fields)
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as out:
-            layout = fetch_range(target.storage, wanted, out, known=known)
+            layout = fetch_range(shard.storage, wanted, out, known=known)
         for row, key in enumerate(layout.keys):
             if row in layout.damage:
                 raise layout.damage[row]
@@ -164,7 +169,7 @@ def _field_of(table: SampleTable, path: str) -> str | None:
 
 def _runs(pieces: ShardPieces) -> list[tuple[int, int]]:
     """Return the runs of pieces of about 8 MiB."""
-    starts = pieces.record_starts[pieces.bounds]
+    starts = pieces.borders
     runs, first = [], 0
     for piece in range(1, len(starts)):
         if piece == len(starts) - 1 or starts[piece + 1] - starts[first] > _PIECE_BYTES:

@@ -7,21 +7,23 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import Calls, map_ordered
 from shard_tools.running.progress import Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.open_set import open_set
+from shard_tools.sets.open_set import needed_samples, open_set
 from streaming.catalog.build import home_of, no_samples, samples_url, shard_name
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import read_column, read_sample_columns, write_column
 from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
@@ -66,6 +68,57 @@ class Filled(NamedTuple):
 
     type: str
     num_missing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnShard:
+    """One shard of a column's target: all that a call must know to give it values, wherever it runs.
+
+    Attributes:
+        column: The column's name.
+        url: The shard.
+        index_url: Location of its index, if not beside it.
+        rows: Its rows of the chunk table.
+        storage: The store.
+    """
+
+    column: str
+    url: str
+    index_url: str | None
+    rows: ChunkTable
+    storage: Storage
+
+    @property
+    def path(self) -> str:
+        """Where the values are stored."""
+        name = shard_name(self.url, self.index_url)
+        return join_url(home_of(self.url, self.index_url), column_path(self.column, name))
+
+    def table(self) -> SampleTable:
+        """Return the sample table.
+
+        Raises:
+            IndexMissingError: There is none.
+        """
+        return needed_samples(self.storage, self.url, self.index_url)
+
+    def written(self, version: str) -> pa.Array | None:
+        """Return values written earlier, if they are of this version of the column, and of this shard."""
+        try:
+            values, facts = read_column(self.storage.read(self.path), redact(self.path))
+        except (NotFoundError, IndexFormatError):
+            return None
+        return values if (facts["column_version"], facts["fingerprint"]) == (version, self.rows.fingerprint) else None
+
+    def write(self, values: pa.Array, version: str) -> None:
+        """Write the values; another time they replace those."""
+        shard, fingerprint = self.rows.shards[0], self.rows.fingerprint
+        data = write_column(values, name=self.column, shard=shard, fingerprint=fingerprint, version=version)
+        self.storage.put(self.path, data)
+
+
+ShardValues = Callable[[ColumnShard], pa.Array]
+"""Gives a shard's values. To run elsewhere, it must be picklable."""
 
 
 class ColumnTarget:
@@ -143,33 +196,20 @@ class ColumnTarget:
         for home in self._taken:
             self.storage.delete(join_url(home, column_document_path(self.name)))
 
-    def written(self, shard: int, version: str) -> pa.Array | None:
-        """Return the values of one shard written earlier, if they are of this version and this shard."""
-        url, rows = self.urls[shard], self.table.of_shard(shard)
-        path = join_url(home_of(url, self.index_url), column_path(self.name, shard_name(url, self.index_url)))
-        try:
-            values, facts = read_column(self.storage.read(path), redact(path))
-        except (NotFoundError, IndexFormatError):
-            return None
-        return values if (facts["column_version"], facts["fingerprint"]) == (version, rows.fingerprint) else None
+    def shard(self, number: int) -> ColumnShard:
+        """Return the shard of this number."""
+        return ColumnShard(
+            column=self.name, url=self.urls[number], index_url=self.index_url, rows=self.table.of_shard(number),
+            storage=self.storage,
+        )  # fmt: skip
 
-    def write(self, shard: int, values: pa.Array, version: str) -> None:
-        """Write the values of one shard."""
-        url, rows = self.urls[shard], self.table.of_shard(shard)
-        name = shard_name(url, self.index_url)
-        data = write_column(values, name=self.name, shard=rows.shards[0], fingerprint=rows.fingerprint, version=version)
-        self.storage.put(join_url(home_of(url, self.index_url), column_path(self.name, name)), data)
-
-    def fill(
-        self, version: str, arrays: Callable[[int], pa.Array], *, workers: int, progress: Progress, again: bool = True
-    ) -> list[Filled]:
+    def fill(self, version: str, values: ShardValues, *, calls: Calls, again: bool = True) -> list[Filled]:
         """Write the values of every shard, and return a summary of each. The caller must call ``finish``.
 
         Args:
             version: Version of the column.
-            arrays: Returns the values of a shard by its number; called on ``workers`` threads.
-            workers: Shards in parallel.
-            progress: Receives every shard.
+            values: Gives the values of a shard.
+            calls: Who asks for them; its progress receives every shard.
             again: False: values of this version written before an interruption are not computed again. A finished
                 column that is being overwritten is always recomputed.
         """
@@ -179,17 +219,10 @@ class ColumnTarget:
             # Before the documents: without these, files count as written by an interrupted run of the same work.
             list(map_ordered(self.storage.delete, [url for url in gone if url not in documents], THREADS))
         self.begin()
-        progress.start(total_bytes=None, total=len(self.urls))
-
-        def one(shard: int) -> Filled:
-            array = None if again else self.written(shard, version)
-            if array is None:
-                array = arrays(shard)
-                self.write(shard, array, version)
-            progress.advance(num=1)
-            return Filled(str(array.type), array.null_count)
-
-        return list(map_ordered(one, range(len(self.urls)), workers))
+        calls.progress.start(total_bytes=None, total=len(self.urls))
+        shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
+        shards = map(self.shard, range(len(self.urls)))
+        return list(calls.map(partial(_fill, version, values, again), shards, shared=shared))
 
     def finish(
         self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, **more: Any
@@ -228,6 +261,15 @@ class ColumnTarget:
             num_missing=num_missing, seconds=time.monotonic() - begun_s,
             **{"num_rows": num_samples - num_missing, **more},
         )  # fmt: skip
+
+
+def _fill(version: str, values: ShardValues, again: bool, shard: ColumnShard, progress: Progress) -> Filled:  # noqa: FBT001
+    array = None if again else shard.written(version)
+    if array is None:
+        array = values(shard)
+        shard.write(array, version)
+    progress.advance(num=1)
+    return Filled(str(array.type), array.null_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from shard_tools.columns.compute import ComputeOptions, compute_column
 from shard_tools.columns.join import JoinOptions, Missing, join_column
 from shard_tools.columns.lift import lift_column
 from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
 from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
-from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS
+from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
-from shard_tools.terminal.options import COUNT, SIZE, names, on_named, on_shards, writing_options
+from shard_tools.terminal.options import SIZE, names, on_named, on_shards, on_shards_in_parallel, writing_options
 from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted
 from streaming.storage import Storage
@@ -54,25 +56,21 @@ def column_group() -> None:
     help="Samples without a row or value get none, or are an error.",
 )
 @click.option("--memory", "memory_bytes", type=SIZE, default=DEFAULT_MEMORY, show_default=True, help="Memory for keys.")
-@click.option(
-    "--workers",
-    type=COUNT,
-    default=DEFAULT_WORKERS["local"],
-    show_default=True,
-    help="Shards that --lift or --compute reads in parallel.",
-)
+@on_shards_in_parallel(what="With --lift or --compute: shards")
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
 @on_named("column")
 def add_command(
     urls: list[str], *, storage: Storage, source: str | None, on: str | None, lift: str | None, compute: str | None,
-    fields: tuple[str, ...] | None, dtype: str | None, workers: int, as_json: bool, **arguments: Any,
+    fields: tuple[str, ...] | None, dtype: str | None, engine: str, workers: int | None, as_json: bool,
+    **arguments: Any,
 ) -> None:  # fmt: skip
     """Add the late column NAME to the shards at URL.
 
     Values are joined from a file by key, taken from the samples, or computed. The column is stored beside the index, in
     one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. It
     is an error if none matches, or if a key occurs twice in the table. A function gets a decoded sample (a dict) and
-    returns a number, text, a bool or None; it is called on several threads.
+    returns a number, text, a bool or None; it is called on several threads, or on Ray, where every node must find its
+    module.
 
     \b
     Example:
@@ -85,14 +83,19 @@ def add_command(
         raise click.UsageError("Give one of --from FILE --on COLUMN, --lift PATH, and --compute FUNCTION.")
     if compute is None and (fields or dtype):
         raise click.UsageError("--fields and --dtype are for --compute.")
+    source_of = click.get_current_context().get_parameter_source
+    if source is not None and ParameterSource.COMMANDLINE in {source_of("engine"), source_of("workers")}:
+        raise click.UsageError("--engine and --workers are for --lift and --compute: --from reads no shards.")
     which = {option: arguments.pop(option) for option in ("name", "index_url", "overwrite", "allow_unfinished")}
     target = ColumnTarget(urls, storage=storage, **which)
-    with progress_bar("column", "shards") as progress:
+    workers = workers or DEFAULT_WORKERS[engine]
+    there = nullcontext() if source is not None else open_engine(engine, workers)
+    with there as executor, progress_bar("column", "shards") as progress:
         if lift is not None:
-            report = lift_column(target, lift, workers=workers, progress=progress)
+            report = lift_column(target, lift, workers=workers, executor=executor, progress=progress)
         elif compute is not None:
             computing = ComputeOptions(fields=fields, dtype=dtype, workers=workers)
-            report = compute_column(target, compute, options=computing, progress=progress)
+            report = compute_column(target, compute, options=computing, executor=executor, progress=progress)
         else:
             options = JoinOptions(on=str(on), **arguments)
             report = join_column(target, str(source), storage=storage, options=options, progress=progress)

@@ -19,6 +19,7 @@ from shard_tools.terminal.options import (
     index_option,
     json_option,
     names,
+    places_and_target,
     unfinished_option,
     with_storage_options,
     writing_options,
@@ -29,9 +30,7 @@ from shard_tools.write.writer import DEFAULT_MAX_BYTES
 
 @click.command("map")
 @writing_options
-@click.argument("source")
-@click.argument("target")
-@click.argument("function", metavar="MODULE:FUNCTION")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET MODULE:FUNCTION")
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay as is.")
@@ -55,7 +54,7 @@ from shard_tools.write.writer import DEFAULT_MAX_BYTES
 @json_option
 @with_storage_options
 def map_command(
-    source: str, target: str, *, function: str, engine: str, workers: int | None, on_error: str, max_bad: int | None,
+    sources: tuple[str, ...], *, engine: str, workers: int | None, on_error: str, max_bad: int | None,
     write_bad: str | None, fields: tuple[str, ...] | None, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Write what your function makes of the samples of SOURCE into new shards in TARGET.
@@ -67,10 +66,15 @@ def map_command(
     \b
     Example:
       shard_tools map s3://bucket/raw/ s3://bucket/small/ mymodule:resize --fields jpg
+      shard_tools map 's3://bucket/day-*/' more/ all/ mymodule:clean
       shard_tools map shards/ english/ mymodule:clean --where "lang = 'en'" --on-error drop --write-bad bad.jsonl
     """
     if on_error == "raise" and (max_bad is not None or write_bad is not None):
         raise click.UsageError("--max-bad and --write-bad are for --on-error drop.")
+    *named, function = sources
+    if ":" not in function or "/" in function:
+        raise click.UsageError(f"The last argument names your function as MODULE:FUNCTION; got {function!r}.")
+    places, target = places_and_target(tuple(named))
     running = Running(
         workers=workers, engine=engine, on_error=on_error, max_bad_samples=max_bad, bad_samples_file=write_bad
     )
@@ -78,7 +82,7 @@ def map_command(
     options = MapOptions(fields=None if fields is None else tuple(name.lstrip(".") for name in fields), **arguments)
     with progress_bar("map", "samples") as progress:
         report = map_set(
-            source, target, function, options=options, running=running, storage_options=storage_options,
+            places, target, function, options=options, running=running, storage_options=storage_options,
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_made)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.running.templates import jinja
@@ -20,7 +21,7 @@ from shard_tools.stats.report import StatsReport
 from shard_tools.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
 from shard_tools.stats.sketches import WORDS, Distribution, Top
 from shard_tools.stats.totals import FieldTotals
-from shard_tools.terminal.options import COUNT, on_shards
+from shard_tools.terminal.options import COUNT, on_shards, on_shards_in_parallel
 from shard_tools.terminal.verbs import emit
 from streaming.arguments import counted, format_bytes
 from streaming.errors import ConfigError
@@ -46,13 +47,13 @@ _RARE = 100  # a value that less than one in so many samples has
     "--journal", default=JOURNALS, show_default=True, metavar="URL",
     help="With --all: folder or prefix where the progress is kept until it is done.",
 )  # fmt: skip
-@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards in parallel.")
+@on_shards_in_parallel()
 @on_shards
 @click.pass_context
 def stats_command(
     context: click.Context, /, *, urls: tuple[str, ...], storage: Storage, limit: int, everything: bool,
     subset: str | None, html: str | None, as_json: bool, index_url: str | None, allow_unfinished: bool,
-    **arguments: Any,
+    engine: str, workers: int | None, **arguments: Any,
 ) -> None:  # fmt: skip
     """Say what is in a set, and what will surprise in training.
 
@@ -76,11 +77,12 @@ def stats_command(
     if html is not None:
         jinja("--html", "show")  # before the work
         check_page(html)
-    options = StatsOptions(limit=None if everything else limit, subset=parse_subset(subset), **arguments)
-    with progress_bar("stats", "shards") as progress:
+    workers = workers or DEFAULT_WORKERS[engine]
+    arguments |= {"limit": None if everything else limit, "subset": parse_subset(subset), "workers": workers}
+    with open_engine(engine, workers) as executor, progress_bar("stats", "shards") as progress:
         report = stats(
-            urls, storage=storage, index_url=index_url, options=options, allow_unfinished=allow_unfinished,
-            progress=progress,
+            urls, storage=storage, index_url=index_url, options=StatsOptions(**arguments),
+            allow_unfinished=allow_unfinished, executor=executor, progress=progress,
         )  # fmt: skip
     if html is not None:
         write_page(html, stats_page(report))

@@ -1,50 +1,59 @@
 """Convert on an executor, such as a cluster: many shards in parallel, with the same bytes as a single writer's.
 
-Where shards end depends on the sizes of all earlier records, so there are two steps, each distributed over the
-executor: ranges of records are measured, and their sizes determine which records each shard holds; then shards are
-written, each by its own writer. This reads the source twice. Both steps overlap: a shard is written as soon as its
-records are measured. Shards may finish out of order; an interrupted conversion continues after the first gapless run.
+Where shards end depends on the sizes of all earlier records, so there are two steps. Records are measured: ranges of
+them on the executor, which reads the source twice; or here by an index that tells names and sizes. Their sizes
+determine which records each shard holds. Then shards are written on the executor, each by its own writer. Both steps
+overlap: a shard is written as soon as its records are measured. Shards may finish out of order; an interrupted
+conversion continues after the first gapless run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from shard_tools.convert.base.records import Remarks, ShardOptions, Source, later_wrong_names, refuse_known
+from shard_tools.convert.base.records import (
+    Countable,
+    Foreseeable,
+    Record,
+    Remarks,
+    ShardOptions,
+    Source,
+    later_wrong_names,
+    refuse_known,
+    runs_of,
+)
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, SeenKeys, check_key
-from shard_tools.write.writer import ShardWriter, UnmarkedWriter, is_full, make_record
-from streaming.errors import ConfigError, first_of
+from shard_tools.write.writer import UnmarkedWriter, is_full, make_record
+from streaming.errors import ConfigError, DataError, first_of
 
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertWork:
-    """What every call needs.
+class ShardTarget:
+    """What every writer of shards needs.
 
     Attributes:
-        reader: The source.
         pattern: Pattern of the shards' URLs.
         options: Size of shards.
         columns: Names and functions of the sample table's columns.
         storage_options: Options of the target's store.
     """
 
-    reader: Source
     pattern: str
     options: ShardOptions
     columns: Mapping[str, Callable[[Mapping[str, object]], object]]
     storage_options: Mapping[str, object] | None
 
-    def writer(self, shard: int) -> ShardWriter:
+    def writer(self, shard: int) -> UnmarkedWriter:
         """Return a writer that begins with this shard."""
         return UnmarkedWriter(
             self.pattern,
@@ -59,15 +68,17 @@ class ConvertWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """The records of a shard: ``num_samples`` from number ``start`` on."""
+    """The records of a shard: ``num_samples`` from number ``start`` on, of ``num_bytes`` in a tar."""
 
     number: int
     start: int
     num_samples: int
+    num_bytes: int
 
 
 def write_elsewhere(
-    work: ConvertWork,
+    reader: Source,
+    target: ShardTarget,
     executor: Executor,
     progress: Progress,
     *,
@@ -82,48 +93,70 @@ def write_elsewhere(
         ConfigError: The source cannot be read from its middle.
         DuplicateKeyError: Two records have the same key.
     """
-    num_records = work.reader.num_records
-    if num_records is None:
-        raise ConfigError(
-            f"--engine: a source of kind {work.reader.kind!r} can only be read front to back, by one process; "
-            "use --engine local, or bring it into Parquet first"
-        )
-    sizes = _measured(work, executor, range(start, num_records), known_keys)
-    shards = _cut(sizes, work, start, first_shard)
+    num_records = _count(reader, executor, progress)
+    if isinstance(reader, Foreseeable):
+        sizes = _sizes(reader.outlines(start))
+        shards = _cut(_new(sizes, known_keys), target.options, start, first_shard)
+        parts = ((shard, reader.part(shard.start, shard.start + shard.num_samples)) for shard in shards)
+        written = ordered(executor, partial(_write_part, target), parts, _AHEAD)
+    else:
+        sizes = _measured(reader, executor, range(start, num_records))
+        shards = _cut(_new(sizes, known_keys), target.options, start, first_shard)
+        written = ordered(executor, partial(_write_shard, target, reader), shards, _AHEAD)
     next_shard = first_shard
-    for shard, num_bytes, noted in ordered(executor, partial(_write_shard, work), shards, _AHEAD):
+    for shard, num_bytes, noted in written:
         next_shard = shard.number + 1
         remarks.join(noted)
         progress.advance(num_bytes=num_bytes, num=shard.num_samples)
-    work.writer(next_shard).close()  # publishes the chunk table of all shards
+    target.writer(next_shard).close()  # publishes the chunk table of all shards
     return num_records
 
 
-def _measured(
-    work: ConvertWork, executor: Executor, numbers: range, known_keys: Collection[str]
-) -> Iterator[tuple[str, int]]:
-    """Yield key and size of every record, in order, and check that no key is among ``known_keys``."""
+def _count(reader: Source, executor: Executor, progress: Progress) -> int:
+    """Return the number of records; where it is not known, a first pass counts them."""
+    if reader.num_records is None and isinstance(reader, Countable):
+        reader.count(executor)
+        progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
+    if reader.num_records is None:
+        raise ConfigError(
+            f"--engine: a source of kind {reader.kind!r} can only be read front to back, by one process; "
+            "use --engine local, or bring it into Parquet first"
+        )
+    return reader.num_records
+
+
+def _new(sizes: Iterable[tuple[str, int]], known_keys: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Pass on key and size of every record, and check that no key is among ``known_keys``."""
+    for key, num_bytes in sizes:
+        refuse_known(key, known_keys)
+        yield key, num_bytes
+
+
+def _measured(reader: Source, executor: Executor, numbers: range) -> Iterator[tuple[str, int]]:
+    """Yield key and size of every record, in order."""
     length = min(_MAX_RANGE, max(_MIN_RANGE, len(numbers) // _RANGES))
     ranges = (numbers[first : first + length] for first in range(0, len(numbers), length))
-    for part in ordered(executor, partial(_measure, work), ranges, _AHEAD):
-        for key, num_bytes in part:
-            refuse_known(key, known_keys)
-            yield key, num_bytes
+    for part in ordered(executor, partial(_measure, reader), ranges, _AHEAD):
+        yield from part
 
 
-def _measure(work: ConvertWork, numbers: range) -> list[tuple[str, int]]:
+def _measure(reader: Source, numbers: range) -> list[tuple[str, int]]:
     """Measure these records: key, and bytes in a tar."""
-    sizes = []
-    with contextlib.closing(work.reader.records(numbers.start)) as records:
-        for record in itertools.islice(records, len(numbers)):
-            try:
-                sizes.append((record.key, make_record(record.fields, check_key(record.key)).num_bytes))
-            except ConfigError as error:
-                raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
-    return sizes
+    with contextlib.closing(reader.records(numbers.start)) as records:
+        return [*itertools.islice(_sizes(records), len(numbers))]
 
 
-def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number: int) -> Iterator[_Shard]:
+def _sizes(records: Iterator[Record]) -> Iterator[tuple[str, int]]:
+    """Yield key and size of each record."""
+    for record in records:
+        try:
+            num_bytes = make_record(record.fields, check_key(record.key)).num_bytes
+        except ConfigError as error:
+            raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
+        yield record.key, num_bytes
+
+
+def _cut(sizes: Iterator[tuple[str, int]], options: ShardOptions, start: int, number: int) -> Iterator[_Shard]:
     """Yield the shards, by the writer's own rule."""
     seen = SeenKeys()
     shard_bytes = shard_samples = 0
@@ -132,11 +165,11 @@ def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number
             shard_bytes,
             shard_samples,
             num_bytes,
-            max_bytes=work.options.max_bytes,
-            max_samples=work.options.max_samples,
+            max_bytes=options.max_bytes,
+            max_samples=options.max_samples,
         )
         if rolls:
-            yield _Shard(number=number, start=start, num_samples=shard_samples)
+            yield _Shard(number=number, start=start, num_samples=shard_samples, num_bytes=shard_bytes)
             number, start, shard_bytes, shard_samples = number + 1, start + shard_samples, 0, 0
         new_shard = shard_samples == 0
         seen.check(key, new_shard=new_shard)
@@ -144,21 +177,43 @@ def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number
         shard_bytes += num_bytes
         shard_samples += 1
     if shard_samples:
-        yield _Shard(number=number, start=start, num_samples=shard_samples)
+        yield _Shard(number=number, start=start, num_samples=shard_samples, num_bytes=shard_bytes)
 
 
-def _write_shard(work: ConvertWork, shard: _Shard) -> tuple[_Shard, int, Remarks]:
+def _write_part(target: ShardTarget, item: tuple[_Shard, Source]) -> tuple[_Shard, int, Remarks]:
+    """Do as :func:`_write_shard`, from a source of this shard's records alone."""
+    shard, part = item
+    return _write_shard(target, part, replace(shard, start=0))
+
+
+def _write_shard(target: ShardTarget, reader: Source, shard: _Shard) -> tuple[_Shard, int, Remarks]:
     """Write one shard and its sample table; return the bytes of its fields, and remarks. May be repeated."""
     num_bytes, remarks = 0, Remarks()
-    writer = work.writer(shard.number)
+    writer = target.writer(shard.number)
     try:
-        with contextlib.closing(work.reader.records(shard.start)) as records:
-            for record in itertools.islice(records, shard.num_samples):
-                writer.write(record.sample)
-                remarks.add(record)
-                num_bytes += sum(map(len, record.fields.values()))
+        with contextlib.closing(reader.records(shard.start)) as records:
+            for run in runs_of(itertools.islice(records, shard.num_samples)):
+                writer.write_all([record.sample for record in run])
+                for record in run:
+                    remarks.add(record)
+                    num_bytes += sum(map(len, record.fields.values()))
+        _check(writer, shard)
         writer.close(chunk_table=False)
     except BaseException:
         writer.abort()
         raise
     return shard, num_bytes, remarks
+
+
+def _check(writer: UnmarkedWriter, shard: _Shard) -> None:
+    """Refuse records that are not those that were measured.
+
+    Raises:
+        DataError: They are not.
+    """
+    if (writer.num_shards, writer.num_samples, writer.shard_bytes) != (0, shard.num_samples, shard.num_bytes):
+        raise DataError(
+            f"shard {shard.number}: expected {shard.num_samples} samples of {shard.num_bytes} bytes, got "
+            f"{writer.num_samples} of {writer.shard_bytes}: the source is being changed, or its index is not of its "
+            "shards (`shard_tools verify` tells); run this again when it is whole"
+        )

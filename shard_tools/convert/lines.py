@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -13,7 +14,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_each, open_stored
+from shard_tools.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
+from shard_tools.convert.base.files import SourceFile, find_files, open_each, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper, unreadable
 from shard_tools.running.engine import map_ordered
@@ -32,7 +34,7 @@ SUFFIXES = {
 }
 
 
-class LineFiles(FileSource):
+class LineFiles(CountedFiles):
     """JSONL or text files: every non-blank line is a record; in text also every paragraph, or every file.
 
     Without ``shuffle_seed`` files are read sequentially; with it, a first pass records where lines begin (8 bytes of
@@ -40,17 +42,16 @@ class LineFiles(FileSource):
     """
 
     def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__(
-            kind, find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude, more=options.more), storage
-        )
+        files = find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude, more=options.more)
+        super().__init__(kind, files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if kind == "text" and not options.fields:
             self._mapper = replace(self._mapper, fields=(("text", "txt"),))
-        self._seed, self._num_threads = options.shuffle_seed, options.num_threads
+        self._seed = options.shuffle_seed
         self._unit = options.unit if kind == "text" else "line"
         if self._seed is not None and self._unit != "line":
             raise ConfigError(f"--shuffle: documents that are not lines ({self._unit}) can only be read front to back")
-        zipped = next((file for file in self.files if file.name.lower().endswith(PACKED)), None)
+        zipped = next(filter(_is_packed, self.files), None)
         if self._seed is not None and zipped is not None:
             raise ConfigError(f"--shuffle: {zipped.shown_url} is compressed and cannot be read out of order; unpack it")
 
@@ -66,16 +67,45 @@ class LineFiles(FileSource):
         return self._in_order(start) if self._seed is None else self._shuffled(start, self._seed)
 
     def _in_order(self, start: int) -> Generator[Record, None, None]:
-        number = 0
-        with contextlib.closing(open_each(self.files, self._storage, self._num_threads)) as opened:
+        begin = self._beginning(start)
+        number, at, num_lines = begin.number, begin.at, begin.num_lines
+        with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
             for file, stream in opened:
-                for line_number, text in _units(read_lines(stream, file.shown_url), self._unit):
+                if at:
+                    stream.seek(at)
+                for line_number, text in _units(read_lines(stream, file.shown_url), self._unit, num_lines):
                     if number >= start:
                         yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name)
                     number += 1
+                at = num_lines = 0
+
+    def count_file(self, file: SourceFile) -> FileCount:
+        """Count the records of a file.
+
+        Raises:
+            ConfigError: It is compressed.
+        """
+        if _is_packed(file):
+            raise refuse_packed(file)
+        if self._seed is not None:
+            places = _line_table(file, self._storage)
+            return FileCount(num_records=len(places), marks=np.zeros((1, 3), np.int64), places=places)
+        marks, at, num_lines, num_records = Marker(), 0, 0, 0
+
+        def lines() -> Iterator[bytes]:
+            nonlocal at, num_lines
+            for line in read_lines(stream, file.shown_url):
+                at, num_lines = at + len(line), num_lines + 1
+                yield line
+
+        with open_stored(file, self._storage) as stream:
+            for _ in _units(lines(), self._unit):
+                num_records += 1
+                marks.add(num_records, at, num_lines)
+        return marks.count(num_records)
 
     def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
-        tables = [_line_table(file, self._storage) for file in self.files]
+        tables = self._places()
         first = sums([len(table) for table in tables])
 
         def read(item: tuple[int, int]) -> Record:
@@ -109,14 +139,20 @@ class LineFiles(FileSource):
         return json_line(line, where)
 
 
-def _units(lines: Iterator[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
+def _is_packed(file: SourceFile) -> bool:
+    return file.name.lower().endswith(PACKED)
+
+
+def _units(lines: Iterator[bytes], unit: str, num_before: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield the first line number and the text of every line, paragraph (separated by blank lines) or file.
+
+    So many lines came before.
 
     Raises:
         DataError: A text is longer than 256 MiB.
     """
     text, first = bytearray(), 1
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1 + num_before):
         blank = not line.strip()
         if unit == "line":
             if not blank:
@@ -155,11 +191,42 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
         raise DataError(f"{url}: the compressed file is damaged or ends early ({error}); fetch it again") from error
 
 
-def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
-    while line := text.readline(MAX_LINE_BYTES):
-        if len(line) == MAX_LINE_BYTES:
-            raise DataError(f"{url}: a line is longer than {MAX_LINE_BYTES} characters; is this a file of rows?")
-        yield line
+class _TextLines:
+    """The lines of a text in UTF-8, of bounded length."""
+
+    def __init__(self, stream: BinaryIO, url: str, errors: str) -> None:
+        self._url, self._errors = url, errors
+        self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors, newline="")
+
+    def seek(self, at: int) -> None:
+        """Go on at a byte where a line begins."""
+        stream = self._text.detach()
+        stream.seek(at)
+        self._text = io.TextIOWrapper(stream, encoding="utf-8", errors=self._errors, newline="")
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._text.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
+                raise DataError(
+                    f"{self._url}: a line is longer than {MAX_LINE_BYTES} characters; is this a file of rows?"
+                )
+            yield line
+
+
+class _CountedLines(_TextLines):
+    """Count them, and their bytes, as far as they were read."""
+
+    def __init__(self, stream: BinaryIO, url: str, errors: str) -> None:
+        self.num_bytes = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+        self.num_lines = 0
+        stream.seek(0)
+        super().__init__(stream, url, errors)
+
+    def __iter__(self) -> Iterator[str]:
+        for line in super().__iter__():
+            self.num_bytes += len(line.encode("utf-8", self._errors))
+            self.num_lines += 1
+            yield line
 
 
 def _line_table(file: SourceFile, storage: Storage) -> Int64Array:
@@ -171,14 +238,13 @@ def _line_table(file: SourceFile, storage: Storage) -> Int64Array:
     return np.concatenate([np.empty((0, 3), np.int64), *found])
 
 
-class CsvFiles(FileSource):
+class CsvFiles(CountedFiles):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__(
-            "csv", find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude, more=options.more), storage
-        )
-        self._mapper, self._num_threads = RowMapper.of(options), options.num_threads
+        files = find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude, more=options.more)
+        super().__init__("csv", files, storage, options.num_threads)
+        self._mapper = RowMapper.of(options)
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -187,10 +253,11 @@ class CsvFiles(FileSource):
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the rows from number ``start`` on."""
-        number = 0
-        with contextlib.closing(open_each(self.files, self._storage, self._num_threads)) as opened:
+        begin = self._beginning(start)
+        number, at, num_lines = begin.number, begin.at, begin.num_lines
+        with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
             for file, stream in opened:
-                for row, where in self._rows(stream, file):
+                for row, where in self._rows(_TextLines(stream, file.url, self._errors), file, at, num_lines):
                     if number < start:
                         pass
                     elif isinstance(row, DataError):
@@ -198,21 +265,47 @@ class CsvFiles(FileSource):
                     else:
                         yield self._mapper.record(row, number, where)
                     number += 1
+                at = num_lines = 0
 
-    def _rows(self, stream: BinaryIO, file: SourceFile) -> Iterator[tuple[dict[str, object] | DataError, str]]:
-        errors = "surrogateescape" if self._mapper.tolerant else "strict"
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors, newline="")
+    def count_file(self, file: SourceFile) -> FileCount:
+        """Count the rows of a file.
+
+        Raises:
+            ConfigError: It is compressed.
+        """
+        if _is_packed(file):
+            raise refuse_packed(file)
+        marks, num_records = Marker(), 0
+        with open_stored(file, self._storage) as stream:
+            lines = _CountedLines(stream, file.url, self._errors)
+            for _ in self._rows(lines, file):
+                num_records += 1
+                marks.add(num_records, lines.num_bytes, lines.num_lines)
+        return marks.count(num_records)
+
+    @property
+    def _errors(self) -> str:
+        return "surrogateescape" if self._mapper.tolerant else "strict"
+
+    def _rows(
+        self, lines: _TextLines, file: SourceFile, at: int = 0, num_lines: int = 0
+    ) -> Iterator[tuple[dict[str, object] | DataError, str]]:
+        """Yield the rows after the header, or from byte ``at`` on, before which there are so many lines."""
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # Python's own 131,072 refuses longer texts
         delimiter = "\t" if ".tsv" in split_url(file.name)[1].lower() else ","
-        reader = csv.reader(_bounded_lines(text, file.url), delimiter=delimiter, strict=True)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        before = 0
         try:
             header = next(reader, None)
             if header is None or len({*header}) < len(header):
                 raise DataError(f"{file.shown_url}:1: expected a header of distinct column names, got {header}")
+            if at:
+                lines.seek(at)
+                before = num_lines - reader.line_num
             for values in reader:
                 if not values:
                     continue
-                where = f"{file.shown_url}:{reader.line_num}"
+                where = f"{file.shown_url}:{before + reader.line_num}"
                 if len(values) == len(header):
                     yield dict(zip(header, values, strict=True)), where
                     continue
@@ -224,5 +317,5 @@ class CsvFiles(FileSource):
             if isinstance(error, StorageError):
                 raise
             raise DataError(
-                f"{file.shown_url}:{reader.line_num}: not readable as CSV in UTF-8: {error}; correct it there"
+                f"{file.shown_url}:{before + reader.line_num}: not readable as CSV in UTF-8: {error}; correct it there"
             ) from error

@@ -8,10 +8,11 @@ is the number of the record to continue with, and the result is the same bytes a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +20,24 @@ from types import TracebackType
 from typing import Any, Self
 
 from shard_tools.convert.base.files import is_local
-from shard_tools.convert.base.records import Remarks, ShardOptions, Source, Standing, later_wrong_names, refuse_known
+from shard_tools.convert.base.records import (
+    RUN_RECORDS,
+    Record,
+    Remarks,
+    ShardOptions,
+    Source,
+    Standing,
+    later_wrong_names,
+    refuse_known,
+    runs_of,
+)
 from shard_tools.convert.base.rows import plain_value
-from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
+from shard_tools.convert.elsewhere import ShardTarget, write_elsewhere
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
+from shard_tools.write.writer import UnmarkedWriter
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
@@ -37,6 +49,7 @@ from streaming.types import SHARD_SUFFIXES
 
 _SHARD_NAME = "{:06d}.tar"
 _POSITIONS = 3  # that the journal keeps
+_MAPPINGS = (dict, Mapping)  # the usual one first: the other takes longer to tell
 _log = logging.getLogger(__name__)
 
 
@@ -101,8 +114,9 @@ class PackingRun:
         self._journal = Journal(
             source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields
         )
-        self._work = ConvertWork(
-            reader=reader, pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
+        self._reader = reader
+        self._target = ShardTarget(
+            pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
             storage_options=storage_options,
         )  # fmt: skip
         name, source = command
@@ -149,10 +163,10 @@ class PackingRun:
 
     def __enter__(self) -> Self:
         """Mark the target, delete what is to be overwritten, and note the work."""
-        overwrite = self._work.options.overwrite
+        overwrite = self._target.options.overwrite
         if self._earlier.complete and not self._mark.is_set():
             return self
-        self._progress.start(total_bytes=self._work.reader.num_bytes, total=self._work.reader.num_records)
+        self._progress.start(total_bytes=self._reader.num_bytes, total=self._reader.num_records)
         self._mark.begin((lambda _: True) if overwrite else None)
         if overwrite:
             # The journal is deleted last: a run that is interrupted here starts with what is left.
@@ -176,23 +190,29 @@ class PackingRun:
 
     def run(self) -> PackedTarget:
         """Write what is not there yet, then the index, the notes, and the journal; then the target is whole."""
-        reader, earlier, storage, directory = self._work.reader, self._earlier, self._storage, self.place.directory
+        reader, earlier, storage, directory = self._reader, self._earlier, self._storage, self.place.directory
         remarks = Remarks()
         self._progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
         self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
         if self._standing is not None and earlier.position is not None:
             self._standing.resume(earlier.position)
+        number = 0
         if not earlier.complete:
-            here = partial(_write, on_shard=self._note_position)
+            here = partial(_write, on_shard=self._note_position, is_noted=self._standing is not None)
             write = here if self._executor is None else partial(write_elsewhere, executor=self._executor)
             number = write(
-                self._work, start=earlier.num_records, first_shard=earlier.num_shards, known_keys=earlier.keys,
-                remarks=remarks, progress=self._progress,
+                reader, self._target, start=earlier.num_records, first_shard=earlier.num_shards,
+                known_keys=earlier.keys, remarks=remarks, progress=self._progress,
             )  # fmt: skip
             if number == 0:
                 raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
         remarks.log(redact(directory), earlier.num_samples)
         table = read_chunks(storage, directory)
+        if self._executor is not None and not earlier.complete and table.total_samples != number:
+            raise ConfigError(
+                f"{redact(directory)}: {counted(number, 'sample')} written, but {table.total_samples} are there as "
+                "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
+            )
         self._notes()
         if not earlier.complete:
             self._note_position(len(table.shards), complete=True, num_samples=table.total_samples)
@@ -375,27 +395,43 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
 
 
 def _write(
-    work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks, progress: Progress,
-    on_shard: Callable[[int], None],
+    reader: Source, target: ShardTarget, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks,
+    progress: Progress, on_shard: Callable[[int], None], *, is_noted: bool,
 ) -> int:  # fmt: skip
-    """Write all records except existing ones, one after the other; return the number of all records."""
+    """Write all records except existing ones, in order; return the number of all records.
+
+    If where the source stands is noted after every shard (``is_noted``), no record is read before the one before it is
+    written.
+    """
     number, num_shards = start, 0
-    with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
-        for record in records:
-            refuse_known(record.key, known_keys)
-            try:
-                writer.write(record.sample)
-            except ConfigError as error:
-                if not any(wrong_names([(record.key, record.fields)])):
-                    raise  # no name is wrong, so later ones are not looked for
-                raise first_of([error, *later_wrong_names(records)], WRONG_NAMES) from error
-            remarks.add(record)
-            progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
-            number += 1
+    with target.writer(first_shard) as writer, contextlib.closing(reader.records(number)) as records:
+        for run in runs_of(records, 1 if is_noted else RUN_RECORDS):
+            _write_run(writer, run, records, known_keys)
+            for record in run:
+                remarks.add(record)
+            num_bytes = sum(len(value) for record in run for value in record.fields.values())
+            progress.advance(num_bytes=num_bytes, num=len(run))
+            number += len(run)
             if writer.num_shards > num_shards:
                 num_shards = writer.num_shards
                 on_shard(first_shard + num_shards)
     return number
+
+
+def _write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record], known_keys: Collection[str]) -> None:
+    """Write records; names among them and the later ones that cannot be stored are told together."""
+    num_new = next((number for number, record in enumerate(run) if record.key in known_keys), len(run))
+    before = writer.num_samples
+    try:
+        writer.write_all([record.sample for record in run[:num_new]])
+    except ConfigError as error:
+        wrong, *others = run[writer.num_samples - before :]
+        if not any(wrong_names([(wrong.key, wrong.fields)])):
+            raise  # no name is wrong, so later ones are not looked for
+        rest = itertools.chain(others, later)
+        raise first_of([error, *later_wrong_names(rest)], WRONG_NAMES) from error
+    for record in run[num_new:]:
+        refuse_known(record.key, known_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,8 +442,9 @@ class Lift:
 
     def __call__(self, sample: Mapping[str, object]) -> object:
         """Return the value."""
-        value = sample["__metadata__"]
-        whole = isinstance(value, Mapping) and self.name in value
-        for part in (self.name,) if whole else self.name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value: Any = sample["__metadata__"]
+        if isinstance(value, _MAPPINGS) and self.name in value:
+            return plain_value(value[self.name])
+        for part in self.name.split("."):
+            value = value.get(part) if isinstance(value, _MAPPINGS) else None
         return plain_value(value)

@@ -7,13 +7,14 @@ import io
 import itertools
 import re
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image, ImageFile, TiffImagePlugin
 
 from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS, TURNED
-from shard_tools.convert.base.records import Record, Skipped, Source
+from shard_tools.convert.base.records import Countable, Record, Skipped, Source
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.filetypes import plain_extension
 from streaming.decode.images import MAX_PIXELS, check_webp, open_image, stored_size
@@ -145,6 +146,11 @@ class Reencoded:
             return None
         chosen = self._chosen(fields, "the source")
         return {self.how.name_of(field) if field in chosen else field: always for field, always in fields.items()}
+
+    def count(self, executor: Executor) -> None:
+        """Let the source count its records, if it can."""
+        if isinstance(self.below, Countable):
+            self.below.count(executor)
 
     def identity(self) -> dict[str, object]:
         """Return the identity of the source."""

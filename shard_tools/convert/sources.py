@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 from shard_tools.convert import lines, parquet, tars
 from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS
-from shard_tools.convert.base.files import find_files, is_local, places
-from shard_tools.convert.base.records import Source, SourceOptions
+from shard_tools.convert.base.files import SourceFile, find_files, is_folder, is_local, places, walked
+from shard_tools.convert.base.records import FolderWalks, Source, SourceOptions
 from shard_tools.convert.base.zips import SUFFIX, ZipStorage, is_zip
 from shard_tools.convert.formats import indexed, litdata, lmdb, mds, tfrecord
 from shard_tools.convert.formats.audio import AUDIO_EXTENSIONS, AudioFolder
@@ -120,19 +121,21 @@ _MARKS = (
     ("coco", re.compile(r"(.*/)?annotations/(instances|captions|person_keypoints)_[^/]*\.json")),
     ("voc", re.compile(r"(.*/)?ImageSets/Main/[^/]*\.txt")),
 )
+_MARKED = (".json", ".txt")  # how the names of these files end
 _BESIDE = frozenset({"text", "csv"})  # captions, transcripts and lists, beside images and sounds
 
 
-def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
+def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: FolderWalks | None = None) -> str:
     """Detect the format of ``spec`` from the names of its files.
 
     Raises:
         ConfigError: The names are not recognized, or belong to several formats.
         NotFoundError: There is nothing.
     """
-    files = find_files(spec, storage, exclude=exclude)
+    files = _named_by(spec, storage, exclude, {} if known is None else known)
     names = [file.name for file in files]
-    marked = next((kind for kind, mark in _MARKS if any(map(mark.fullmatch, names))), None)
+    noted = [name for name in names if name.endswith(_MARKED)]
+    marked = next((kind for kind, mark in _MARKS if any(map(mark.fullmatch, noted))), None)
     if marked is not None:
         return marked
     kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
@@ -148,6 +151,15 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
         f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}. --from files takes any folder: files "
         "whose names differ after the first dot alone are one sample"
     )
+
+
+def _named_by(spec: str, storage: Storage, exclude: str | None, known: FolderWalks) -> list[SourceFile]:
+    if not is_folder(spec):
+        return find_files(spec, storage, exclude=exclude)
+    files = [file for file in walked(spec, exclude, known)[0] if "_shardstream/" not in file.name]
+    if not files:
+        raise NotFoundError(f"{spec}: nothing found; check the path, or name the layout with --from")
+    return sorted(files, key=attrgetter("name"))
 
 
 def kind_of_name(name: str) -> str | None:
@@ -184,7 +196,7 @@ def open_source(
         opened = ZipStorage.over(storage, options.max_gzip_ratio)
         specs, storage = [opened.root(one) if is_zip(one) else one for one in specs], opened
     if kind == "auto":
-        kind = _one_kind(specs, storage, options.exclude)
+        kind = _one_kind(specs, storage, options)
         layout = LAYOUTS[kind]
     if layout is None:
         raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
@@ -195,8 +207,8 @@ def open_source(
     return layout.open(specs[0], storage, replace(options, more=tuple(specs[1:])))
 
 
-def _one_kind(specs: Sequence[str], storage: Storage, exclude: str | None) -> str:
-    kinds = {detect_kind(one, storage, exclude): one for one in reversed(specs)}
+def _one_kind(specs: Sequence[str], storage: Storage, options: SourceOptions) -> str:
+    kinds = {detect_kind(one, storage, options.exclude, options.walks): one for one in reversed(specs)}
     if len(kinds) > 1:
         told = ", ".join(f"{redact(one)} is of kind {kind!r}" for kind, one in reversed(kinds.items()))
         raise ConfigError(f"several sources have to be of one layout: {told}; convert them apart, or say --from")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Generator, Iterator
+from concurrent.futures import Executor
 from functools import partial
 
-from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder
+import numpy as np
+
+from shard_tools.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
+from shard_tools.convert.base.files import SourceFile, find_files, is_folder
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
 from streaming.catalog.listing import StorageAhead
@@ -15,14 +20,18 @@ from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import folders_of
 from streaming.errors import ConfigError
 from streaming.storage import Storage
+from streaming.tar.blocks import decode_name, split_name
+from streaming.tar.group import ChunkLayout
 from streaming.tar.samples import iter_samples
+from streaming.tar.scanner import TarScanner
 from streaming.types import SHARD_SUFFIXES
 
 _PIECE_BYTES = 8 << 20  # one request
+_GZIP = b"\x1f\x8b"
 _MAX_SKIPPED = 10_000  # entries kept for the report
 
 
-class TarFiles(FileSource):
+class TarFiles(CountedFiles):
     """Samples of tars (``.gz`` too), in the order of their names and members.
 
     Adjacent members with the same key form one sample; extensions are converted to lower case; a leading ``./`` is
@@ -52,34 +61,87 @@ class TarFiles(FileSource):
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the samples from number ``start`` on; earlier ones are skipped by reading past them."""
-        number = 0
-        for file in self.files:
-            for key, fields in self._samples(file):
+        begin = self._beginning(start)
+        number, at = begin.number, begin.at
+        for file in self.files[begin.which :]:
+            for key, fields in self._samples(file, at):
                 if number >= start:
                     yield Record(key=number_key(number) if self._numbered else key, fields=fields, where=file.url)
                 number += 1
+            at = 0
 
-    def _samples(self, file: SourceFile) -> Iterator[tuple[str, dict[str, bytes]]]:
-        pieces = self._pieces(file)
+    def count(self, executor: Executor) -> None:
+        """Count the samples of each tar on the executor, and note what is left out.
+
+        Raises:
+            ConfigError: A tar is compressed.
+        """
+        super().count(executor)
+        for one in itertools.chain.from_iterable(count.skipped for count in self._counts):
+            if len(self._skipped) < _MAX_SKIPPED:
+                self._skipped[one.path] = one
+
+    def count_file(self, file: SourceFile) -> FileCount:
+        """Count the samples of a tar, and look at the names of all members.
+
+        Raises:
+            ConfigError: It is compressed.
+        """
+        scanner = TarScanner(file.url, repeats=self._numbered)
+        marks, num_records, skipped = Marker(), 0, list[Skipped]()
+        for piece in self._pieces(file, 0):
+            if not scanner.num_bytes and bytes(piece[:2]) == _GZIP:
+                raise refuse_packed(file)
+            layout = scanner.feed(piece)
+            for name in map(decode_name, () if scanner.members is None else scanner.members.names):
+                if split_name(name) is None:
+                    skipped += _left_out(file, name)
+            num_records += self._num_samples(file, layout, skipped)
+            marks.add(num_records, scanner.record_start)
+        num_records += self._num_samples(file, scanner.finish(), skipped)
+        return marks.count(num_records, skipped[:_MAX_SKIPPED])
+
+    def _num_samples(self, file: SourceFile, layout: ChunkLayout, skipped: list[Skipped]) -> int:
+        """Return the number of samples, without those that are left out."""
+        num_samples = len(layout.keys)
+        for key, starts in zip(layout.keys, layout.starts, strict=True):
+            if not _name_of(key):
+                skipped += _left_out(file, f"{key}.{layout.fields[int(np.flatnonzero(starts >= 0)[0])]}")
+                num_samples -= 1
+        return num_samples
+
+    def _samples(self, file: SourceFile, at: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+        pieces = self._pieces(file, at)
         samples = iter_samples(
             pieces, file.url, max_gzip_ratio=self._max_gzip_ratio, repeats=self._numbered,
             left_out=partial(self._leave_out, file),
         )  # fmt: skip
         for key, fields in samples:
-            name = key.removeprefix("./").lstrip("/")
-            if name and not name.endswith("/"):
+            if name := _name_of(key):
                 yield name, fields
             else:
                 self._leave_out(file, f"{key}.{next(iter(fields))}")
 
     def _leave_out(self, file: SourceFile, name: str) -> None:
-        last = name.rpartition("/")[2]
-        if name.startswith("__") or len(self._skipped) >= _MAX_SKIPPED:
-            return
-        path = f"{file.name}:{name}".encode(errors="backslashreplace").decode()
-        reason = "a dot-file, which has no key" if last.startswith(".") else "no extension, which names the field"
-        self._skipped[path] = Skipped(path=path, reason=reason)
+        for one in _left_out(file, name) if len(self._skipped) < _MAX_SKIPPED else ():
+            self._skipped[one.path] = one
 
-    def _pieces(self, file: SourceFile) -> Iterator[bytes | memoryview]:
-        for start in range(0, file.size_bytes, _PIECE_BYTES):
+    def _pieces(self, file: SourceFile, at: int) -> Iterator[bytes | memoryview]:
+        for start in range(at, file.size_bytes, _PIECE_BYTES):
             yield self._storage.read(file.url, start, min(file.size_bytes, start + _PIECE_BYTES))
+
+
+def _name_of(key: str) -> str:
+    """Return the key of a sample that is taken, or ``""``."""
+    name = key.removeprefix("./").lstrip("/")
+    return "" if name.endswith("/") else name
+
+
+def _left_out(file: SourceFile, name: str) -> list[Skipped]:
+    """Return what is reported of a member that is left out: nothing of names that readers use themselves."""
+    if name.startswith("__"):
+        return []
+    path = f"{file.name}:{name}".encode(errors="backslashreplace").decode()
+    is_dot = name.rpartition("/")[2].startswith(".")
+    reason = "a dot-file, which has no key" if is_dot else "no extension, which names the field"
+    return [Skipped(path=path, reason=reason)]

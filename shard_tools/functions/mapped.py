@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -62,7 +62,7 @@ class MapOptions(ShardOptions):
 
 
 def map_set(
-    source: str,
+    source: str | Sequence[str],
     target: str,
     spec: str,
     *,
@@ -81,7 +81,7 @@ def map_set(
     their sample tables. Every byte read is checked. Deterministic and resumable, like :func:`shard_tools.optimize`.
 
     Args:
-        source: Shards, as for ``StreamingDataset``.
+        source: Shards, as for ``StreamingDataset``; the samples of several places follow each other.
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         spec: ``"module:function"``: a module that can be imported, also from the current folder.
         options: Options of the new shards.
@@ -99,9 +99,11 @@ def map_set(
     function = imported(spec, "map")
     storage = Storage(storage_options)
     place = Destination.of(target)
-    refuse_overlap(source, place)
-    warn_of_nesting(source, place)
-    inputs, versions = _selected(source, place, options, storage, storage_options)
+    sources = [source] if isinstance(source, str) else [*source]
+    for one in sources:
+        refuse_overlap(one, place)
+        warn_of_nesting(one, place)
+    inputs, versions = _selected(sources, place, options, storage, storage_options)
     names = tuple(dict.fromkeys((*inputs.taken.columns, *options.columns)))
     work = Produce(
         function=MapCall(function=function, fields=options.fields), read=inputs.read,
@@ -114,18 +116,18 @@ def map_set(
     home = home_of(inputs.urls[0], options.index_url)
     return pack_made(
         work, inputs, place, options, running=running or Running(), progress=progress or NoProgress(),
-        command=("map", source), identity=identity, storage_options=storage_options,
+        command=("map", " ".join(sources)), identity=identity, storage_options=storage_options,
         notes=lambda: carry_notes(home, storage, place.directory, storage),
     )  # fmt: skip
 
 
 def _selected(
-    source: str, place: Destination, options: MapOptions, storage: Storage,
+    sources: list[str], place: Destination, options: MapOptions, storage: Storage,
     storage_options: Mapping[str, object] | None,
 ) -> tuple[SampleInputs, dict[str, str]]:  # fmt: skip
     """Return the samples that are taken, and the versions of late columns that are kept."""
     shards = open_set(
-        [source], storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished
+        sources, storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished
     )  # fmt: skip
     late = shards.late_columns(storage, options.columns)
     taken = select(
@@ -137,7 +139,9 @@ def _selected(
         raise unknown_column(name, known, "--columns")
     for name in sorted({*(options.fields or ())} - {*taken.fields}):
         there = ", ".join(taken.fields)
-        raise ConfigError(f"--fields: no sample of {redact(source)} has a field {name!r}; there are: {there}")
+        raise ConfigError(
+            f"--fields: no sample of {' '.join(map(redact, sources))} has a field {name!r}; there are: {there}"
+        )
     read = _ReadShards(
         urls=shards.urls, index_url=options.index_url, storage_options=storage_options,
         scanned=shards.scanned is not None,
@@ -209,8 +213,8 @@ class _ReadShards:
             url = self.urls[which]
             table = _table(self, which)
             whole = ShardPart(
-                pieces=ShardPieces.of(url, table), rows=rows, columns=columns, keys=None, present=None, first=0,
-                samples=partial(_itself, table),
+                pieces=ShardPieces.of(url, table), rows=rows, sizes=np.diff(table.record_starts)[rows], columns=columns,
+                keys=None, present=None, first=0, samples=partial(_itself, table),
             )  # fmt: skip
             for row, found in zip(rows.tolist(), _records(whole, storage), strict=True):
                 error = found if isinstance(found, DataError) else None
@@ -228,8 +232,8 @@ def _records(part: ShardPart, storage: Storage) -> Iterator[Record | DataError]:
     done = 0
     while done < part.rows.size:
         taken = Taken(
-            parts=(replace(part, rows=part.rows[done:], columns={n: c.slice(done) for n, c in part.columns.items()}),),
-            columns=(), fields=(), num_source=0, num_dropped=0, num_filtered=0, not_found=(),
+            parts=(part.taken(np.arange(done, part.rows.size)),), columns=(), fields=(), num_source=0, num_dropped=0,
+            num_filtered=0, not_found=(),
         )  # fmt: skip
         source = ShardSource(
             taken, None, storage, fingerprint="", fields=None, window_bytes=_WINDOW_BYTES, num_threads=1

@@ -13,7 +13,7 @@ from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
 from shard_tools.plan.packs import PackTotals
 from shard_tools.plan.shares import MixtureShares, shares_of
-from shard_tools.plan.sources import Reads, TableSet, open_planned
+from shard_tools.plan.sources import Reads, TableSet, open_planned, sets_of
 from streaming.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
@@ -34,6 +34,8 @@ MAX_SWEPT_RANKS = 4096
 _MAX_SWEPT_ROWS = 1 << 27
 """Limit on (rank, chunk) pairs: about ten seconds. If every rank reads every chunk, a few ranks are representative."""
 _LEAST_SWEPT = 8
+_MAX_SWEPT_CELLS = 1 << 27
+"""Limit on (rank, source, lane) triples: each source of a mixture is dealt to all lanes to find those of some ranks."""
 _MUCH_AMPLIFICATION = 1.2
 _MANY_CHUNKS = 16
 """With more chunks in a lane, those at its borders are not why bytes are read twice."""
@@ -324,7 +326,7 @@ def _rooms(planned: Any, options: PlanOptions) -> Rooms:
 
 def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
     whole, reads, limit = loads.plan, loads.reads, options.memory_limit_bytes
-    chosen = _swept_ranks(whole, sliced=loads.sliced)
+    chosen = _swept_ranks(whole, len(list(sets_of(planned))), sliced=loads.sliced)
     replicas = replica_ranks(options.mesh)
     found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
     report = PlanReport(
@@ -372,12 +374,13 @@ def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
     return epoch_plans(table.num_samples, planned.order_settings(options.sizes.size_for_lanes), options)[0]
 
 
-def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:
+def _swept_ranks(whole: Plan, num_sets: int, *, sliced: bool) -> list[int]:
     """Return the data ranks to compute: all, or some equally spaced ones that include the first and the last."""
     low, high = whole.rank_lanes(0)
     share = 1 / whole.dp_world_size if sliced else (high - low) / whole.settings.lanes
     rows = max(1, int(len(whole.chunk_samples) * share) * len(whole.passes))
-    most = max(_LEAST_SWEPT, min(MAX_SWEPT_RANKS, _MAX_SWEPT_ROWS // rows))
+    cells = num_sets * whole.settings.lanes if num_sets > 1 else 0
+    most = max(_LEAST_SWEPT, min(MAX_SWEPT_RANKS, _MAX_SWEPT_ROWS // rows, _MAX_SWEPT_CELLS // max(1, cells)))
     if whole.dp_world_size <= most:
         return list(range(whole.dp_world_size))
     last = whole.dp_world_size - 1

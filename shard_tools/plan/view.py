@@ -14,7 +14,7 @@ from rich.table import Table
 from shard_tools.plan.loads import RankLoad
 from shard_tools.plan.report import PlanReport
 from shard_tools.plan.shares import MixtureShares
-from streaming.arguments import format_bytes
+from streaming.arguments import counted, format_bytes
 from streaming.errors import ConfigError
 from streaming.sources.fetch_units import shown_total
 
@@ -144,31 +144,34 @@ def _show_sources(shares: MixtureShares) -> None:
     fits = "would not fit" if total is None else "would fit"
     click.echo(
         f"{told}: chunks of each source in each lane. {named} {fits} into the memory_limit: "
-        f"{shares.exact_num_requests:,} requests, for units of {format_bytes(units[0])} to {format_bytes(units[-1])}."
+        f"{counted(shares.exact_num_requests, 'request')}, for units of {format_bytes(units[0])} to "
+        f"{format_bytes(units[-1])}."
     )
 
 
 def _summary(report: PlanReport) -> list[str]:
     axes = " x ".join(f"{name} {size}" for name, size in report.axes.items() if size > 1) or "one process"
     per_rank = report.global_batch_size / report.data_world_size
-    order = f"{report.lanes:,} lanes, window {report.window:,} samples" if report.shuffle else "storage order"
+    lanes = f"{counted(report.lanes, 'lane')}, window {counted(report.window, 'sample')}"
+    order = lanes if report.shuffle else "storage order"
     about = "about " if report.sampled or report.filtered else "at most "
     total = report.total("read_bytes")
-    shards = f"{report.num_chunks:,} chunks of {report.num_shards:,} shards"
-    requests = f"{report.total('num_requests'):,} requests, one per {report.unit}"
-    first = f"{report.total('start_requests'):,} requests before the first batch"
+    shards = f"{counted(report.num_chunks, 'chunk')} of {counted(report.num_shards, 'shard')}"
+    requests = f"{counted(report.total('num_requests'), 'request')}, one per {report.unit}"
+    first = f"{counted(report.total('start_requests'), 'request')} before the first batch"
     limit = format_bytes(report.memory_limit_bytes)
-    things = "samples" if report.packs is None else "packs"
-    size = f"{report.global_batch_size:,} {things}, {per_rank:,.6g} a data rank"
+    thing = "sample" if report.packs is None else "pack"
+    size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} a data rank"
     if report.ramp is not None:
-        size = ", ".join(f"{count:,} {things} from row {row:,} on" for row, count in report.ramp.items())
+        size = ", ".join(f"{counted(count, thing)} from row {row:,} on" for row, count in report.ramp.items())
+    ranks = f"{counted(report.data_world_size, 'data rank')}, {counted(report.replica_world_size, 'process')}"
     lines = [
-        f"data      {report.num_samples:,} {things} in {shards}, {format_bytes(report.num_bytes)}",
-        f"mesh      {axes}: {report.data_world_size:,} data ranks, {report.replica_world_size:,} processes each",
+        f"data      {counted(report.num_samples, thing)} in {shards}, {format_bytes(report.num_bytes)}",
+        f"mesh      {axes}: {ranks} each",
         f"batch     {size}",
-        f"epoch {report.epoch:<3} {report.num_batches:,} batches, {report.epoch_samples:,} {things}"
+        f"epoch {report.epoch:<3} {counted(report.num_batches, 'batch')}, {counted(report.epoch_samples, thing)}"
         + ("" if report.has_end else ", of a mixture without end"),
-        f"order     {order}; a rank's batch mixes {report.mixed_chunks:,} chunks",
+        f"order     {order}; a rank's batch mixes {counted(report.mixed_chunks, 'chunk')}",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
         f"start     {format_bytes(report.total('start_bytes'))} in {first}",
         f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",

@@ -6,19 +6,27 @@ there. The resulting bytes are the same either way.
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.ray_engine import RayExecutor
+from streaming.errors import ConfigError
+from streaming.storage import Storage, redact, scheme_of
 
 ENGINES = ("local", "ray")
 DEFAULT_WORKERS = {"local": 8, "ray": 64}
 """Concurrent calls: threads of this machine; on Ray the number of CPUs, but at most this number."""
 DEFAULT_MEMORY = "1GiB"
 """Of verbs that bring samples, or keys, into another order."""
+_RUN_ITEMS, _RUN_BYTES = 64, 1 << 20
+_AHEAD_BYTES = 128 << 20
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -29,7 +37,14 @@ def open_engine(name: str, workers: int | None) -> AbstractContextManager[Execut
     Raises:
         ConfigError: Its package is missing.
     """
-    return RayExecutor(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+    return _open_ray(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+
+
+@contextmanager
+def _open_ray(workers: int) -> Iterator[Executor]:
+    """Open it; what Ray prints meanwhile, such as that a node died, is no part of a report on standard output."""
+    with redirect_stdout(sys.stderr), RayExecutor(workers) as executor:
+        yield executor
 
 
 def ordered(
@@ -56,3 +71,148 @@ def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: 
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools") as pool:
         yield from ordered(pool, function, items, 2 * num_threads)
+
+
+def map_sized(
+    function: Callable[[_T], _R], items: Sequence[_T], size_of: Callable[[_T], int], num_threads: int
+) -> Generator[_R, None, None]:
+    """Map ``items`` like :func:`map_ordered`; small ones are handed to threads in runs, which saves time.
+
+    Memory: results of up to ``_AHEAD_BYTES`` wait for the consumer, or one if it is larger.
+
+    Args:
+        function: The function.
+        items: The items.
+        size_of: Tells how many bytes the result of an item will have.
+        num_threads: Number of threads; with 1, the consumer's own.
+    """
+    if num_threads <= 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools") as pool:
+        pending: deque[tuple[int, Future[tuple[list[_R], Exception | None]]]] = deque()
+        waiting_bytes = 0
+        try:
+            for run, num_bytes in _runs(items, size_of):
+                while pending and (len(pending) >= 2 * num_threads or waiting_bytes + num_bytes > _AHEAD_BYTES):
+                    done_bytes, future = pending.popleft()
+                    waiting_bytes -= done_bytes
+                    yield from _results(future)
+                pending.append((num_bytes, pool.submit(_each, function, run)))
+                waiting_bytes += num_bytes
+            while pending:
+                yield from _results(pending.popleft()[1])
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+def _runs(items: Sequence[_T], size_of: Callable[[_T], int]) -> Generator[tuple[list[_T], int], None, None]:
+    """Yield items in runs, with their bytes."""
+    run: list[_T] = []
+    num_bytes = 0
+    for item in items:
+        size_bytes = size_of(item)
+        if run and (len(run) >= _RUN_ITEMS or num_bytes + size_bytes > _RUN_BYTES):
+            yield run, num_bytes
+            run, num_bytes = [], 0
+        run.append(item)
+        num_bytes += size_bytes
+    if run:
+        yield run, num_bytes
+
+
+def _each(function: Callable[[_T], _R], run: list[_T]) -> tuple[list[_R], Exception | None]:
+    """Return the results of a run up to the first error, and the error."""
+    done: list[_R] = []
+    try:
+        for item in run:
+            done.append(function(item))  # noqa: PERF401  what is done is kept when a later one fails
+    except Exception as error:  # noqa: BLE001  the consumer gets it, after the results
+        return done, error
+    return done, None
+
+
+def _results(future: Future[tuple[list[_R], Exception | None]]) -> Generator[_R, None, None]:
+    done, error = future.result()
+    yield from done
+    if error is not None:
+        raise error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Make the calls of a verb: on threads of this process, or by an executor, such as one on a Ray cluster.
+
+    Attributes:
+        workers: Calls in progress.
+        executor: Where they run; None: on threads.
+        progress: What calls report to.
+    """
+
+    workers: int
+    executor: Executor | None = None
+    progress: Progress = field(default_factory=NoProgress)
+
+    def map(
+        self, call: Callable[[_T, Progress], _R], items: Iterable[_T], *, shared: Sequence[tuple[Storage, str]] = ()
+    ) -> Generator[_R, None, None]:
+        """Map ``items`` in order, at most ``2 * workers`` ahead of the consumer.
+
+        An executor may pickle calls and repeat one that was lost: ``call`` must be a function of a module, or a
+        ``partial`` of one, its results small, and a second run of it harmless. What it reports elsewhere arrives with
+        its result.
+
+        Args:
+            call: Called with an item and a progress.
+            items: The items.
+            shared: Files, each with its store, that calls elsewhere must see as this process does: those that are
+                local and exist are looked for before each, since a disk of another machine would look empty.
+
+        Raises:
+            ConfigError: A call does not see one of them.
+        """
+        if self.executor is None:
+            yield from map_ordered(lambda item: call(item, self.progress), items, self.workers)
+            return
+        there = tuple((storage, url) for storage, url in shared if scheme_of(url) == "file" and storage.exists(url))
+        with closing(ordered(self.executor, _Elsewhere(call, there), items, 2 * self.workers)) as results:
+            for result, num_bytes, num in results:
+                self.progress.advance(num_bytes=num_bytes, num=num)
+                yield result
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Add up what one call reports."""
+
+    num_bytes: int = 0
+    num: int = 0
+
+    def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
+        """Do nothing: the whole is known here."""
+
+    def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
+        """Count."""
+        self.num_bytes += num_bytes
+        self.num += num
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A call whose report comes back with its result."""
+
+    call: Callable[[Any, Progress], Any]
+    shared: tuple[tuple[Storage, str], ...]
+
+    def __call__(self, item: Any) -> tuple[Any, int, int]:
+        for storage, url in self.shared:
+            if not storage.exists(url):
+                raise ConfigError(
+                    f"{redact(url)} is on this machine's disk, but not on that of {socket.gethostname()}, which was to "
+                    "work on it: with --engine ray, all nodes must see the same files. Use a shared disk or an object "
+                    "store, or --engine local"
+                )
+        tally = _Tally()
+        result = self.call(item, tally)
+        return result, tally.num_bytes, tally.num

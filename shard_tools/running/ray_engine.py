@@ -5,10 +5,11 @@ Ray repeats a task whose worker process or node dies, so calls must be repeatabl
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
-from contextlib import suppress
+from contextlib import chdir, nullcontext, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
@@ -16,13 +17,15 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_RETRIES = 3  # Ray's default
+_MAX_STORED = 4  # functions whose calls may alternate
 
 
 class RayExecutor(Executor):
     """Run calls on the cluster, one CPU each. For a single submitting thread.
 
     Connects to the cluster that this process is connected to, or that ``RAY_ADDRESS`` names, or that runs on this
-    machine; if there is none it starts one. ``shutdown`` leaves what it found as it was.
+    machine; if there is none it starts one. ``shutdown`` leaves what it found as it was. Relative paths mean in calls
+    what they mean here.
 
     Args:
         workers: Maximum number of calls in progress; ``submit`` waits for room.
@@ -39,9 +42,8 @@ class RayExecutor(Executor):
         self._connected = not ray.is_initialized()
         if self._connected:
             ray.init(log_to_driver=False)
-        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_call)
-        self._function: object = None
-        self._stored: Any = None
+        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_calling_from(os.getcwd()))
+        self._stored: dict[int, tuple[object, Any]] = {}
         self._room = threading.BoundedSemaphore(workers)
         self._under_way: set[Any] = set()
         self._lock = threading.Lock()
@@ -51,9 +53,11 @@ class RayExecutor(Executor):
         import ray
 
         self._room.acquire()
-        if function is not self._function:  # stored once, with all that it captures, for many calls
-            self._function, self._stored = function, ray.put(function)
-        ref = self._call.remote(self._stored, args, kwargs)
+        if id(function) not in self._stored:  # once, with all that it captures, for many calls
+            for oldest in [*self._stored][: 1 - _MAX_STORED]:
+                del self._stored[oldest]
+            self._stored[id(function)] = function, ray.put(function)
+        ref = self._call.remote(self._stored[id(function)][1], args, kwargs)
         future: Future[_R] = Future()
         with self._lock:
             self._under_way.add(ref)  # until its callback has run, shutdown waits for it
@@ -90,8 +94,14 @@ class RayExecutor(Executor):
             ray.shutdown()
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
+def _calling_from(folder: str) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+    """Let relative paths count from ``folder``, where there is one, and not from where Ray was started."""
+
+    def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with chdir(folder) if os.path.isdir(folder) else nullcontext():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _as_raised(error: BaseException) -> BaseException:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Executor
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import crc32c
 import numpy as np
@@ -19,7 +21,7 @@ from shard_tools.convert.journal import (
     whole_journal,
 )
 from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nesting
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import relative_names, shards_beside
@@ -37,12 +39,12 @@ from streaming.errors import (
 )
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.layout import chunks_path, samples_path
+from streaming.index.layout import UNFINISHED_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 
 _TAIL_BYTES = 1 << 20  # read at a time after the last chunk: the end-of-archive mark, usually one or a few KiB
-_TABLE_THREADS = 16  # sample tables are small files
+_TABLE_THREADS = 16  # at least: sample tables are small files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ def copy(
     workers: int = 4,
     overwrite: bool = False,
     allow_unfinished: bool = False,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Copy the shards of ``source`` and their index to ``target``, byte for byte; directories are kept.
@@ -119,6 +122,7 @@ def copy(
         workers: Shards at a time.
         overwrite: Replace different shards of the same name.
         allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
+        executor: Executor on which shards and sample tables are copied, such as a cluster, instead of on threads.
         progress: Called with bytes and shards.
 
     Raises:
@@ -126,7 +130,8 @@ def copy(
         UnfinishedError: The source is not whole.
         ChecksumError, IndexMismatchError: A shard of the source is damaged, or is not the one that was indexed.
         TargetNotEmptyError: The target holds a different shard of the same name, or something else than this set.
-        ConfigError: Source and target are the same place, or two shards would have the same name.
+        ConfigError: Source and target are the same place, or two shards would have the same name; or the executor is
+            on a machine that does not see the files of this one.
         StorageError: A store fails.
     """
     started = time.monotonic()
@@ -150,17 +155,15 @@ def copy(
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     if not overwrite:
         _check_notes(shards, there, here, index_url, contents)
-    right = _find_right(shards, contents, here, workers, progress, overwrite=overwrite)
+    calls = Calls(workers=workers, executor=executor, progress=progress)
+    right = _find_right(shards, contents, here, calls, overwrite=overwrite)
     missing = [shard for shard in shards if shard.target not in right]
     if missing or mark.is_set() or marks:
         mark.begin()
-
-    def bring(shard: _Shard) -> None:
-        _copy_shard(shard, there, here)
-        progress.advance(num_bytes=shard.size_bytes, num=1)
-
-    list(map_ordered(bring, missing, workers))
-    num_without = _copy_index(shards, there, here, index_url)
+    marked = join_url(split_url(shards[0].target)[0] or ".", UNFINISHED_FILE)
+    shared = [(there, shards[0].source), (here, marked)]
+    list(calls.map(partial(_bring, there, here), missing, shared=shared))
+    num_without = _copy_index(shards, there, here, index_url, calls)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
         mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
@@ -176,10 +179,13 @@ def copy(
     )
 
 
-def _copy_index(shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None) -> int:
+def _copy_index(
+    shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, calls: Calls
+) -> int:  # fmt: skip
     """Write sample tables, then notes, then the chunk tables; return how many shards have no sample table."""
-    has_samples = map_ordered(lambda shard: _copy_samples(shard, there, here, index_url), shards, _TABLE_THREADS)
-    num_without = len(shards) - sum(has_samples)
+    small = Calls(workers=max(calls.workers, _TABLE_THREADS), executor=calls.executor)
+    shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
+    num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
     homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
     for home, directory in homes.items():
         carry_notes(home, there, directory, here)
@@ -244,9 +250,8 @@ def _check_notes(
 
 
 def _find_right(
-    shards: Sequence[_Shard], contents: TargetContents, here: Storage, workers: int, progress: Progress, *,
-    overwrite: bool,
-) -> set[str]:  # fmt: skip
+    shards: Sequence[_Shard], contents: TargetContents, here: Storage, calls: Calls, *, overwrite: bool
+) -> set[str]:
     """Return the targets that hold the very shard already.
 
     Raises:
@@ -267,22 +272,25 @@ def _find_right(
         if contents.sizes[shard.target] != shard.size_bytes:
             refuse(shard)
 
-    def look(shard: _Shard) -> bool:
-        is_right = _is_right(shard, here)
-        if not is_right:
-            refuse(shard)
-        else:
-            progress.advance(num_bytes=shard.size_bytes, num=1)
-        return is_right
+    right = set()
+    shared = [(here, shard.target) for shard in alike[:1]]
+    with closing(calls.map(partial(_is_right, here), alike, shared=shared)) as found:
+        for shard, is_right in zip(alike, found, strict=True):
+            if is_right:
+                right.add(shard.target)
+            else:
+                refuse(shard)
+    return right
 
-    return {shard.target for shard, right in zip(alike, map_ordered(look, alike, workers), strict=True) if right}
 
-
-def _is_right(shard: _Shard, here: Storage) -> bool:
+def _is_right(here: Storage, shard: _Shard, progress: Progress) -> bool:
     for start, end, expected in _ranges(shard.chunks):
         if crc32c.crc32c(here.read(shard.target, start, end)) != expected:
             return False
-    return not any(np.frombuffer(tail, np.uint8).any() for tail in _tails(shard, shard.target, here))
+    if any(np.frombuffer(tail, np.uint8).any() for tail in _tails(shard, shard.target, here)):
+        return False
+    progress.advance(num_bytes=shard.size_bytes, num=1)
+    return True
 
 
 def _ranges(chunks: ChunkTable) -> list[tuple[int, int, int]]:
@@ -296,7 +304,8 @@ def _tails(shard: _Shard, url: str, storage: Storage) -> list[memoryview]:
     return [storage.read(url, start, min(shard.size_bytes, start + _TAIL_BYTES)) for start in starts]
 
 
-def _copy_shard(shard: _Shard, there: Storage, here: Storage) -> None:
+def _bring(there: Storage, here: Storage, shard: _Shard, progress: Progress) -> None:
+    """Copy one shard; a second time, its target is replaced when the copy is whole."""
     size_bytes = there.info(shard.source).size_bytes
     if size_bytes != shard.size_bytes:
         raise IndexMismatchError(
@@ -308,6 +317,7 @@ def _copy_shard(shard: _Shard, there: Storage, here: Storage) -> None:
     got = here.info(shard.target).size_bytes
     if got != shard.size_bytes:
         raise TransferError(f"{redact(shard.target)}: {got} bytes at the target, {shard.size_bytes} were written")
+    progress.advance(num_bytes=shard.size_bytes, num=1)
 
 
 def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
@@ -334,7 +344,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
         out.write(tail)
 
 
-def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str | None) -> bool:
+def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _Shard, _: Progress) -> bool:
     """Copy the sample table of a shard; tell whether there is one."""
     url = samples_url(shard.source, index_url)
     try:

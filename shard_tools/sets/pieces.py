@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +22,15 @@ class ShardPieces:
     Attributes:
         url: The shard.
         size_bytes: Its size as a file.
-        record_starts: int64 ``[n + 1]``, where each sample's record begins, and where the last one ends.
         bounds: int64 ``[P + 1]``, first sample of each piece, and ``n``.
+        borders: int64 ``[P + 1]``, byte where each piece begins, and where the last one ends.
         crc32c: uint32 ``[P]``, of the bytes of each piece.
     """
 
     url: str
     size_bytes: int
-    record_starts: Int64Array
     bounds: Int64Array
+    borders: Int64Array
     crc32c: npt.NDArray[np.uint32]
 
     @classmethod
@@ -38,26 +38,35 @@ class ShardPieces:
         """Return the pieces of the shard at ``url``, which ``table`` describes."""
         chunks = table.chunks
         spans = table.num_spans > 0
+        bounds = table.span_starts if spans else np.append(chunks.first_sample, table.num_samples)
         return cls(
             url=url,
             size_bytes=table.shard.size_bytes,
-            record_starts=table.record_starts,
-            bounds=table.span_starts if spans else np.append(chunks.first_sample, table.num_samples),
+            bounds=bounds,
+            borders=table.record_starts[bounds],
             crc32c=table.span_crc32c if spans else chunks.crc32c,
         )
 
     @property
     def num_samples(self) -> int:
         """Samples of the shard."""
-        return self.record_starts.size - 1
+        return int(self.bounds[-1])
 
     def piece_of(self, rows: Int64Array) -> Int64Array:
         """Return the piece that holds each of these samples."""
         return np.searchsorted(self.bounds, rows, side="right").astype(np.int64) - 1
 
+    def around(self, rows: Int64Array) -> ShardPieces:
+        """Return only the pieces that hold these samples; between them, one for each gap, which cannot be read."""
+        held = np.unique(self.piece_of(rows))
+        kept = np.unique(np.concatenate([held, held + 1, [0, self.bounds.size - 1]]))
+        crc32c = np.zeros(kept.size - 1, np.uint32)
+        crc32c[np.searchsorted(kept, held)] = self.crc32c[held]
+        return replace(self, bounds=self.bounds[kept], borders=self.borders[kept], crc32c=crc32c)
+
     def range(self, first: int, stop: int) -> FetchRange:
         """Return the bytes of pieces ``[first, stop)``."""
-        borders = self.record_starts[self.bounds[first : stop + 1]]
+        borders = self.borders[first : stop + 1]
         ends = (borders[1:] - borders[0]).tolist()
         return FetchRange(
             url=self.url,

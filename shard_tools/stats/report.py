@@ -10,6 +10,7 @@ from shard_tools.stats.kinds import UNKNOWN, is_class, kind_of
 from shard_tools.stats.sketches import Top
 from shard_tools.stats.surprises import Surprise, content_field
 from shard_tools.stats.totals import ColumnTotals, FieldTotals, Totals
+from streaming.arguments import counted
 from streaming.storage import redact_text
 
 _TOP = 20  # values told of a column
@@ -59,8 +60,8 @@ class StatsReport:
         if self.totals.num_read >= self.num_samples:
             return "all samples"
         return (
-            f"{self.totals.num_read:,} of {self.num_samples:,} samples, in runs of four spread over the whole set "
-            f"(seed {self.seed}); sizes, keys and columns are those of all; --all reads all"
+            f"{self.totals.num_read:,} of {counted(self.num_samples, 'sample')}, in runs of four spread over the whole "
+            f"set (seed {self.seed}); sizes, keys and columns are those of all; --all reads all"
         )
 
     def classes(self) -> dict[str, Top]:

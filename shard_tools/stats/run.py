@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
 from shard_tools.convert.journal import note_at
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.inspect import shards_unlike_index
 from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.stats.journal import TotalsJournal
 from shard_tools.stats.report import StatsReport, kinds_of
-from shard_tools.stats.shard import ShardReader
+from shard_tools.stats.shard import ShardReader, StatsPart
 from shard_tools.stats.surprises import Facts, surprises
 from shard_tools.stats.totals import Totals
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import Subset
 from streaming.index.files import read_note
-from streaming.index.layout import TOKENS_FILE
+from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.selection import Selection
 from streaming.storage import Storage, join_url, redact
 from streaming.types import Int64Array
@@ -66,6 +67,7 @@ def stats(
     index_url: str | None = None,
     options: StatsOptions | None = None,
     allow_unfinished: bool = False,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> StatsReport:
     """Return what is in a set, and what will surprise in training.
@@ -76,8 +78,18 @@ def stats(
 
     Memory: the sample tables and requests of ``2 * workers`` shards, and summaries that do not grow with the set.
 
+    Args:
+        urls: Shards, as for ``StreamingDataset``.
+        storage: Their store.
+        index_url: Location of the index, if not beside the shards.
+        options: What is summed up.
+        allow_unfinished: Take what is there of a set that is not whole.
+        executor: Executor on which shards are read, such as a cluster, instead of on threads.
+        progress: Receives shards and bytes.
+
     Raises:
-        ConfigError: A mixture is given; a column or the view does not exist, or no sample is kept.
+        ConfigError: A mixture is given; a column or the view does not exist, or no sample is kept; or the executor is
+            on a machine that does not see these files.
         IndexMissingError: There is no index and the set is too large to read for this.
         IndexFormatError: A sample table is damaged.
         NotFoundError: Nothing matches ``urls``.
@@ -89,14 +101,14 @@ def stats(
     kept = shards.kept(storage, where=options.where, view=options.view, subset=options.subset)
     late, beside = _late_columns(shards, storage)
     counts = _samples_of_shards(shards, kept)
-    offsets = np.concatenate(([0], np.cumsum(counts)))
+    chosen = choose(int(counts.sum()), options.limit, options.seed)
     reader = ShardReader(
-        shards=shards, storage=storage, kept=kept, late=late, token_bytes=_token_bytes(shards, storage),
-        offsets=offsets, chosen=choose(int(offsets[-1]), options.limit, options.seed), seed=options.seed,
-        progress=progress,
+        storage=storage, index_url=index_url, late=late, token_bytes=_token_bytes(shards, storage),
+        reads_all=chosen is None, seed=options.seed,
     )  # fmt: skip
     progress.start(total_bytes=None, total=len(shards.urls))
-    totals = _sum_up(reader, options)
+    calls = Calls(workers=options.workers, executor=executor, progress=progress)
+    totals = _sum_up(reader, _Parts(shards, kept, counts, chosen), options, calls)
     kinds = kinds_of(totals)
     rows = shards.chunks if kept is None else kept.table
     facts = Facts(
@@ -178,14 +190,44 @@ def _samples_of_shards(shards: OpenSet, kept: Selection | None) -> Int64Array:
     return np.bincount(table.shard, table.num_samples, len(shards.urls)).astype(np.int64)
 
 
-def _sum_up(reader: ShardReader, options: StatsOptions) -> Totals:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """What is read of each shard.
+
+    Attributes:
+        shards: The set.
+        kept: Which of its samples count; None: all.
+        counts: How many of each shard count, int64 ``[S]``.
+        chosen: Ascending numbers, among the samples that count, of those whose bytes are read; None: all.
+    """
+
+    shards: OpenSet
+    kept: Selection | None
+    counts: Int64Array
+    chosen: Int64Array | None
+
+    def behind(self, num_done: int) -> Iterator[StatsPart]:
+        """Yield those of all shards but the first ones."""
+        offsets, numbers = np.concatenate(([0], np.cumsum(self.counts))), None
+        for position in range(num_done, len(self.counts)):
+            if self.chosen is not None:
+                low, high = np.searchsorted(self.chosen, offsets[position : position + 2])
+                numbers = self.chosen[low:high] - offsets[position]
+            yield StatsPart(
+                position=position, url=self.shards.urls[position], chunks=self.shards.chunks.of_shard(position),
+                scanned=None if self.shards.scanned is None else self.shards.scanned[position],
+                rows=None if self.kept is None else np.flatnonzero(self.kept.mask(position)), numbers=numbers,
+            )  # fmt: skip
+
+
+def _sum_up(reader: ShardReader, parts: _Parts, options: StatsOptions, calls: Calls) -> Totals:
     """Return the totals of all shards, going on after those that a journal has."""
-    journal = None
+    journal, shards = None, parts.shards
     done, totals = 0, Totals()
-    if options.journal and reader.chosen is None:
-        kept = "" if reader.kept is None else reader.kept.identity
+    if options.journal and reader.reads_all:
+        kept = "" if parts.kept is None else parts.kept.identity
         columns = {column.name: column.version for column in reader.late}
-        work = {"set": reader.shards.chunks.fingerprint, "kept": kept, "columns": columns, "seed": options.seed}
+        work = {"set": shards.chunks.fingerprint, "kept": kept, "columns": columns, "seed": options.seed}
         journal = TotalsJournal(
             folder=options.journal,
             storage=reader.storage,
@@ -194,9 +236,10 @@ def _sum_up(reader: ShardReader, options: StatsOptions) -> Totals:
             is_needed=options.journal != JOURNALS,
         )
         done, totals = journal.load()
-        reader.progress.advance(num=done)
-    num_shards = len(reader.shards.urls)
-    with closing(map_ordered(reader.read, range(done, num_shards), options.workers)) as found:
+        calls.progress.advance(num=done)
+    num_shards = len(shards.urls)
+    shared = [(reader.storage, url) for url in (shards.urls[0], join_url(shards.homes[0], chunks_path()))]
+    with closing(calls.map(reader.read, parts.behind(done), shared=shared)) as found:
         for number, one in enumerate(found, start=done + 1):
             totals.merge(one)
             if journal is not None and number < num_shards:

@@ -11,16 +11,16 @@ import numpy as np
 import pyarrow as pa
 
 from shard_tools.running.progress import Progress
-from shard_tools.sets.open_set import OpenSet, table_of
+from shard_tools.sets.open_set import needed_samples
 from shard_tools.stats.kinds import kind_of
 from shard_tools.stats.looks import CutError, head_bytes, look
 from shard_tools.stats.sketches import Distribution
 from shard_tools.stats.totals import EXAMPLES, ColumnTotals, FieldTotals, Looked, Totals
 from streaming.errors import AccessDeniedError, DataError, NotFoundError, StorageError
-from streaming.filters.late_columns import LateColumn
+from streaming.filters.late_columns import LateColumn, read_values
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
 from streaming.index.sample_table import SampleTable
-from streaming.index.selection import Selection
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -31,72 +31,88 @@ _NOT_COMPARED = ("class", "number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardReader:
-    """Take the facts of the shards of a set, one by one, on any threads; the same arguments give the same facts.
+class StatsPart:
+    """What of one shard counts, and what is read of it.
 
     Attributes:
-        shards: The set.
-        storage: Its store.
-        kept: Which of its samples count; None: all.
-        late: Late columns.
-        token_bytes: Width of the tokens of a field, where the set says it.
-        offsets: int64 ``[S + 1]``, samples that count before each shard.
-        chosen: Ascending numbers, among the samples that count, of those whose bytes are read; None: all.
-        seed: Seed of all that is random.
-        progress: Receives shards and bytes.
+        position: Number of the shard in its set.
+        url: The shard.
+        chunks: Its rows of the chunk table.
+        scanned: Its sample table, if it was read because there is no index.
+        rows: Ascending rows of the samples that count; None: all.
+        numbers: Ascending numbers, among the samples that count, of those whose bytes are read; None: all.
     """
 
-    shards: OpenSet
+    position: int
+    url: str
+    chunks: ChunkTable
+    scanned: SampleTable | None
+    rows: Int64Array | None
+    numbers: Int64Array | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of its samples counts."""
+        return not (self.chunks.total_samples if self.rows is None else self.rows.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardReader:
+    """Take the facts of the shards of a set, one by one, anywhere; the same arguments give the same facts.
+
+    Attributes:
+        storage: Store of the set.
+        index_url: Location of its index, if not beside the shards.
+        late: Late columns.
+        token_bytes: Width of the tokens of a field, where the set says it.
+        reads_all: Whether the bytes of all samples are read, and so small values are compared.
+        seed: Seed of all that is random.
+    """
+
     storage: Storage
-    kept: Selection | None
+    index_url: str | None
     late: Sequence[LateColumn]
     token_bytes: Mapping[str, int]
-    offsets: Int64Array
-    chosen: Int64Array | None
+    reads_all: bool
     seed: int
-    progress: Progress
 
-    def read(self, position: int) -> Totals:
-        """Return the facts of the shard at this position.
+    def read(self, part: StatsPart, progress: Progress) -> Totals:
+        """Return the facts of one shard.
 
         Raises:
             IndexMissingError, IndexFormatError: Its sample table is missing or damaged.
             AccessDeniedError, StorageError: The store refuses, or fails, other than by lacking the bytes.
         """
         totals = Totals()
-        first, stop = self.offsets[position : position + 2].tolist()
-        if first < stop:
-            table = table_of(self.shards, position, self.storage)
-            rows = np.arange(table.num_samples) if self.kept is None else np.flatnonzero(self.kept.mask(position))
-            draw = np.random.default_rng((self.seed, position))
-            self._add_table(totals, position, table, rows, draw)
-            if self.chosen is None:
-                numbers = np.arange(len(rows))
-            else:
-                low, high = np.searchsorted(self.chosen, (first, stop))
-                numbers = self.chosen[low:high] - first
+        if not part.is_empty:
+            table = part.scanned
+            if table is None:
+                table = needed_samples(self.storage, part.url, self.index_url)
+            rows = np.arange(table.num_samples) if part.rows is None else part.rows
+            draw = np.random.default_rng((self.seed, part.position))
+            self._add_table(totals, part, table, rows, draw)
+            numbers = np.arange(len(rows)) if part.numbers is None else part.numbers
             if numbers.size:
                 looked = Looked()
-                self._look(totals, looked, self.shards.urls[position], table, rows, numbers)
+                self._look(_Values(self, totals, looked, part.url, table, progress), rows, numbers)
                 looked.sum_up(totals, draw)
-        self.progress.advance(num=1)
+        progress.advance(num=1)
         return totals
 
     def _add_table(
-        self, totals: Totals, position: int, table: SampleTable, rows: Int64Array, draw: np.random.Generator
+        self, totals: Totals, part: StatsPart, table: SampleTable, rows: Int64Array, draw: np.random.Generator
     ) -> None:
         """Add what the sample table and late columns say of some rows."""
         sizes = np.diff(table.record_starts)[rows]
         totals.sizes.add(sizes, draw)
         largest = int(np.argmax(sizes))
-        shard = redact(self.shards.urls[position])
-        totals.largest = (int(sizes[largest]), table.keys[int(rows[largest])], shard)
+        totals.largest = (int(sizes[largest]), table.keys[int(rows[largest])], redact(part.url))
         whole = len(rows) == table.num_samples
         totals.add_keys(table.keys if whole else [table.keys[row] for row in rows.tolist()])
         late: dict[str, Values] = {}
         for asked in self.late:
             try:
-                late |= self.shards.late_values(self.storage, position, [asked])
+                late[asked.name] = read_values(self.storage, part.url, self.index_url, part.chunks, asked)
             except DataError as error:
                 totals.late_errors = [*totals.late_errors, str(error)][:EXAMPLES]
         taken = pa.array(rows)
@@ -128,13 +144,10 @@ class ShardReader:
         width = int(table.fields[field][1][rows[some]]) // int(counts[some]) if counts[some] > 0 else 0
         return width if width in {2, 4} else 0
 
-    def _look(
-        self, totals: Totals, looked: Looked, url: str, table: SampleTable, rows: Int64Array, numbers: Int64Array
-    ) -> None:
+    def _look(self, values: _Values, rows: Int64Array, numbers: Int64Array) -> None:
         """Read the values of rows ``rows[numbers]`` as far as they tell something, and take it in."""
-        totals.num_read = len(numbers)
-        values = _Values(self, totals, looked, url, table)
-        for first, stop, wanted in _requests(list(self._wanted(table, rows, numbers))):
+        values.totals.num_read = len(numbers)
+        for first, stop, wanted in _requests(list(self._wanted(values.table, rows, numbers))):
             data = values.bytes_of(first, stop, len({one.row for one in wanted}))
             if data is None:
                 if values.is_gone:
@@ -153,7 +166,7 @@ class ShardReader:
             starts, sizes = all_starts[rows[numbers]], all_sizes[rows[numbers]]
             sums = table.large.fields.get(name)
             known = np.zeros(len(numbers), np.bool_) if sums is None else sums[rows[numbers]] >= 0
-            compared = self.chosen is None and kind not in _NOT_COMPARED
+            compared = self.reads_all and kind not in _NOT_COMPARED
             read = np.minimum(sizes, head_bytes(kind))
             whole = ~known & (sizes <= _REQUEST_BYTES) if compared else np.zeros(len(numbers), np.bool_)
             read[whole] = sizes[whole]
@@ -203,6 +216,7 @@ class _Values:
     looked: Looked
     url: str
     table: SampleTable
+    progress: Progress
     is_gone: bool = False
 
     def bytes_of(self, first: int, stop: int, num_samples: int) -> memoryview | None:
@@ -221,7 +235,7 @@ class _Values:
             self.totals.unread = [*self.totals.unread, str(error)][:1]
             return None
         self.totals.num_bytes_read += stop - first
-        self.reader.progress.advance(num_bytes=stop - first)
+        self.progress.advance(num_bytes=stop - first)
         return data
 
     def take(self, one: _Wanted, data: bytes) -> None:

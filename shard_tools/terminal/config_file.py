@@ -1,14 +1,23 @@
-"""Read options of commands from a TOML file: ``shard_tools --config FILE COMMAND …``."""
+"""Take options of commands from elsewhere: a TOML file (``shard_tools --config FILE COMMAND …``), the environment."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import click
 
 from streaming.arguments import did_you_mean
+
+PREFIX = "SHARD_TOOLS"
+"""Begins the names of options in the environment."""
+_EXAMPLE = '`max-bytes = "1GB"` below `[convert]`'
+_log = logging.getLogger(__name__)
 
 
 def load_config(ctx: click.Context, _param: click.Parameter, path: str | None) -> None:
@@ -23,47 +32,84 @@ def load_config(ctx: click.Context, _param: click.Parameter, path: str | None) -
     if path is None:
         return
     try:
-        with open(path, "rb") as file:
-            content = _by_option(tomllib.load(file))
-    except (OSError, ValueError) as error:  # also of text that is not UTF-8
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        content = _by_option(tomllib.loads(text))
+    except OSError as error:
         raise click.UsageError(f"--config {path}: {error}") from error
+    except ValueError as error:  # also of text that is not UTF-8
+        raise click.UsageError(f"--config {path}: {error}; it has to be TOML, as in {_EXAMPLE}") from error
+    at = partial(_at, path, text)
     group = ctx.command
     if not isinstance(group, click.Group):
         raise TypeError(f"--config is an option of a group, not of {group.name}")
     common = {name: value for name, value in content.items() if name not in group.commands}
     unused = {*common}
-    ctx.default_map = _defaults(group, {name: content[name] for name in content.keys() - common}, common, unused, path)
+    ctx.default_map = _defaults(group, {name: content[name] for name in content.keys() - common}, common, unused, at)
     for name in sorted(unused):
         known = sorted({option for command in _commands(group) for option in _options(command)} | {*group.commands})
-        raise click.UsageError(f"--config {path}: no command has an option {name!r}{did_you_mean(name, known)}")
+        raise click.UsageError(f"{at(name)}: no command has an option {name!r}{did_you_mean(name, known)}")
 
 
 def _defaults(
-    group: click.Group, tables: Mapping[str, Any], common: Mapping[str, Any], unused: set[str], path: str
-) -> dict[str, Any]:
+    group: click.Group, tables: Mapping[str, Any], common: Mapping[str, Any], unused: set[str],
+    at: Callable[[str], str],
+) -> dict[str, Any]:  # fmt: skip
     """Return the defaults of the commands of a group, by name; ``unused`` loses what one of them has."""
     found: dict[str, Any] = {}
     for name in tables.keys() - group.commands.keys():
-        raise click.UsageError(
-            f"--config {path}: no command {name!r}{did_you_mean(name, group.commands)} of {group.name}"
-        )
+        raise click.UsageError(f"{at(name)}: no command {name!r}{did_you_mean(name, group.commands)} of {group.name}")
     for name, command in group.commands.items():
         own = tables.get(name, {})
         if not isinstance(own, Mapping):
-            raise click.UsageError(f"--config {path}: expected a table [{name}], got {own!r}")
+            raise click.UsageError(f"{at(name)}: expected a table [{name}], got {own!r}; write {_EXAMPLE}")
         if isinstance(command, click.Group):
-            found[name] = _defaults(command, _by_option(own), common, unused, path)
+            found[name] = _defaults(command, _by_option(own), common, unused, at)
             continue
         options, own = _options(command), _by_option(own)
         for option in own.keys() - options.keys():
             raise click.UsageError(
-                f"--config {path}: {name} has no option {option!r}{did_you_mean(option, options)}; write names as on "
+                f"{at(option)}: {name} has no option {option!r}{did_you_mean(option, options)}; write names as on "
                 "the command line, without the dashes before them"
             )
         unused.difference_update(options)
         given = {option: value for option, value in common.items() if option in options} | dict(own)
         found[name] = {str(options[option].name): _plain(value) for option, value in given.items()}
     return found
+
+
+def _at(path: str, text: str, name: str) -> str:
+    """Return where a file names a table, command or option: its path, and the first such line."""
+    wanted = re.escape(name).replace(r"\-", "[-_]")
+    spelled = re.compile(rf"[\[\s\"']*(?:[\w-]+\.)*[\"']?{wanted}(?![\w-])")
+    number = next((number for number, line in enumerate(text.splitlines(), 1) if spelled.match(line)), None)
+    return f"--config {path}" + ("" if number is None else f", line {number}")
+
+
+def warn_of_variables(group: click.Group) -> None:
+    """Warn of names in the environment that begin like those of options, and are none."""
+    known = {f"{PREFIX}_CONFIG": ""}
+    for path, command in _named(group, PREFIX):
+        for param in command.params:
+            if isinstance(param, click.Option):
+                own = param.envvar if isinstance(param.envvar, str) else f"{path}_{param.name}".upper()
+                known[own] = own
+                known |= {f"{path}_{option.replace('-', '_')}".upper(): own for option in _options_of(param)}
+    for name in sorted(os.environ):
+        if name.startswith(f"{PREFIX}_") and known.get(name, "-") not in {"", name}:
+            begin = len(PREFIX) + 1  # what all of them share would make all of them alike
+            hint = did_you_mean(name[begin:], [one[begin:] for one in known]).replace("'", f"'{PREFIX}_", 1)
+            hint = f" (did you mean {known[name]!r}?)" if name in known else hint
+            _log.warning("%s in the environment is no option of any command%s", name, hint)
+
+
+def _named(group: click.Group, above: str) -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        path = f"{above}_{name}".replace("-", "_").upper()
+        if isinstance(command, click.Group):
+            yield from _named(command, path)
+        else:
+            yield path, command
 
 
 def _by_option(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,12 +119,12 @@ def _by_option(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options(command: click.Command) -> dict[str, click.Parameter]:
     return {
-        opt.lstrip("-"): param
-        for param in command.params
-        if isinstance(param, click.Option)
-        for opt in param.opts
-        if opt.startswith("--")
+        option: param for param in command.params if isinstance(param, click.Option) for option in _options_of(param)
     }
+
+
+def _options_of(param: click.Option) -> list[str]:
+    return [opt.lstrip("-") for opt in param.opts if opt.startswith("--")]
 
 
 def _commands(group: click.Group) -> Iterator[click.Command]:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from shard_tools.running.engine import ENGINES
+from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
 from streaming.arguments import parse_bytes
 from streaming.errors import ConfigError
@@ -79,6 +79,16 @@ engine_option = click.option(
 )
 _SWITCHES = frozenset({"anon", "requester_pays", "path_style", "hedge", "read_only"})
 _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
+
+
+def on_shards_in_parallel(local: int = DEFAULT_WORKERS["local"], what: str = "Shards") -> Callable[[Command], Command]:
+    """Add ``--engine`` and ``--workers``, for commands that work on many shards at a time, so many by default."""
+    there = DEFAULT_WORKERS["ray"]
+    workers = click.option(
+        "--workers", type=COUNT,
+        help=f"{what} in parallel: threads here (default {local}), tasks on Ray (default {there}).",
+    )  # fmt: skip
+    return lambda command: engine_option(workers(command))
 
 
 def quiet_option(command: Command) -> Command:
@@ -225,7 +235,7 @@ def places_and_target(places: tuple[str, ...]) -> tuple[list[str], str]:
     Raises:
         click.UsageError: One of them is missing.
     """
-    *sources, target = places
+    *sources, target = places or ("",)
     if not sources:
         raise click.UsageError("Missing argument 'TARGET': give one or more sources, and then the target.")
     return sources, target

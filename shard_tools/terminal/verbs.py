@@ -10,6 +10,7 @@ import click
 
 from shard_tools.running.switches import is_on
 from shard_tools.terminal import render
+from shard_tools.terminal.config_file import warn_of_variables
 from streaming.errors import ConfigError, IndexMissingError, ReadOnlyError, ShardstreamError, StorageError
 from streaming.storage import redact, redact_text
 
@@ -28,6 +29,8 @@ class ToolGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
+        if ctx.parent is None:
+            warn_of_variables(self)
         try:
             return super().invoke(ctx)
         except ShardstreamError as error:

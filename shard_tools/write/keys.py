@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from streaming.errors import ConfigError, DuplicateKeyError
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_PLAIN: Final = re.compile(r"(?!__)[\w-]+(?:/(?!__)[\w-]+)*", re.ASCII)  # a key that all rules below allow
 _BLANK: Final = re.compile(r"\s")
 _LOG_CHUNK: Final = 1024
 _NUMBER_DIGITS: Final = 9
@@ -39,6 +40,17 @@ def check_key(key: object) -> str:
     if why is not None:
         raise ConfigError(f"sample key {key!r}: {why}")
     return key
+
+
+def check_keys(keys: Sequence[object]) -> None:
+    """Check many keys like :func:`check_key`.
+
+    Raises:
+        ConfigError: As there, about the first that is wrong.
+    """
+    for key in keys:
+        if not (type(key) is str and _PLAIN.fullmatch(key)):
+            check_key(key)
 
 
 def wrong_names(names: Iterable[tuple[str, Iterable[str]]]) -> Iterator[ConfigError]:
@@ -67,6 +79,8 @@ def check_field(field: object, key: str) -> str:
 
 
 def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
+    if _PLAIN.fullmatch(key):
+        return None
     problem = _text_problem(key)
     if problem is not None:
         return problem
@@ -162,6 +176,9 @@ class SeenKeys:
         if new_shard:
             self._folded.clear()
         self._folded[key.casefold()] = key
+        self._remember(key)
+
+    def _remember(self, key: str) -> None:
         if self._all is not None:
             self._all.add(key)
             self._last = max(self._last, key)
@@ -170,6 +187,18 @@ class SeenKeys:
         self._pending.append(key)
         if len(self._pending) >= _LOG_CHUNK:
             self._pack()
+
+    def add_all(self, keys: Sequence[str], *, new_shard: bool) -> int:
+        """Check and remember keys of one shard, up to the first that may not be used; return how many were added."""
+        for number, key in enumerate(keys):
+            if key <= self._last and key in self._as_set():
+                return number
+            if new_shard and number == 0:
+                self._folded.clear()
+            if self._folded.setdefault(key.casefold(), key) is not key:
+                return number
+            self._remember(key)
+        return len(keys)
 
     def _pack(self) -> None:
         # Keys hold no control characters, so a newline ends each.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Self, cast
 
 import crc32c
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, parse_columns
+from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, follow, parse_columns
 from shard_tools.write.encode import Buffers
+from shard_tools.write.sample_runs import SampleRun
 from streaming.catalog.build import read_chunks, shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
@@ -31,6 +32,7 @@ from streaming.types import Int64Array
 
 # Most footers fit into this many bytes at the end of a sample file; a longer one costs a second request.
 _NUM_THREADS = 16
+_PLAIN_TYPES = {bool, int, float, str, type(None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +73,7 @@ class ShardRecorder:
         """Add the next sample; ``pieces`` are the record's bytes."""
         start = self._record_starts[-1]
         for field, field_start, size in zip(record.fields, record.starts, record.sizes, strict=True):
-            ranges = self._fields.get(field)
-            if ranges is None:
-                ranges = self._fields[field] = (array("q"), array("q"), array("q"))
+            ranges = self._ranges_of(field)
             ranges[0].append(len(self._keys))
             ranges[1].append(start + field_start)
             ranges[2].append(size)
@@ -88,9 +88,39 @@ class ShardRecorder:
             self._sum_large(record, pieces, start)
         chunk_closes = self._cutter.add(record.num_bytes)
         if self._span_cutter.add(record.num_bytes, chunk_closes=chunk_closes):
-            self._close_span()
+            self._close_span(len(self._keys))
         if chunk_closes:
-            self._close_chunk()
+            self._close_chunk(len(self._keys))
+
+    def add_run(self, run: SampleRun, content: bytes) -> None:
+        """Add the next samples at once, none of which has a large field; ``content`` are the bytes of their records."""
+        first, start, num_samples = len(self._keys), self._record_starts[-1], len(run.keys)
+        bounds = start + np.concatenate((np.zeros(1, np.int64), run.ends))
+        rows = np.arange(first, first + num_samples).tobytes()
+        for position, field in enumerate(run.fields):
+            ranges = self._ranges_of(field)
+            ranges[0].frombytes(rows)
+            ranges[1].frombytes((bounds[:-1] + run.starts[:, position]).tobytes())
+            ranges[2].frombytes(run.sizes[:, position].tobytes())
+        for column, values in zip(self._columns.values(), run.columns, strict=True):
+            column.extend(values)
+        self._keys += run.keys
+        self._record_starts.frombytes(bounds[1:].tobytes())
+        chunk_cuts = self._cutter.extend(bounds).tolist()
+        whole, done = memoryview(content), 0
+        for cut in self._span_cutter.extend(bounds, chunk_cuts):
+            end = int(run.ends[cut - 1])
+            self._crc, done = crc32c.crc32c(whole[done:end], self._crc), end
+            self._close_span(first + cut)
+            if cut in chunk_cuts:
+                self._close_chunk(first + cut)
+        self._crc = crc32c.crc32c(whole[done:], self._crc)
+
+    def _ranges_of(self, field: str) -> tuple[array[int], array[int], array[int]]:
+        ranges = self._fields.get(field)
+        if ranges is None:
+            ranges = self._fields[field] = (array("q"), array("q"), array("q"))
+        return ranges
 
     def _sum_large(self, record: TarRecord, pieces: Buffers, start: int) -> None:
         """Checksum a record, with intermediate sums at the start and end of each large field."""
@@ -117,9 +147,9 @@ class ShardRecorder:
         num_members = sum(len(rows) for rows, _, _ in self._fields.values())
         check_density(len(self._keys), list(self._fields), num_members, self.name)
         if self._span_starts[-1] != len(self._keys):
-            self._close_span()
+            self._close_span(len(self._keys))
         if self._chunk_bounds[-1] != len(self._keys):
-            self._close_chunk()
+            self._close_chunk(len(self._keys))
         record_starts = np.array(self._record_starts, np.int64)
         fields = {field: self._ranges(field) for field in self._fields}
         spans = self._chunk_bounds, self._span_starts, self._span_crcs
@@ -136,12 +166,12 @@ class ShardRecorder:
             large=large_sums(record_starts, fields, *spans, self._large_crcs),
         )
 
-    def _close_span(self) -> None:
-        self._span_starts.append(len(self._keys))
+    def _close_span(self, num_samples: int) -> None:
+        self._span_starts.append(num_samples)
         self._span_crcs.append(self._crc)
 
-    def _close_chunk(self) -> None:
-        self._chunk_bounds.append(len(self._keys))
+    def _close_chunk(self, num_samples: int) -> None:
+        self._chunk_bounds.append(num_samples)
         self._crcs.append(self._crc)
         self._crc = 0
 
@@ -203,9 +233,27 @@ class IndexRecorder:
         """Return the values of all columns for one sample."""
         return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
 
+    def columns_of(self, samples: Sequence[Mapping[str, object]]) -> list[list[ColumnValue]] | None:
+        """Return the values of each column for many samples; None if one by one says what is wrong with them."""
+        found = []
+        for source in self._columns.values():
+            try:
+                values = [follow(one, source) if isinstance(source, str) else source(one) for one in samples]
+            except Exception:  # noqa: BLE001  of a user's function
+                return None
+            if not {*map(type, values)} <= _PLAIN_TYPES:
+                return None
+            found.append(cast("list[ColumnValue]", values))
+        return found
+
     def start_shard(self, url: str) -> None:
         """Begin a shard; the following samples belong to it."""
         self._shard = ShardRecorder(shard_name(url, self._elsewhere), self._columns)
+
+    def add_run(self, run: SampleRun, content: bytes) -> None:
+        """Add the next samples of the shard."""
+        if self._shard is not None:
+            self._shard.add_run(run, content)
 
     def add(self, record: TarRecord, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
         """Add the next sample of the shard."""

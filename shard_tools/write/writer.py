@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
+
+import numpy as np
 
 from shard_tools.write.columns import ColumnSpec, ColumnValue
 from shard_tools.write.encode import Buffers, encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key
 from shard_tools.write.mark import TargetMark, digest_of_work
 from shard_tools.write.recorder import IndexRecorder, TarRecord
+from shard_tools.write.sample_runs import SampleRun, sample_run
 from streaming.arguments import checks_names, is_whole, parse_bytes
 from streaming.catalog.unfinished import WRITER
 from streaming.errors import ConfigError, ShardstreamError, StorageError
@@ -295,9 +299,70 @@ class ShardWriter:
 
 
 class UnmarkedWriter(ShardWriter):
-    """Write shards like ``ShardWriter``, for a command that marks the directory itself."""
+    """Write shards like ``ShardWriter``, for a command that marks the directory itself and has many samples."""
 
     _marks = False
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the samples in the open shard."""
+        return self._shard_bytes
+
+    def write_all(self, samples: Sequence[Mapping[str, object]]) -> None:
+        """Append samples like :meth:`write`, one after the other: the same bytes, and less time for small ones.
+
+        Raises:
+            ConfigError: As :meth:`write`; the samples before are written (``num_samples``).
+            DuplicateKeyError: As well.
+            StorageError: The store failed.
+        """
+        for _, group in itertools.groupby(samples, key=tuple):
+            alike = [*group]
+            run = self._run_of(alike) if len(alike) > 1 and self._state == "open" else None
+            if run is not None:
+                self._write_run(run)
+                continue
+            for sample in alike:
+                self.write(sample)
+
+    def _run_of(self, samples: Sequence[Mapping[str, object]]) -> SampleRun | None:
+        columns = self._recorder.columns_of(samples) if self._recorder else ()
+        return None if columns is None else sample_run(samples, columns)
+
+    def _write_run(self, run: SampleRun) -> None:
+        self._maker.check()
+        at, done_bytes = 0, 0
+        while at < len(run.keys):
+            rolls = self._out is None or self._is_full(int(run.ends[at]) - done_bytes)
+            room = self._max_bytes - len(END_OF_ARCHIVE) - (0 if rolls else self._shard_bytes)
+            stop = max(at + 1, int(np.searchsorted(run.ends, done_bytes + room, side="right")))
+            if self._max_samples is not None:
+                stop = min(stop, at + self._max_samples - (0 if rolls else self._shard_samples))
+            stop = at + self._seen.add_all(run.keys[at:stop], new_shard=rolls)
+            if stop == at:
+                self._seen.check(run.keys[at], new_shard=rolls)  # which says what is wrong with it
+            part = run.part(at, stop)
+            try:
+                if rolls:
+                    self._finish_shard()
+                    self._start_shard()
+                self._append_run(part)
+            except BaseException:
+                self.abort()
+                raise
+            at, done_bytes = stop, int(run.ends[stop - 1])
+
+    def _append_run(self, run: SampleRun) -> None:
+        out = self._out
+        if out is None:  # pragma: no cover  # our own invariant
+            raise ConfigError("no shard is open")
+        content = b"".join(run.pieces)
+        if self._recorder is not None:
+            self._recorder.add_run(run, content)
+        out.write(content)
+        self._shard_bytes += len(content)
+        self._shard_samples += len(run.keys)
+        self._num_samples += len(run.keys)
 
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:

@@ -74,6 +74,7 @@ class StorageAhead(Storage):
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._threads = ThreadPoolExecutor(_THREADS, "shardstream-open")
+        self._listed: dict[str, ObjectInfo] = {}
         self._infos: dict[str, Future[ObjectInfo]] = {}
         self._wholes: dict[str, Future[ReadBuffer]] = {}
         self._asked: list[Future[Any]] = []
@@ -87,15 +88,16 @@ class StorageAhead(Storage):
 
     def was_listed(self, url: str) -> bool:
         """Tell whether ``url`` was in a listing or has been requested."""
-        return url in self._infos
+        return url in self._listed or url in self._infos
 
     def listed(self, end: str) -> list[str]:
         """Return the objects of all listings whose URL ends with ``end``."""
-        return [url for url in self._infos if url.endswith(end)]
+        return [url for url in {**self._listed, **self._infos} if url.endswith(end)]
 
     def will_ask(self, url: str) -> None:
         """Request size and version of ``url`` in the background."""
-        self._start(self._infos, url, self._storage.info)
+        if url not in self._listed:
+            self._start(self._infos, url, self._storage.info)
 
     def will_read(self, url: str) -> None:
         """Read all of ``url`` in the background."""
@@ -103,7 +105,8 @@ class StorageAhead(Storage):
 
     def info(self, url: str) -> ObjectInfo:
         """See ``Storage``."""
-        return self._told(self._infos, url, self._storage.info)
+        known = self._listed.get(url)
+        return self._told(self._infos, url, self._storage.info) if known is None else known
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
         """See ``Storage``."""
@@ -116,9 +119,7 @@ class StorageAhead(Storage):
         """See ``Storage``."""
         for info in self._storage.list(url):
             if info.size_bytes:  # an empty one may be a folder marker: only a request can tell
-                known: Future[ObjectInfo] = Future()
-                known.set_result(info)
-                self._infos[info.url] = known
+                self._listed[info.url] = info
             yield info
 
     def _start(self, asked: dict[str, Future[_T]], url: str, ask: Callable[[str], _T]) -> Future[_T]:

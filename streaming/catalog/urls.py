@@ -30,7 +30,8 @@ _DECOMPRESSORS = {
 _ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfss": "abfs"}
 _HIDDEN = re.compile(r"\.").match
 _log = logging.getLogger(__name__)
-_STARS = re.compile(r"(\*\*|\*)")
+_WILD = re.compile(r"(\*\*|[*?]|\[!?[^\]/!][^\]/]*\])")
+_ANY = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 
@@ -38,10 +39,10 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
     """Return the shard URLs that ``spec`` names, in its order (listings sorted).
 
-    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; a ``*`` stands for what
-    the store lists (``part-*/*.tar``; ``**`` also for folders); ``::`` joins several URLs; a prefix or directory stands
-    for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and folders (whose names begin with a
-    dot). Different spellings of a URL, and symbolic links, are recognized as the same shard.
+    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; ``*``, ``?`` and ``[0-9]``
+    stand for what the store lists (``part-*/*.tar``; ``**`` also for folders); ``::`` joins several URLs; a prefix or
+    directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and folders (whose
+    names begin with a dot). Different spellings of a URL, and symbolic links, are recognized as the same shard.
 
     Raises:
         ConfigError: A pattern is malformed, a shard is named twice, or it is compressed in another way.
@@ -180,9 +181,9 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
             f"{redact(url)}: this compression is not supported; decompress it (`{cure}`) and read the tar"
         )
     if path.endswith(SHARD_SUFFIXES) and not directory:
-        yield from _matching(url, storage) if _is_pattern(url) else [url]
+        yield from _matching(url, storage) if _is_pattern(url, storage) else [url]
         return
-    if "*" in path and not directory and _is_pattern(url):
+    if "*" in path and not directory and _is_pattern(url, storage):
         raise ConfigError(
             f"{redact(url)!r}: a pattern with '*' names shards, such as 'part-*/*.tar'; add the ending of the shards"
         )
@@ -213,30 +214,53 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         )
 
 
-def _is_pattern(url: str) -> bool:
-    """Tell whether ``*`` in a URL stands for other names; a local file may be called so."""
-    return "*" in split_query(url)[0] and not (scheme_of(url) == "file" and os.path.exists(local_path(url)))
+def _is_pattern(url: str, storage: Storage) -> bool:
+    """Tell whether characters of a URL stand for other names; a local file, or an object, may be called so."""
+    path, _ = split_query(url)
+    if "*" not in path and (scheme_of(url) in HTTP_SCHEMES or not _WILD.search(path)):
+        return False
+    if scheme_of(url) == "file":
+        return not os.path.exists(local_path(url))
+    return "*" in path or not storage.exists(url)
 
 
 def _matching(url: str, storage: Storage) -> Iterator[str]:
-    """Yield the shards whose names match: ``*`` stands for any part of a name, ``**`` also for folders.
+    """Yield the shards whose names match.
+
+    ``*`` stands for any part of a name, ``**`` also for folders, ``?`` for a character, ``[a-c]`` for one of these,
+    ``[!a-c]`` for another one.
 
     Raises:
-        ConfigError: The store lists nothing.
+        ConfigError: The store lists nothing, or a range of characters is reversed.
         NotFoundError: None matches.
     """
     if scheme_of(url) in HTTP_SCHEMES:
         raise ConfigError(f"{redact(url)!r}: '*' is not expanded, as web servers list nothing; write braces")
     path, query = split_query(url)
-    base = path[: path.rfind("/", 0, path.index("*")) + 1]
-    parts = (".*" if part == "**" else "[^/]*" if part == "*" else re.escape(part) for part in _STARS.split(path))
-    matches = re.compile("".join(parts)).fullmatch
+    wild = _WILD.search(path)
+    base = path[: path.rfind("/", 0, wild.start() if wild else None) + 1]
+    try:
+        matches = re.compile("".join(map(_expression, _WILD.split(path))), re.DOTALL).fullmatch
+    except re.error as error:
+        raise ConfigError(f"{redact(url)!r}: {error}; write ranges of characters as in '[0-9]'") from error
     where = base or "./"
     found = [info.url for info in storage.list(where + query) if is_shard(info.url, where)]
     found = [one for one in found if matches(split_query(one)[0].removeprefix("" if base else where))]
     if not found:
         raise NotFoundError(f"no shards match {redact(url)}{looked_for(url)}; check the pattern")
     yield from found
+
+
+def _expression(part: str) -> str:
+    """Return the regular expression for a part of a pattern that ``_WILD`` has split."""
+    if part in _ANY:
+        return _ANY[part]
+    if not _WILD.fullmatch(part):
+        return re.escape(part)
+    inside = part[1:-1]
+    is_other = inside.startswith("!")
+    letters = re.sub(r"([\\\[\]^&~|])", r"\\\1", inside.removeprefix("!"))
+    return f"(?!/)[{'^' if is_other else ''}{letters}]"
 
 
 def is_shard(url: str, base: str) -> bool:
@@ -254,7 +278,7 @@ def folders_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     """Return those of ``urls``, as users write them, that stand for all shards below them."""
     specs = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     parts = [part for spec in specs for part in str(spec).split("::")]
-    return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith(SHARD_SUFFIXES)]
+    return [part.rstrip("/") for part in parts if not split_query(part)[0].endswith(SHARD_SUFFIXES)]
 
 
 def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
@@ -264,4 +288,7 @@ def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
 
 def _decompressor(path: str) -> str:
     """Return the program that decompresses a shard in an unsupported format; "" if there is none."""
-    return next((program for end, program in _DECOMPRESSORS.items() if path.lower().endswith(end)), "")
+    lowered = path.lower()
+    if not lowered.endswith(tuple(_DECOMPRESSORS)):
+        return ""
+    return next(program for end, program in _DECOMPRESSORS.items() if lowered.endswith(end))

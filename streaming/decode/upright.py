@@ -43,7 +43,10 @@ def orientation_of(data: ReadBuffer) -> int:
         blocks = _webp_blocks(view)
     else:
         return 1
-    return next((found for block in blocks if (found := _orientation_in(block))), 1)
+    for block in blocks:
+        if found := _orientation_in(block):
+            return found
+    return 1
 
 
 def turned(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:

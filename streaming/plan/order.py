@@ -33,6 +33,7 @@ from streaming.types import Int64Array
 MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice has room beside it in 64 bits
 MAX_SLICE = 2**30  # lane positions evaluated at once
 MAX_LANES = 2**20
+_MANY_LANES = 2**14
 ENDLESS = 2**50
 """Nominal samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
 LEAST_STRETCH = 2048
@@ -132,11 +133,17 @@ def default_lanes(global_batch_size: int) -> int:
     lane gives equally many samples to every batch, so each world size that divides the lanes owns whole lanes. A batch
     size whose divisors are all less than half of that bound (257, 254, 1018) gets the bound itself: ranks then share
     lanes at their borders, but batches mix as well as those of 256. With a single lane, a batch would hold neighbors.
+
+    Above 16,384 lanes they are halved while that is possible: each lane is filled before the first batch, and in a
+    mixture each source is dealt to all of them.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
     most = min(size, max(16, size // 8), MAX_LANES)
     lanes = next(lanes for lanes in range(most, 0, -1) if size % lanes == 0)
-    return lanes if 2 * lanes >= most else most
+    lanes = lanes if 2 * lanes >= most else most
+    while lanes > _MANY_LANES and lanes % 2 == 0:
+        lanes //= 2
+    return lanes
 
 
 def default_window(num_samples: int, num_chunks: int) -> int:

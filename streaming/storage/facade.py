@@ -108,10 +108,10 @@ class Storage:
     def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
-        ``out`` is writable, contiguous, of any item type. Files are read straight into it; object stores cost one copy.
-        The content of ``out`` after an error is undefined. All these reads of one URL see the same version of the
-        object, if the store has versions (ETags, file times), until :meth:`info` is called for it or it is written
-        through this storage.
+        ``out`` is writable, contiguous, of any item type. Files, and ranges from 1 MiB on over plain HTTP, are read
+        straight into it; other object stores cost one copy. The content of ``out`` after an error is undefined. All
+        these reads of one URL see the same version of the object, if the store has versions (ETags, file times), until
+        :meth:`info` is called for it or it is written through this storage.
         Through fsspec, versions must be requested: before the first read and after each one. ``summed`` skips the
         latter, for callers that compare the bytes with a checksum and call :meth:`check_unchanged` if they differ.
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from streaming.errors import redact
 from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
+from streaming.storage.adapters.in_place import InPlaceAdapter
 from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
 from streaming.storage.base.adapter import Adapter, ChangedError
@@ -28,9 +29,15 @@ _MOST_PINS = 1 << 17
 
 ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
     "file": lambda _: LocalAdapter(),
-    **dict.fromkeys(OBJECT_SCHEMES, ObjectAdapter),
+    **dict.fromkeys(OBJECT_SCHEMES, InPlaceAdapter),
 }
 """Adapter by the scheme of URLs; fsspec handles all others."""
+CLIENTS: dict[str | None, Callable[[StorageOptions], Adapter]] = {
+    None: InPlaceAdapter,
+    "obstore": ObjectAdapter,
+    "fsspec": FsspecAdapter,
+}
+"""Adapter of object stores by the option ``client``."""
 
 
 def never() -> bool:
@@ -60,8 +67,8 @@ class Store:
     def adapter(self, url: str | os.PathLike[str]) -> Adapter:
         """Return the adapter for the store of ``url``, made at first use."""
         kind = ADAPTERS.get(scheme_of(as_url(url)), FsspecAdapter)
-        if kind is ObjectAdapter and self._options.client == "fsspec":
-            kind = FsspecAdapter
+        if kind is InPlaceAdapter:
+            kind = CLIENTS[self._options.client]
         with self._lock:
             if kind not in self._adapters:
                 self._adapters[kind] = kind(self._options)

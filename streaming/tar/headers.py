@@ -17,9 +17,14 @@ Format: POSIX.1-2017, "pax", sections "ustar Interchange Format" and "pax Extend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streaming.errors import ConfigError
+from streaming.types import Int64Array
 
 BLOCK_BYTES: Final = 512
 END_OF_ARCHIVE: Final = bytes(2 * BLOCK_BYTES)
@@ -27,6 +32,8 @@ END_OF_ARCHIVE: Final = bytes(2 * BLOCK_BYTES)
 _MAX_NAME_BYTES: Final = 100
 _MAX_PREFIX_BYTES: Final = 155
 _MAX_USTAR_SIZE_BYTES: Final = 8**11 - 1
+_SIZE_DIGITS: Final = 11
+_CHECKSUM_DIGITS: Final = 6
 _MODE: Final = 0o644
 _BEFORE_SIZE: Final = b"%07o\0" * 3 % (_MODE, 0, 0)  # mode, uid, gid
 _AFTER_SIZE: Final = b"\0%011o\0" % 0  # the size's end, mtime
@@ -73,6 +80,39 @@ def member_header(name: str, size_bytes: int) -> bytes:
     if not records:
         return header
     return _ustar_block(_PAX_NAME, b"", len(records), b"x") + records + padding(len(records)) + header
+
+
+def member_headers(names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
+    """Return ``member_header`` of many members, made at once.
+
+    Raises:
+        ConfigError: No tar header can hold a name or a size.
+    """
+    count, lengths = len(names), [*map(len, names)]
+    padded = "".join([name.ljust(_MAX_NAME_BYTES, "\0") for name in names])
+    is_plain = padded.isascii() and padded.count("\0") == count * _MAX_NAME_BYTES - sum(lengths)  # none within a name
+    fits = (
+        0 < min(lengths) <= max(lengths) <= _MAX_NAME_BYTES and 0 <= min(sizes) <= max(sizes) <= _MAX_USTAR_SIZE_BYTES
+    )
+    if not (is_plain and fits):
+        return [member_header(name, size) for name, size in zip(names, sizes, strict=True)]
+    letters = np.frombuffer(padded.encode(), np.uint8).reshape(count, _MAX_NAME_BYTES)
+    digits = _octal(np.array(sizes, np.int64), _SIZE_DIGITS)
+    sums = letters.sum(axis=1, dtype=np.int64) + digits.sum(axis=1, dtype=np.int64) + (_FIXED_SUM + ord("0"))
+    # uint8 [members, 512]: what all headers have, then names, sizes and checksums.
+    content = bytearray(_TEMPLATE * count)
+    blocks = np.frombuffer(content, np.uint8).reshape(count, BLOCK_BYTES)
+    blocks[:, :_MAX_NAME_BYTES] = letters
+    blocks[:, _SIZE_AT : _SIZE_AT + _SIZE_DIGITS] = digits
+    blocks[:, _CHECKSUM_AT : _CHECKSUM_AT + _CHECKSUM_DIGITS] = _octal(sums, _CHECKSUM_DIGITS)
+    whole = bytes(content)
+    return [whole[at : at + BLOCK_BYTES] for at in range(0, len(whole), BLOCK_BYTES)]
+
+
+def _octal(numbers: Int64Array, num_digits: int) -> NDArray[np.uint8]:
+    """Return the octal digits of ``n`` numbers in ASCII, uint8 ``[n, num_digits]``."""
+    digits = numbers[:, None] >> np.arange(3 * num_digits - 3, -1, -3) & 7
+    return (digits + ord("0")).astype(np.uint8)
 
 
 def _encode_name(name: str) -> bytes:
@@ -126,3 +166,8 @@ def _ustar_block(name: bytes, prefix: bytes, size_bytes: int, kind: bytes) -> by
             prefix.ljust(_MAX_PREFIX_BYTES + 12, b"\0"),
         )
     )
+
+
+_TEMPLATE: Final = _ustar_block(b"", b"", 0, b"0")
+_SIZE_AT: Final = _MAX_NAME_BYTES + len(_BEFORE_SIZE)
+_CHECKSUM_AT: Final = _SIZE_AT + _SIZE_DIGITS + len(_AFTER_SIZE)

@@ -50,6 +50,7 @@ FORBIDDEN = (
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
 ENVIRONMENT_MAY += ("streaming.engine.workers.context", "streaming.engine.workers.main", "shard_tools.tokens.encode")
+ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
 # Pure modules of packages that also do I/O.
 ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.checksums", "streaming.fetch.pieces")
 

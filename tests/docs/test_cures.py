@@ -63,7 +63,7 @@ FOREIGN_FLAGS = {
     "--sparse": "tar",
     "--transform": "tar",
 }
-FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA"}
+FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA", "HF_DATASETS_CACHE": "datasets"}
 
 # Commands that a message names and that no scenario below runs, each with the test that does.
 NOT_RUN = {

@@ -28,7 +28,17 @@ from fault_proxy import Fault, FaultProxy, Kind
 from leftovers import leftovers
 from mortal_ranks import MortalRanks
 from servers import MiniS3Server
-from torture_rank import GLOBAL_BATCH, PROBE, SHUFFLE, Part, Step, checked_keys, open_with_patience, steps
+from torture_rank import (
+    GLOBAL_BATCH,
+    IN_PLACE_BYTES,
+    PROBE,
+    SHUFFLE,
+    Part,
+    Step,
+    checked_keys,
+    open_with_patience,
+    steps,
+)
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -37,6 +47,7 @@ from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
+from streaming.storage.adapters import in_place
 
 SHARD_SAMPLES = 100
 CHUNK_SAMPLES = 4
@@ -87,9 +98,9 @@ class Chaos:
         if kinds is LISTINGS:  # there are few
             kind = next((one for one in STALE if not self.injected[one]), kind)
         if kind == "flip":
-            if (path, last) in self.flipped:
+            if (key := (path.partition("?")[0], last)) in self.flipped:
                 kind = "reset"
-            self.flipped.add((path, last))
+            self.flipped.add(key)
         status = self.dice.choice((503, 429, 500, 500))
         self.injected[f"{kind} {status}" if kind == "status" else kind] += 1
         at_bytes = self.dice.randrange(num_bytes) if num_bytes else 0
@@ -214,6 +225,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniS3Se
     """One that nobody else uses, and a folder for temporary files of our own."""
     with MiniS3Server() as server:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(in_place, "LEAST_BYTES", IN_PLACE_BYTES)
         yield server
 
 

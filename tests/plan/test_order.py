@@ -218,6 +218,9 @@ def test_unshuffled_is_the_data_sets_order() -> None:
         (2048, 256),
         (1000, 125),
         (768, 96),
+        (512 * 256, 16_384),
+        (4096 * 256, 16_384),
+        (3000 * 256, 12_000),
     ],
 )
 def test_default_lanes(global_batch_size: int, lanes: int) -> None:

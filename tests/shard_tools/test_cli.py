@@ -457,12 +457,11 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path, forked: Forked) 
     done("convert", tmp_path / "in", tmp_path / "calm", "--max-samples", 10)
     code = (
         "import os, signal, sys, shard_tools.write.writer as writer\n"
-        "write = writer.ShardWriter.write\n"
-        "def counted(self, sample, count=[0]):\n"
-        "    count[0] += 1\n"
-        "    if count[0] == 35: signal.raise_signal(signal.SIGINT)\n"
-        "    write(self, sample)\n"
-        "writer.ShardWriter.write = counted\n"
+        "write_all = writer.UnmarkedWriter.write_all\n"
+        "def stopped(self, samples):\n"
+        "    write_all(self, samples[:34])\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "writer.UnmarkedWriter.write_all = stopped\n"
     )
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--max-samples", "10"]
     output = tmp_path / "output"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conversions import contents, parquet_source
+from executors import Stopping
 
 from shard_tools.convert import ConvertOptions, convert, elsewhere
 from shard_tools.running.engine import ordered
@@ -48,23 +50,6 @@ def test_the_same_bytes(tmp_path: Path, make: Any, options: dict[str, Any], monk
     assert there.num_samples == here.num_samples
 
 
-class Stopping(ThreadPoolExecutor):
-    """Fails the call that would write a certain shard."""
-
-    def __init__(self, shard: int) -> None:
-        super().__init__(3)
-        self._shard = shard
-
-    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(args[0], "number", None) == self._shard:
-            function = _stop
-        return super().submit(function, *args, **kwargs)
-
-
-def _stop(*_: Any) -> None:
-    raise InterruptedError("stopped")
-
-
 @pytest.mark.parametrize("go_on", [None, ThreadPoolExecutor])
 def test_a_stopped_one_goes_on_here_or_elsewhere(tmp_path: Path, go_on: type[Executor] | None) -> None:
     source, options = parquet_source(tmp_path / "source"), ConvertOptions(max_bytes=100_000)
@@ -82,13 +67,13 @@ def test_a_stopped_one_goes_on_here_or_elsewhere(tmp_path: Path, go_on: type[Exe
 
 
 def test_what_here_refuses_is_refused_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "lines.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n'))
     pq.write_table(pa.table({"id": ["a", "b", "a"]}), tmp_path / "twice.parquet")
     pq.write_table(pa.table({"id": pa.array([], pa.string())}), tmp_path / "empty.parquet")
     keyed = ConvertOptions(key_field="id")
     with ThreadPoolExecutor(2) as executor:
-        with pytest.raises(ConfigError, match=r"'jsonl' can only be read front to back.*--engine local"):
-            convert(str(tmp_path / "lines.jsonl"), str(tmp_path / "a"), executor=executor)
+        with pytest.raises(ConfigError, match=r"lines.jsonl.gz is compressed.*--engine local"):
+            convert(str(tmp_path / "lines.jsonl.gz"), str(tmp_path / "a"), executor=executor)
         with pytest.raises(DuplicateKeyError, match="'a'"):
             convert(str(tmp_path / "twice.parquet"), str(tmp_path / "b"), options=keyed, executor=executor)
         with pytest.raises(DataError, match="no records"):

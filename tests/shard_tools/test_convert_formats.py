@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from servers import MotoServer
 from stopped import stopping
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, convert, elsewhere
-from streaming.errors import ConfigError
+from shard_tools.convert import ConvertOptions, convert
 from streaming.storage import Storage
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -78,25 +76,6 @@ def test_killed_at_random_points_and_gone_on_with(tmp_path: Path, forked: Forked
     report = convert(source, str(tmp_path / "out"), options=options)
     assert report.num_resumed_samples > 0
     assert tree(tmp_path / "out") == tree(tmp_path / "calm")
-
-
-@pytest.mark.parametrize("kind", ["mds", "litdata", "lmdb"])
-def test_the_same_bytes_on_an_executor(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "_MIN_RANGE", 4)
-    source = str(source_of(kind, tmp_path))
-    options = ConvertOptions(max_samples=4, shuffle_seed=1 if kind == "mds" else None)
-    convert(source, str(tmp_path / "here"), options=options)
-    with ThreadPoolExecutor(3) as executor:
-        convert(source, str(tmp_path / "there"), options=options, executor=executor)
-    assert tree(tmp_path / "there") == tree(tmp_path / "here")
-
-
-def test_tfrecord_is_read_front_to_back(tmp_path: Path) -> None:
-    with (
-        ThreadPoolExecutor(1) as executor,
-        pytest.raises(ConfigError, match=r"'tfrecord' can only be read front to back.*--engine local"),
-    ):
-        convert(str(DATA / SETS["tfrecord"]), str(tmp_path / "out"), executor=executor)
 
 
 @pytest.mark.parametrize("kind", SETS)

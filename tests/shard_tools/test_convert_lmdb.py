@@ -137,6 +137,79 @@ def test_keys_notes_and_options(tmp_path: Path) -> None:
         convert(str(empty), str(tmp_path / "x"))
 
 
+def recognition(count: int, first: int = 1, digits: int = 9) -> dict[bytes, bytes]:
+    """What programs for text recognition write: an image and its text under one number each."""
+    entries = {b"num-samples": str(count).encode()}
+    for number in range(first, first + count):
+        entries[f"image-{number:0{digits}d}".encode()] = JPG + bytes([number % 251]) * (number * 61 % 5000)
+        entries[f"label-{number:0{digits}d}".encode()] = f"wörd {number}".encode()
+    return entries
+
+
+@pytest.mark.parametrize("digits", [1, 9])
+@pytest.mark.parametrize("seed", [None, 4])
+def test_entries_of_one_number_are_one_sample(
+    tmp_path: Path, digits: int, seed: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path / "in/a", {b"__len__": b"7", **recognition(300, digits=digits)})
+    make(tmp_path / "in/b", recognition(40, first=301, digits=digits))
+    source = open_source(str(tmp_path / "in"), Storage(), options=SourceOptions(shuffle_seed=seed))
+    assert "entries of one number (image-…, label-…) are one sample: 300 samples" in caplog.text
+    assert source.num_records == 340
+    assert [name for name, everywhere in source.fields.items() if everywhere] == ["jpg", "txt"]
+    assert [entry.reason for entry in source.skipped if "num-samples" in entry.path] == ["the number of samples"] * 2
+    whole = [(one.key, dict(one.fields)) for one in source.records(0)]
+    expected = recognition(300, digits=digits) | recognition(40, first=301, digits=digits)
+    for key, fields in whole:
+        assert fields == {"jpg": expected[f"image-{key}".encode()], "txt": expected[f"label-{key}".encode()]}
+    numbers = [int(key) for key, _ in whole]
+    assert sorted(numbers) == [*range(1, 341)]
+    assert (numbers == sorted(numbers)) == (seed is None)
+    for start in (1, 299, 300, 301, 339, 340, 341):
+        assert [(one.key, dict(one.fields)) for one in source.records(start)] == whole[start:], start
+
+
+def test_names_of_joined_entries_are_columns(tmp_path: Path) -> None:
+    folder = make(tmp_path / "in", recognition(3))
+    convert(str(folder), str(tmp_path / "out"), options=ConvertOptions(fields=(("label", "-"),), key_field="number"))
+    assert sorted(members(tmp_path / "out")) == [f"00000000{number}.jpg" for number in range(3)]
+    convert(str(folder), str(tmp_path / "all"), options=ConvertOptions(fields=(("value", "bin"),)))
+    assert len(members(tmp_path / "all")) == 7, "each entry by itself, num-samples, too"
+    alike = make(tmp_path / "alike", {b"num-samples": b"1", b"image-1": JPG, b"mask-1": JPG + b"x"})
+    convert(str(alike), str(tmp_path / "alike-out"))
+    assert members(tmp_path / "alike-out") == {"1.image.jpg": JPG, "1.mask.jpg": JPG + b"x"}
+    plain = make(tmp_path / "plain", {b"num-samples": b"1", b"a": b"text"})
+    convert(str(plain), str(tmp_path / "plain-out"))
+    assert sorted(members(tmp_path / "plain-out")) == ["a.txt", "num-samples.txt"], "keys without numbers"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({b"label-000000002": None}, "number 2 has no 'label'"),
+        ({b"image-000000003": None}, "number 3 has no 'image'"),
+        ({b"num-samples": b"5"}, "there are 3 samples, but num-samples is 5"),
+        ({b"lexicon-000000001": b"a"}, "number 2 has no 'lexicon'"),
+        ({b"meta": b"x"}, "the key 'meta' has no number"),
+        ({b"label-3": b"x"}, "the key 'label-3' has the number of another"),
+    ],
+)
+def test_entries_that_do_not_match_are_refused(tmp_path: Path, change: dict[bytes, bytes | None], told: str) -> None:
+    entries = {key: value for key, value in (recognition(3) | change).items() if value is not None}
+    folder = make(tmp_path / "in", entries)
+    with pytest.raises(DataError, match=told) as caught:
+        convert(str(folder), str(tmp_path / "out"))
+    assert "--field value=bin" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_databases_of_different_entries_are_refused(tmp_path: Path) -> None:
+    make(tmp_path / "in/a", recognition(3))
+    make(tmp_path / "in/b", many(3))
+    with pytest.raises(ConfigError, match=r"databases of different entries .* convert them apart"):
+        convert(str(tmp_path / "in"), str(tmp_path / "out"))
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (os.environ["BOMB"],)

@@ -16,6 +16,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.sets.copy import copy
 from streaming import StreamingDataset
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, UnfinishedError
 from streaming.storage import Storage
 
@@ -26,6 +27,7 @@ WRITING = {
     "reshard": ["reshard", "{set}/", "{target}"],
     "copy": ["copy", "{set}/", "{target}"],
     "copy elsewhere": ["copy", "{set}/", "{target}", "--target-option", "read_timeout_s=5"],
+    "map": ["map", "{set}/", "{target}", "made_samples:unchanged", "--workers", "1"],
     "repair": ["repair", "{set}/000000.tar", "--to", "{target}"],
     "export": ["export", "{set}/", "{target}", "--to", "parquet"],
     "column add": ["column", "add", "{set}/", "words", "--lift", "json.number"],
@@ -86,7 +88,7 @@ def test_every_command_that_writes_has_a_dry_run() -> None:
         if any("--overwrite" in param.opts or "--force" in param.opts for param in one.params)
     }  # fmt: skip
     dry = {name for name, one in commands(cli).items() if any("--dry-run" in param.opts for param in one.params)}
-    assert overwriting - {"map"} <= dry
+    assert overwriting <= dry
     assert {name.partition(" --")[0].removesuffix(" elsewhere") for name in WRITING} <= dry
 
 
@@ -141,7 +143,11 @@ def test_options_from_a_file(places: dict[str, Path]) -> None:
         ("[convert]\nmax-sample = 5", "convert has no option 'max-sample' (did you mean 'max-samples'?)"),
         ("[column.add]\nlft = 'x'", "add has no option 'lft' (did you mean 'lift'?)"),
         ("convert = 5", "expected a table [convert], got 5"),
-        ("= 5", "tools.toml:"),
+        ("= 5", 'tools.toml: Invalid statement (at line 1, column 1); it has to be TOML, as in `max-bytes = "1GB"`'),
+        ("a = 1\n[convert]\nfield", "(at end of document); it has to be TOML"),
+        ("max-bytes = '1GB'\n\n[convert]\nmax_sample = 5", "tools.toml, line 4: convert has no option 'max-sample'"),
+        ("[column.add]\nlft = 'x'", "tools.toml, line 2: add has no option 'lft'"),
+        ("# x\n[convrt]\nmax-samples = 5", "tools.toml, line 2: no command has an option 'convrt' (did you"),
     ],
 )
 def test_files_of_options_that_are_wrong(text: str, message: str, tmp_path: Path) -> None:
@@ -167,6 +173,27 @@ def test_options_from_the_environment(places: dict[str, Path], mini_s3: MiniS3Se
     assert run("info", url, env=env).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SHARD_TOOLS_RESHARD_MAX_SAMPLE", " (did you mean 'SHARD_TOOLS_RESHARD_MAX_SAMPLES'?)"),
+        ("SHARD_TOOLS_ENDPOINT", " (did you mean 'SHARD_TOOLS_ENDPOINT_URL'?)"),
+        ("SHARD_TOOLS_CONVERT_FROM", " (did you mean 'SHARD_TOOLS_CONVERT_KIND'?)"),
+        ("SHARD_TOOLS_QQQQ", ""),
+        ("SHARD_TOOLS_RESHARD_MAX_SAMPLES", None),
+        ("SHARD_TOOLS_COLUMN_ADD_LIFT", None),
+        ("SHARD_TOOLS_REGION", None),
+        ("SHARD_TOOLSET", None),
+    ],
+)
+def test_misspelled_names_in_the_environment_are_told(
+    name: str, hint: str | None, places: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run("info", f"{places['set']}/", env={name: "1"}).exit_code == 0
+    told = [record.getMessage() for record in caplog.records if "environment" in record.getMessage()]
+    assert told == ([] if hint is None else [f"{name} in the environment is no option of any command{hint}"])
+
+
 def test_several_sources_and_patterns(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     write_set(places["source"] / "more/part-1", (2,), first=100)
     sources = [f"{places['set']}/*.tar", f"{places['source']}/more/"]
@@ -185,6 +212,31 @@ def test_several_sources_and_patterns(places: dict[str, Path], monkeypatch: pyte
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             StreamingDataset(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("?.tar", "1.tar 2.tar 3.tar a.tar"), ("[12].tar", "1.tar 2.tar"), ("[1-3].tar", "1.tar 2.tar 3.tar"),
+        ("[!1-2].tar", "3.tar a.tar"), ("sub[0-9]/?.tar", "sub7/1.tar sub7/2.tar"), ("sub?1.tar", "sub-1.tar"),
+        ("sub[!0-9]1.tar", "sub-1.tar"), ("[13]*.tar", "1.tar 11.tar 3.tar"), ("x[1].tar", "x[1].tar"),
+        ("[^a].tar", "a.tar"), (r"[\\a].tar", "a.tar"), ("y[1].tar", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_characters_that_stand_for_others(
+    pattern: str, names: str, where: str, tmp_path: Path, mini_s3: MiniS3Server, s3_bucket: str
+) -> None:
+    """No wildcard stands for a slash; a name that is there is no pattern."""
+    base = str(tmp_path) if where == "disk" else f"{s3_bucket}/{fresh_name()}"
+    storage = Storage(None if where == "disk" else mini_s3.storage_options)
+    for name in ["1", "2", "3", "11", "a", "x[1]", "x1", "sub7/1", "sub7/2", "sub-1", "sub/1"]:
+        storage.put(f"{base}/{name}.tar", b"x")
+    if names:
+        assert expand_urls(f"{base}/{pattern}", storage) == [f"{base}/{name}" for name in names.split()]
+    else:
+        with pytest.raises(NotFoundError, match="no shards match"):
+            expand_urls(f"{base}/{pattern}", storage)
 
 
 def test_a_file_whose_name_has_a_star(tmp_path: Path) -> None:

@@ -109,6 +109,31 @@ def test_a_set_that_is_not_changed_is_the_same_set(tmp_path: Path, source: Path)
     assert after == before
 
 
+def test_several_sources_follow_each_other(tmp_path: Path, source: Path) -> None:
+    """Named one by one or by a pattern, in the order of the command line."""
+    for name in ("a", "b"):
+        ran = shell("reshard", source, tmp_path / name, "--key-prefix", f"{name}-", "--where", "json.w < 10")
+        assert ran.exit_code == 0, ran.output
+    for target, sources in (("ab", [tmp_path / "a", tmp_path / "b"]), ("ba", [tmp_path / "b", tmp_path / "a"])):
+        assert shell("map", *sources, tmp_path / target, "made_samples:unchanged", "--workers", "1").exit_code == 0
+        assert fields_of(tmp_path / target) == fields_of(tmp_path / "a") | fields_of(tmp_path / "b")
+        keys = [one.key for one in list_samples([str(tmp_path / target)], storage=Storage(None))]
+        assert [key[0] for key in keys] == [*target[0] * 10, *target[1] * 10]
+    told = shell("map", f"{tmp_path}/[ab]/*.tar", tmp_path / "two", "made_samples:unchanged", "--workers", "1")
+    assert told.exit_code == 0, told.output
+    assert fields_of(tmp_path / "two") == fields_of(tmp_path / "ab")
+    for words, wrong in (
+        ([tmp_path / "a", tmp_path / "x", tmp_path / "y"], "names your function as MODULE:FUNCTION"),
+        ([tmp_path / "x", "made_samples:unchanged"], "Missing argument 'TARGET'"),
+        (["made_samples:unchanged"], "Missing argument 'TARGET'"),
+    ):
+        refused = shell("map", *words)
+        assert refused.exit_code == 2
+        assert wrong in refused.output
+    with pytest.raises(ConfigError, match="named twice"):
+        map_set([str(source), f"{source}/"], str(tmp_path / "twice"), "made_samples:unchanged", running=HERE)
+
+
 def test_fields_are_decoded_as_asked_and_samples_selected(tmp_path: Path, source: Path) -> None:
     shell("column", "add", source, "late", "--compute", "test_map_columns:late")
     ran = shell(

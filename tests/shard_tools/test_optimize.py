@@ -43,6 +43,7 @@ from streaming.errors import (
     DataError,
     DuplicateKeyError,
     NotFoundError,
+    ReadOnlyError,
     TooManyBadSamplesError,
     WorkerDiedError,
     WorkerError,
@@ -520,6 +521,19 @@ def test_options_that_cannot_act_are_refused(tmp_path: Path, options: dict[str, 
     with pytest.raises(ConfigError, match=told):
         optimize(**arguments)
     assert not (tmp_path / "t").exists()
+
+
+def test_a_dry_run_calls_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    """What ``--dry-run`` of the commands is: a store that is read-only. All that can be refused before is."""
+    with pytest.raises(ReadOnlyError) as stopped:
+        optimize(exits, range(10), tmp_path / "t", workers=1, storage_options={"read_only": True})
+    assert vars(stopped.value)["work"] == "10 inputs"
+    assert not (tmp_path / "t").exists()
+    optimize(varied, range(10), tmp_path / "t", workers=1)
+    before = contents(tmp_path / "t")
+    with pytest.raises(TargetNotEmptyError):
+        optimize(varied, range(11), tmp_path / "t", workers=1, storage_options={"read_only": True})
+    assert contents(tmp_path / "t") == before
 
 
 def test_progress_counts_inputs(tmp_path: Path) -> None:

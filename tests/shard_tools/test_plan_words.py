@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import mesh_of
+from data_sets import mesh_of, write_set
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Balanced, DataLoader, Mixture, Packed, Schedule, StreamingDataset
+from streaming.arguments import counted
 from streaming.errors import ConfigError
 
 LENGTH = 64
@@ -238,3 +239,20 @@ def test_rows_that_grow_are_shown_by_row(docs: str, tmp_path: Path) -> None:
             rows = [row for row in report["rows"] if row["step"] == step]
             assert {key for row in rows for key in row["keys"]} == {key for row in batch for key in row}
         assert ", in 4 rows)" in run(*asked).output
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "told"),
+    [(1, "shard", "1 shard"), (0, "shard", "0 shards"), (1, "batch", "1 batch"), (2000, "batch", "2,000 batches"),
+     (4, "process", "4 processes")],
+)  # fmt: skip
+def test_numbers_with_their_nouns(number: int, noun: str, told: str) -> None:
+    assert counted(number, noun) == told
+
+
+def test_a_plan_of_one_shard(tmp_path: Path) -> None:
+    write_set(tmp_path, (1,))
+    told = CliRunner().invoke(cli, ["plan", f"{tmp_path}/", "--dp", "1", "--batch-size", "1"]).output
+    assert "data      1 sample in 1 chunk of 1 shard," in told
+    assert "1 data rank, 1 process each" in told
+    assert "1 batch, 1 sample\n" in told

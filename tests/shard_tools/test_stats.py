@@ -29,12 +29,13 @@ from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
+from shard_tools.running.progress import Progress
 from shard_tools.show.pages import stats_page
 from shard_tools.stats import journal, sketches
 from shard_tools.stats import run as stats_run
 from shard_tools.stats.report import StatsReport
 from shard_tools.stats.run import DEFAULT_LIMIT, StatsOptions, choose, stats
-from shard_tools.stats.shard import ShardReader
+from shard_tools.stats.shard import ShardReader, StatsPart
 from shard_tools.stats.sketches import Distribution, Repeats, Top
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
@@ -647,10 +648,10 @@ from shard_tools.stats.run import StatsOptions, stats
 from shard_tools.stats.shard import ShardReader
 from streaming.storage import Storage
 read = ShardReader.read
-def dying(self, position):
-    if position == 5:
+def dying(self, part, progress):
+    if part.position == 5:
         os.kill(os.getpid(), 9)
-    return read(self, position)
+    return read(self, part, progress)
 ShardReader.read = dying
 options = StatsOptions(limit=None, journal=sys.argv[2], save_every_s=0, workers=1)
 stats([sys.argv[1]], storage=Storage(), options=options)
@@ -670,9 +671,9 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     read: list[int] = []
     original = ShardReader.read
 
-    def noting(self: ShardReader, position: int) -> Any:
-        read.append(position)
-        return original(self, position)
+    def noting(self: ShardReader, part: StatsPart, progress: Progress) -> Any:
+        read.append(part.position)
+        return original(self, part, progress)
 
     monkeypatch.setattr(ShardReader, "read", noting)
     assert report_of(data, journal=str(place), workers=1).as_dict() == whole
@@ -691,12 +692,12 @@ def test_a_run_over_a_bucket_goes_on_from_the_bucket(mini_s3: MiniS3Server, monk
     original = ShardReader.read
     read: list[int] = []
 
-    def until(stop: int) -> Callable[[ShardReader, int], Any]:
-        def reading(self: ShardReader, position: int) -> Any:
-            if position == stop:
+    def until(stop: int) -> Callable[[ShardReader, StatsPart, Progress], Any]:
+        def reading(self: ShardReader, part: StatsPart, progress: Progress) -> Any:
+            if part.position == stop:
                 raise KeyboardInterrupt
-            read.append(position)
-            return original(self, position)
+            read.append(part.position)
+            return original(self, part, progress)
 
         return reading
 

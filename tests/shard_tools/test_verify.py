@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import VerifyReport, verify
@@ -196,6 +197,19 @@ def test_duplicate_keys_across_shards(tmp_path: Path) -> None:
         ("duplicate", "same", "part2-0.tar"),
     ]
     assert all("part0-0.tar" in finding.what for finding in report.findings)
+
+
+def test_duplicate_keys_that_are_not_utf_8(tmp_path: Path) -> None:
+    """Where they stand beside others, and alone: a key is the same wherever it is hashed."""
+    odd = [b"caf\xe9".decode("utf-8", "surrogateescape"), b"\xff".decode("utf-8", "surrogateescape")]
+    for number, keys in enumerate((["plain", odd[0], "caf\u00e9"], [odd[1], "other"], [odd[0]], ["plain"])):
+        write_tar(tmp_path / f"d/{number}.tar", [(f"{key}.txt", b"x") for key in keys])
+    index([str(tmp_path / "d")], storage=Storage())
+    report = check(tmp_path / "d")
+    assert [(finding.kind, finding.key, Path(finding.shard).name) for finding in report.findings] == [
+        ("duplicate", odd[0], "2.tar"),
+        ("duplicate", "plain", "3.tar"),
+    ]
 
 
 def test_fields_that_do_not_decode(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from servers import HttpServer, fresh_name
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage, StoreWriter, join_url
+from streaming.storage.adapters import in_place
 from streaming.storage.adapters import object as object_adapter
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.base.options import parse_options
@@ -36,9 +37,11 @@ class Store:
     base: str
 
 
-@pytest.fixture(params=["local", "file-url", "memory", "s3-moto", "s3-mini", "s3fs", "azure", "gcs"])
-def store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Store]:
+@pytest.fixture(params=["local", "file-url", "memory", "s3-moto", "s3-mini", "s3-in-place", "s3fs", "azure", "gcs"])
+def store(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     kind = request.param
+    if kind == "s3-in-place":  # the smallest ranges, too
+        monkeypatch.setattr(in_place, "LEAST_BYTES", 1)
     if kind == "local":
         yield Store(Storage(), f"{tmp_path}/base dir")
     elif kind == "file-url":
@@ -49,7 +52,7 @@ def store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Store]:
         yield Store(
             Storage(request.getfixturevalue("moto").storage_options), request.getfixturevalue("moto_bucket") + "/a/base"
         )
-    elif kind == "s3-mini":
+    elif kind in {"s3-mini", "s3-in-place"}:
         yield Store(
             Storage(request.getfixturevalue("mini_s3").storage_options),
             request.getfixturevalue("s3_bucket") + "/a/base",

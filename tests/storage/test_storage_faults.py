@@ -17,6 +17,7 @@ from servers import HttpServer, with_port
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
+from streaming.storage.adapters import in_place
 from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.base.adapter import ThrottledError
 
@@ -24,6 +25,12 @@ MIB = 1 << 20
 DATA = np.random.default_rng(11).integers(0, 256, 4 * MIB, np.uint8).tobytes()
 QUICK = {"first_backoff_s": 0.01, "max_backoff_s": 0.05, "read_timeout_s": 0.5, "max_retries": 4,
          "hedge": False}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, params=["in place", "through obstore"])
+def least_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranges of known length are read in place, or none."""
+    monkeypatch.setattr(in_place, "LEAST_BYTES", 1 if request.param == "in place" else 1 << 60)
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,11 @@ class TestExpand:
             "https://h/1.tar?q={a}",
         ]
 
+    def test_a_range_of_characters_that_is_reversed(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"bad character range z-a.*as in '\[0-9\]'"):
+            expand_urls(f"{tmp_path}/[z-a].tar", Storage())
+        assert expand_urls("https://h/a[1].tar", Storage()) == ["https://h/a[1].tar"]
+
     @pytest.mark.parametrize("spec", ["a.tar::a.tar", ["a.tar", "{a,b}.tar"]])
     def test_twice_the_same_shard_is_an_error(self, spec) -> None:
         with pytest.raises(ConfigError, match="named twice"):

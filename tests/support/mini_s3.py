@@ -70,6 +70,7 @@ class State:
     uploads: dict[str, tuple[str, str, dict[int, StoredObject]]] = field(default_factory=dict)
     log: list[dict[str, object]] = field(default_factory=list)
     line: Line = field(default_factory=Line)
+    round_trip_s: float = 0.0
 
     def note(self, bucket: str, key: str | None = None, stored: StoredObject | None = None) -> None:
         """Write down that a bucket was made, an object stored, or (None) removed; call with the lock held."""
@@ -257,6 +258,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, objects: dict[str, StoredObject], key: str) -> None:
         found = objects.get(key)
+        time.sleep(self.server.state.round_trip_s)
         if found is None:
             raise Refused(404, "NoSuchKey", "The specified key does not exist.")
         wanted = self.headers.get("If-Match")
@@ -515,10 +517,12 @@ def main() -> None:
     parser.add_argument("--region", default=REGION)
     parser.add_argument("--bucket", action="append", default=[])
     parser.add_argument("--mb-per-s", type=float, default=0.0, help="of all answers together; default: no limit")
+    parser.add_argument("--round-trip-ms", type=float, default=0.0, help="how late each object comes")
     args = parser.parse_args()
     os.makedirs(args.root, exist_ok=True)
     line = Line(args.mb_per_s * 1e6)
     state = State(root=args.root, key=args.key, secret=args.secret, region=args.region, line=line)
+    state.round_trip_s = args.round_trip_ms / 1e3
     state.buckets.update({name: {} for name in args.bucket})
     state.remember()
     server = Server(args.host, args.port, state)

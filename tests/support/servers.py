@@ -164,11 +164,11 @@ class MiniS3Server(LoopbackServer):
 
     def __init__(
         self, buckets: tuple[str, ...] = (), region: str = "us-east-1", port: int = 0, host: str = "127.0.0.1",
-        mb_per_s: float = 0.0,
+        mb_per_s: float = 0.0, round_trip_ms: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.host = host
-        self._mb_per_s = mb_per_s
+        self._line = ("--mb-per-s", str(mb_per_s), "--round-trip-ms", str(round_trip_ms))
         self._buckets = buckets
         self._port = port
         self.region = region
@@ -181,7 +181,7 @@ class MiniS3Server(LoopbackServer):
         program, objects = os.path.join(_HERE, "mini_s3.py"), os.path.join(self._folder, "objects")
         buckets = [item for name in self._buckets for item in ("--bucket", name)]
         self._spawn(sys.executable, program, "--root", objects, "--host", self.host, "--port", str(self._port),
-                    "--region", self.region, "--mb-per-s", str(self._mb_per_s), *buckets, announces=True)  # fmt: skip
+                    "--region", self.region, *self._line, *buckets, announces=True)  # fmt: skip
 
     def kill(self) -> None:
         """End the process by SIGKILL, with answers half sent; its objects stay for :meth:`start_again`."""

@@ -9,12 +9,19 @@ def stopping(work: str) -> str:
 import os, sys
 import shard_tools.write.writer as writer
 stop_at = int(sys.argv[3])
-write = writer.ShardWriter.write
-def counted(self, sample, state=[0]):
+write, write_all = writer.ShardWriter.write, writer.UnmarkedWriter.write_all
+state = [0]
+def counted(self, sample):
     state[0] += 1
     if state[0] > stop_at:
         os.kill(os.getpid(), 9)
     write(self, sample)
-writer.ShardWriter.write = counted
+def counted_all(self, samples):
+    begun, taken = state[0], samples[: stop_at - state[0]]
+    write_all(self, taken)
+    state[0] = begun + len(taken)
+    if len(taken) < len(samples):
+        os.kill(os.getpid(), 9)
+writer.ShardWriter.write, writer.UnmarkedWriter.write_all = counted, counted_all
 {work}
 """

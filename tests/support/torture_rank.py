@@ -29,12 +29,15 @@ from ready_server import have_a_server
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.engine.workers.fork_server import SHARED
 from streaming.errors import IndexMismatchError
+from streaming.storage.adapters import in_place
 
 GLOBAL_BATCH = 60
 SHUFFLE = ShuffleConfig(seed=3, lanes=12, window=24)
 PROBE = (0, 512)
 """A range that no chunk has: read before all others, since a store that never answered a range is refused at the first
 one that it ignores."""
+IN_PLACE_BYTES = 4 << 10
+"""Whole chunks are read in place, and through obstore what is left of one after a break."""
 _COUNTED = ("retries", "hedges", "throttled", "cache_hits", "worker_restarts")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -155,4 +158,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    in_place.LEAST_BYTES = IN_PLACE_BYTES
     main()

@@ -11,7 +11,7 @@ from shard_tools.convert.base.class_folders import KeyedFile, field_of, keyed
 from shard_tools.convert.base.files import SourceFile, identity_of, read_file
 from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
 from shard_tools.convert.base.rows import json_of
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import map_sized
 from shard_tools.write.filetypes import ONE_FIELD
 from streaming.decode.images import stored_size
 from streaming.errors import ConfigError, NotFoundError
@@ -48,6 +48,11 @@ class AnnotatedFile(KeyedFile):
 
     note: Mapping[str, object]
     beside: Mapping[str, SourceFile] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all fields that are files."""
+        return sum(file.size_bytes for file in (self.file, *self.beside.values()))
 
     @classmethod
     def of(
@@ -118,7 +123,7 @@ class AnnotatedImages:
     @property
     def num_bytes(self) -> int:
         """Bytes of all images and masks."""
-        return sum(file.size_bytes for one in self._images for file in (one.file, *one.beside.values()))
+        return sum(one.size_bytes for one in self._images)
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -136,7 +141,7 @@ class AnnotatedImages:
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the images from number ``start`` on, read by several threads."""
-        return map_ordered(self._read, self._images[start:], self._num_threads)
+        return map_sized(self._read, self._images[start:], lambda one: one.size_bytes, self._num_threads)
 
     def _read(self, one: AnnotatedFile) -> Record:
         content, remark = json_of(one.note)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from shard_tools.convert.base.files import SourceFile, identity_of, is_local, list_files, read_file
@@ -21,7 +22,7 @@ from shard_tools.convert.base.records import (
     number_key,
     permutation,
 )
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import map_sized
 from shard_tools.write.filetypes import plain_extension
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
@@ -32,6 +33,7 @@ CLASSES = "_shardstream/classes.json"
 HIDDEN = "hidden: a name that starts with a dot"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
+_json = json.JSONEncoder(ensure_ascii=False).encode
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +88,7 @@ class ClassFolders(ABC):
         if key_field not in {None, "path", NUMBER_KEYS}:
             raise ConfigError(f"--key: {self.kind} take their keys from 'path' or 'number', not from {key_field!r}")
         self._storage, self._num_threads = storage, options.num_threads
-        found, skipped = list_files((spec, *options.more), storage, options.exclude)
+        found, skipped = list_files((spec, *options.more), storage, options.exclude, options.walks)
         files: list[KeyedFile] = []
         for file in found:
             one = self._classify(file)
@@ -98,7 +100,7 @@ class ClassFolders(ABC):
             raise NotFoundError(
                 f"{redact(spec)}: no {self.kind} there ({summary(skipped)}); check the path, or use --from"
             )
-        files.sort(key=lambda one: (one.key, one.file.name))
+        files.sort(key=attrgetter("key", "file.name"))
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
         names = sorted({one.class_name for one in files if one.class_name is not None})
         self.class_names = names
@@ -142,13 +144,13 @@ class ClassFolders(ABC):
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the files from number ``start`` on, read by several threads."""
-        return map_ordered(self._read, self._files[start:], self._num_threads)
+        return map_sized(self._read, self._files[start:], lambda one: one.file.size_bytes, self._num_threads)
 
     def _read(self, one: KeyedFile) -> Record:
         metadata: dict[str, object] = {"class": one.class_name, "path": one.file.name}
         fields = {
             self._field: read_file(one.file, self._storage),
-            "json": json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode(),
+            "json": f'{{"class":{_json(one.class_name)},"path":{_json(one.file.name)}}}'.encode(),
         }
         if one.class_name is not None:
             number = self.classes[one.class_name]
@@ -177,7 +179,7 @@ class ClassFolders(ABC):
 
 def why_left_out(file: SourceFile) -> str:
     """Return why a file of a folder is no part of a sample whatever it holds; ``""`` if it may be."""
-    if any(part.startswith(".") for part in file.name.split("/")):
+    if file.name.startswith(".") or "/." in file.name:
         return HIDDEN
     return "empty file" if file.size_bytes == 0 else ""
 
@@ -315,6 +317,8 @@ def keyed(files: list[_K], key_field: str | None, fields_of: Callable[[_K], Iter
 
 
 def _refuse_collisions(files: Sequence[KeyedFile]) -> None:
+    if len({one.key.casefold() for one in files}) == len(files):
+        return
     seen: dict[str, KeyedFile] = {}
     twice = [(seen.setdefault(one.key.casefold(), one), one) for one in files]
     errors = [

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from shard_tools.convert.base.records import Skipped
+from shard_tools.convert.base.records import FolderWalks, Skipped
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError
@@ -135,10 +135,23 @@ def once(files: list[SourceFile]) -> list[SourceFile]:
     return files
 
 
-def list_files(specs: Sequence[str], storage: Storage, exclude: str | None) -> tuple[list[SourceFile], list[Skipped]]:
+def walked(url: str, exclude: str | None, known: FolderWalks) -> tuple[list[SourceFile], list[Skipped]]:
+    """Return what :func:`walk_folder` does, once for the options of a command: it is kept in ``known``."""
+    place = (local_path(url), exclude)
+    if place not in known:
+        known[place] = walk_folder(*place)
+    found: tuple[list[SourceFile], list[Skipped]] = known[place]
+    return found
+
+
+def list_files(
+    specs: Sequence[str], storage: Storage, exclude: str | None, known: FolderWalks | None = None
+) -> tuple[list[SourceFile], list[Skipped]]:
     """Return all files that are named, or lie in the named folders or prefixes, and entries that cannot be read.
 
     Names of files are relative to the folder that holds them, or to the fixed part of a pattern.
+
+    ``known`` is where walks are kept, if folders are looked at more than once.
 
     Raises:
         NotFoundError: There is nothing at one of ``specs``.
@@ -148,7 +161,7 @@ def list_files(specs: Sequence[str], storage: Storage, exclude: str | None) -> t
     skipped: list[Skipped] = []
     for spec in specs:
         if is_folder(spec):
-            found, left_out = walk_folder(local_path(spec), exclude)
+            found, left_out = walked(spec, exclude, {} if known is None else known)
             files += found
             skipped += left_out
         elif is_local(spec) or spec.endswith("/") or _WILDCARD.search(split_query(spec)[0]):
@@ -286,9 +299,26 @@ def read_file(file: SourceFile, storage: Storage) -> bytes:
         StorageError: It cannot be read.
     """
     if is_local(file.url):
-        with contextlib.suppress(OSError), open(local_path(file.url), "rb", buffering=0) as stream:
-            return stream.readall()
+        try:
+            return _read_local(local_path(file.url), file.size_bytes)
+        except OSError:
+            pass
     return bytes(storage.read(file.url))  # which says what is wrong with a local one
+
+
+def _read_local(path: str, size_bytes: int) -> bytes:
+    """Read a file in one call if it has the size that was listed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.read(descriptor, size_bytes + 1)
+        if len(data) == size_bytes:
+            return data
+        pieces = [data]
+        while piece := os.read(descriptor, _BLOCK_BYTES):
+            pieces.append(piece)
+        return b"".join(pieces)
+    finally:
+        os.close(descriptor)
 
 
 class StoredFile(io.RawIOBase):

@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
+RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # that are written together
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
 _SEEDS = 0x9E3779B97F4A7C15  # neighboring seeds lie far apart
@@ -91,6 +93,10 @@ class Skipped(Report):
     reason: str
 
 
+FolderWalks = dict[tuple[str, str | None], Any]
+"""What ``files.walked`` has found, by folder and by what was left out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
     """How to read a source; each layout says which of these it takes (``sources.LAYOUTS``).
@@ -113,6 +119,7 @@ class SourceOptions:
         part: The split to take, of a source that has several.
         config: The configuration to take, of a source that has several.
         images: Where the images of a file of annotations are.
+        walks: What is known of folders, so that none is walked twice.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -131,6 +138,7 @@ class SourceOptions:
     part: str | None = None
     config: str | None = None
     images: str | None = None
+    walks: FolderWalks = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +199,33 @@ class Source(Protocol):
         """Return the records from number ``start`` on."""
 
 
+@runtime_checkable
+class Countable(Protocol):
+    """A source that can count its records by a first pass, where their number is not known."""
+
+    def count(self, executor: Executor) -> None:
+        """Count the records, after which ``num_records`` is known and reading may begin near any record.
+
+        Raises:
+            ConfigError: It can only be read front to back.
+        """
+
+
+@runtime_checkable
+class Foreseeable(Protocol):
+    """A source whose index tells names and sizes, so that shards are planned before content is read."""
+
+    @property
+    def num_records(self) -> int:
+        """Number of records."""
+
+    def outlines(self, start: int) -> Generator[Record, None, None]:
+        """Return the records from number ``start`` on, with blank fields of the right sizes."""
+
+    def part(self, start: int, stop: int) -> Source:
+        """Return a source of records ``[start, stop)`` alone, which is sent to where they are written."""
+
+
 class Standing(Protocol):
     """Where a source stands, if the number of samples does not tell from which record on to continue."""
 
@@ -209,6 +244,25 @@ def permutation(num_items: int, seed: int) -> Int64Array:
     """
     state = (seed * _SEEDS + 0xD1B54A32D192ED03) % 2**64
     return np.argsort(hash_range(state, 1, num_items + 1), kind="stable").astype(np.int64)
+
+
+def runs_of(records: Iterable[Record], most: int = RUN_RECORDS) -> Iterator[list[Record]]:
+    """Yield records in runs of up to ``most``, to be written together; those before an error are one, too."""
+    run: list[Record] = []
+    num_bytes = 0
+    try:
+        for record in records:
+            run.append(record)
+            num_bytes += sum(map(len, record.fields.values()))
+            if len(run) >= most or num_bytes >= _RUN_BYTES:
+                yield run
+                run, num_bytes = [], 0
+    except Exception:
+        if run:
+            yield run
+        raise
+    if run:
+        yield run
 
 
 def later_wrong_names(records: Iterator[Record]) -> list[ConfigError]:

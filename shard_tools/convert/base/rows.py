@@ -44,10 +44,12 @@ def json_of(value: object) -> tuple[bytes, str]:
     return text.encode(), remark
 
 
+_OTHER = (dt.date, dt.time, dt.timedelta, decimal.Decimal)
+
+
 def plain_value(value: object) -> object:
     """Return dates and times as ISO text, durations as seconds, decimals as text, and anything else as it is."""
-    is_other = isinstance(value, (dt.date, dt.time, dt.timedelta, decimal.Decimal))
-    return _plain(value) if is_other else value
+    return _plain(value) if isinstance(value, _OTHER) else value
 
 
 def _plain(value: object) -> object:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shard_tools.convert.base.class_folders import KeyedFile, keyed, summary, why_left_out
 from shard_tools.convert.base.files import SourceFile, identity_of, list_files, read_file
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, permutation
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.engine import map_sized
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError, first_of
 from streaming.storage import Storage, redact
 
@@ -22,6 +22,11 @@ class _Group(KeyedFile):
     """The files of one sample by field; ``file`` is the first of them."""
 
     files: Mapping[str, SourceFile]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all fields."""
+        return sum(file.size_bytes for file in self.files.values())
 
 
 class FolderFiles:
@@ -41,7 +46,7 @@ class FolderFiles:
         if options.key_field not in {None, "path", NUMBER_KEYS}:
             raise ConfigError(f"--key: files take their keys from 'path' or 'number', not from {options.key_field!r}")
         self._storage, self._num_threads = storage, options.num_threads
-        found, skipped = list_files((spec, *options.more), storage, options.exclude)
+        found, skipped = list_files((spec, *options.more), storage, options.exclude, options.walks)
         groups: dict[str, dict[str, SourceFile]] = {}
         errors: list[DuplicateKeyError] = []
         for file in found:
@@ -79,7 +84,7 @@ class FolderFiles:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.size_bytes for group in self._groups for file in group.files.values())
+        return sum(group.size_bytes for group in self._groups)
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -95,7 +100,7 @@ class FolderFiles:
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the samples from number ``start`` on, read by several threads."""
-        return map_ordered(self._read, self._groups[start:], self._num_threads)
+        return map_sized(self._read, self._groups[start:], lambda one: one.size_bytes, self._num_threads)
 
     def _read(self, group: _Group) -> Record:
         fields = {field: read_file(file, self._storage) for field, file in sorted(group.files.items())}

@@ -11,10 +11,12 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from shard_tools.convert.base.annotated import choose_part
@@ -22,6 +24,8 @@ from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import SourceFile, find_files, identity_of, is_folder, is_local, open_stored
 from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper
+from shard_tools.running.engine import ordered
+from streaming.arrays import sums
 from streaming.errors import ConfigError, DataError, NotFoundError, StorageError
 from streaming.storage import Storage, join_url, local_path, redact, scheme_of
 
@@ -57,6 +61,9 @@ class _Table(Protocol):
 
     def full(self) -> set[str]:
         """Return the columns that are known to have a value in every row."""
+
+    def counted(self, executor: Executor) -> _Table:
+        """Return the same table with its number of rows, to be read in several processes."""
 
     def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
         """Yield batches from row ``start`` on, each with the number of its first row."""
@@ -110,7 +117,7 @@ class HfDataset:
 
     @property
     def num_records(self) -> int | None:
-        """Number of rows, if the files are on this machine."""
+        """Number of rows, if the files are on this machine, or counted."""
         return self._table.num_rows
 
     @property
@@ -122,6 +129,14 @@ class HfDataset:
     def skipped(self) -> tuple[Skipped, ...]:
         """Nothing is left out."""
         return ()
+
+    def count(self, executor: Executor) -> None:
+        """Count the rows by the files' batches.
+
+        Raises:
+            ConfigError: A set that a builder made is not in files.
+        """
+        self._table = self._table.counted(executor)
 
     def identity(self) -> dict[str, object]:
         """Return what identifies the table."""
@@ -178,6 +193,7 @@ class _Saved:
     schema: pa.Schema
     counts: tuple[tuple[int, ...], ...] | None
     full_columns: frozenset[str]
+    is_counted: bool = False
 
     @classmethod
     def of(cls, base: str, state: Mapping[str, Any], storage: Storage) -> _Saved:
@@ -229,7 +245,12 @@ class _Saved:
     def identity(self) -> dict[str, object]:
         """Return names and sizes of the files, and the number of rows."""
         lines = [f"{file.name}\0{file.size_bytes}" for file in self.files]
-        return {**identity_of("hf", lines), "num_rows": self.num_rows}
+        return {**identity_of("hf", lines), "num_rows": None if self.is_counted else self.num_rows}
+
+    def counted(self, executor: Executor) -> _Saved:
+        """Count the rows of each file on the executor; identity and columns stay as they were."""
+        looked = ordered(executor, partial(_looked_through, storage=self.storage), self.files, len(self.files))
+        return replace(self, counts=tuple(tuple(rows) for rows, _ in looked), is_counted=True)
 
     def full(self) -> set[str]:
         """Return the columns that have a value in every row."""
@@ -237,16 +258,18 @@ class _Saved:
 
     def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
         """Yield batches from row ``start`` on; those before it are passed over."""
-        found = self._in_order() if seed is None else self._shuffled(seed, start)
-        first = 0
+        before = sums([sum(rows) for rows in self.counts or ()])
+        skipped = max(0, int(np.searchsorted(before, start, side="right")) - 1) if seed is None else 0
+        found = self._in_order(self.files[skipped:]) if seed is None else self._shuffled(seed, start)
+        first = int(before[skipped])
         for batch in found:
             if first + batch.num_rows > start:
                 skip = max(0, start - first)
                 yield from _slices(batch.slice(skip), first + skip)
             first += batch.num_rows
 
-    def _in_order(self) -> Iterator[pa.RecordBatch]:
-        for file in self.files:
+    def _in_order(self, files: Sequence[SourceFile]) -> Iterator[pa.RecordBatch]:
+        for file in files:
             with _stream(file, self.storage) as reader:
                 yield from _batches(reader, file)
 
@@ -375,13 +398,30 @@ class _Built:
 
     @property
     def num_rows(self) -> int | None:
-        """Not told: rows are in a cache of this machine, which tasks elsewhere do not see."""
+        """Not told: rows are in a cache of this machine, which tasks elsewhere may not see."""
         return None
 
     @property
     def num_bytes(self) -> int:
         """Size of the table in the cache."""
         return int(self.data.data.nbytes)
+
+    def counted(self, executor: Executor) -> _Cached:
+        """Return the table as the files of the cache, for processes that see them.
+
+        Raises:
+            ConfigError: It is not in files.
+        """
+        del executor
+        files = tuple(str(one["filename"]) for one in self.data.cache_files)
+        if not files:
+            raise ConfigError(
+                f"--engine: {self.where} is in this process's memory; use --engine local, or save it with save_to_disk"
+            )
+        return _Cached(
+            where=self.where, files=files, schema=self.schema, num_rows=len(self.data), num_bytes=self.num_bytes,
+            identified=self.identity(),
+        )  # fmt: skip
 
     def identity(self) -> dict[str, object]:
         """Return name, configuration, split, and number of rows."""
@@ -393,16 +433,63 @@ class _Built:
 
     def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
         """Yield batches from row ``start`` on, with the bytes of files that rows name."""
-        from datasets.table import embed_table_storage
-
         if seed is not None:
             raise ValueError("rows of a builder are read in order")  # refused before
-        for first in range(start, len(self.data), _BATCH_ROWS):
-            table = embed_table_storage(self.data[first : first + _BATCH_ROWS]).combine_chunks()
-            at = first
-            for batch in table.to_batches():
-                yield at, batch
-                at += batch.num_rows
+        return _embedded(self.data, start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cached:
+    """A set that a builder made, as files that several processes read; ``identified``: what identifies it."""
+
+    where: str
+    files: tuple[str, ...]
+    schema: pa.Schema
+    num_rows: int
+    num_bytes: int
+    identified: Mapping[str, object]
+
+    def identity(self) -> dict[str, object]:
+        """Return what identifies the table that was built."""
+        return dict(self.identified)
+
+    def full(self) -> set[str]:
+        """Return nothing: only reading tells."""
+        return set()
+
+    def counted(self, executor: Executor) -> _Cached:
+        """Return this."""
+        del executor
+        return self
+
+    def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
+        """Yield batches from row ``start`` on, with the bytes of files that rows name.
+
+        Raises:
+            ConfigError: This process does not see the files.
+        """
+        del seed  # refused before
+        library = _datasets()
+        try:
+            parts = [library.Dataset.from_file(file) for file in self.files]
+        except OSError as error:
+            raise ConfigError(
+                f"--engine: {self.where}: {self.files[0]} is not there on the machine of a task ({error}); set "
+                "HF_DATASETS_CACHE to a folder that all machines see, or use --engine local"
+            ) from error
+        return _embedded(library.concatenate_datasets(parts).with_format("arrow"), start)
+
+
+def _embedded(data: Any, start: int) -> Generator[tuple[int, pa.RecordBatch], None, None]:
+    """Yield batches of a ``datasets.Dataset`` from row ``start`` on, with the bytes of files that rows name."""
+    from datasets.table import embed_table_storage
+
+    for first in range(start, len(data), _BATCH_ROWS):
+        table = embed_table_storage(data[first : first + _BATCH_ROWS]).combine_chunks()
+        at = first
+        for batch in table.to_batches():
+            yield at, batch
+            at += batch.num_rows
 
 
 def _refused(where: str, error: Exception) -> ConfigError:

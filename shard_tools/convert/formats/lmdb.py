@@ -13,11 +13,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import logging
 import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -25,10 +26,20 @@ import numpy as np
 
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder, is_local, once
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, permutation
-from shard_tools.convert.base.rows import DROP, RowMapper, choose_content_type, content_type, is_text, unreadable
+from shard_tools.convert.base.rows import (
+    DROP,
+    RowMapper,
+    choose_content_type,
+    content_type,
+    is_text,
+    safe_extension,
+    unreadable,
+)
+from streaming.arguments import counted
 from streaming.arrays import sums
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.storage import Storage, local_path, redact
+from streaming.types import Int64Array
 
 SUFFIXES = (".mdb", ".lmdb")
 KEY, VALUE = "key", "value"  # columns
@@ -46,7 +57,10 @@ _DEEPEST = 32  # as in the library
 _LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20
 _PICKLE = re.compile(rb"\x80[\x02-\x05].*\.\Z", re.DOTALL)
 _NOTE = b"__"  # begins keys of the program that wrote the database
+_COUNT = b"num-samples"  # the key of a database whose entries are joined
+_NUMBERED = re.compile(rb"(.*)-([0-9]{1,18})", re.DOTALL)
 _MAX_SKIPPED = 10_000
+_log = logging.getLogger(__name__)
 
 
 class LmdbFiles(FileSource):
@@ -55,6 +69,10 @@ class LmdbFiles(FileSource):
     The field is named by the type of the first 10,000 values: that of a file, ``json``, ``txt`` or ``bin``. Keys that
     begin with ``__`` are notes of the program that wrote the database, such as ``__len__``: they are left out and
     reported. Files are only read, without LMDB's lock: no program may write to them meanwhile.
+
+    Sets for text recognition have a key ``num-samples``, and keys of names and numbers (``image-000000001``,
+    ``label-000000001``): their entries of one number are one sample, whose key is the number, and the names are
+    columns. ``--field value=EXT`` reads each entry by itself.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -73,7 +91,9 @@ class LmdbFiles(FileSource):
         fields = options.fields if KEY in named else (*options.fields, (KEY, DROP))
         self._mapper = RowMapper.of(replace(options, fields=fields, key_field=NUMBER_KEYS if self._numbered else KEY))
         self._skipped: dict[str, Skipped] = {}
-        self._num_records = sum(self._count(file) for file in self.files)
+        self._joins = [None if VALUE in named else _joins_of(file) for file in self.files]
+        self._columns = _columns_of(self._joins, self.files)
+        self._num_records = sum(map(self._count, self.files, self._joins))
         if VALUE not in named:
             self._mapper = self._typed(tolerant=options.named_only)
 
@@ -89,8 +109,8 @@ class LmdbFiles(FileSource):
 
     @property
     def fields(self) -> Mapping[str, bool]:
-        """The field of the values."""
-        return self._mapper.fields_of((KEY, VALUE), (KEY, VALUE))
+        """The fields of the values."""
+        return self._mapper.fields_of((KEY, *self._columns), (KEY, *self._columns))
 
     def identity(self) -> dict[str, object]:
         """Return the names and sizes of the files, and the number of entries."""
@@ -99,66 +119,75 @@ class LmdbFiles(FileSource):
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the entries from number ``start`` on; the values of earlier ones are not read."""
         with contextlib.closing(self._entries(start)) as entries:
-            for number, file, key, value in entries:
-                yield self._record(number, file, key, value)
+            for number, file, key, values in entries:
+                yield self._record(number, file, key, values)
 
-    def _entries(self, start: int) -> Generator[tuple[int, SourceFile, bytes, bytes], None, None]:
-        """Yield number, file, key and value of the entries that are no notes."""
+    def _entries(self, start: int) -> Generator[tuple[int, SourceFile, bytes, tuple[bytes, ...]], None, None]:
+        """Yield number, file, key and values of the samples."""
         if self._seed is not None:
             yield from self._shuffled(start, self._seed)
             return
         number = 0
-        for file in self.files:
+        for file, joins in zip(self.files, self._joins, strict=True):
             with _Database(file) as database:
+                if joins is not None:
+                    for at in range(max(0, start - number), len(joins)):
+                        yield number + at, file, *_sample_at(database, joins[at].tolist(), joined=True)
+                    number += len(joins)
+                    continue
                 for key, place in database.places():
                     if not key.startswith(_NOTE):
                         if number >= start:
-                            yield number, file, key, database.value(place)
+                            yield number, file, key, (database.value(place),)
                         number += 1
 
-    def _shuffled(self, start: int, seed: int) -> Generator[tuple[int, SourceFile, bytes, bytes], None, None]:
+    def _shuffled(
+        self, start: int, seed: int
+    ) -> Generator[tuple[int, SourceFile, bytes, tuple[bytes, ...]], None, None]:
         with contextlib.ExitStack() as stack:
             databases = [stack.enter_context(_Database(file)) for file in self.files]
             tables = [
-                np.array([place for key, place in database.places() if not key.startswith(_NOTE)], np.int64)
-                for database in databases
+                _alone(database) if joins is None else joins
+                for database, joins in zip(databases, self._joins, strict=True)
             ]
             first = sums([len(table) for table in tables])
             for number, item in enumerate(permutation(int(first[-1]), seed)[start:].tolist(), start):
                 which = int(np.searchsorted(first, item, side="right")) - 1
-                page, node = tables[which][item - int(first[which])].tolist()
-                yield (
-                    number,
-                    self.files[which],
-                    databases[which].key((page, node)),
-                    databases[which].value((page, node)),
-                )
+                places = tables[which][item - int(first[which])].tolist()
+                joined = self._joins[which] is not None
+                yield number, self.files[which], *_sample_at(databases[which], places, joined=joined)
 
-    def _count(self, file: SourceFile) -> int:
-        """Return the number of entries that are no notes, and keep these for the report."""
+    def _count(self, file: SourceFile, joins: Int64Array | None) -> int:
+        """Return the number of samples, and keep the keys of notes for the report."""
         with _Database(file) as database:
             notes = 0
             for key, _ in database.places(_NOTE):
                 if not key.startswith(_NOTE):
                     break
                 notes += 1
-                path = f"{file.name}:{key.decode(errors='backslashreplace')}"
+                path = f"{file.name}:{_shown(key)}"
                 if len(self._skipped) < _MAX_SKIPPED:
                     self._skipped[path] = Skipped(path=path, reason="a note of the program that wrote the database")
-            return database.num_entries - notes
+            if joins is None:
+                return database.num_entries - notes
+            path = f"{file.name}:{_COUNT.decode()}"
+            self._skipped[path] = Skipped(path=path, reason="the number of samples")
+            return len(joins)
 
-    def _record(self, number: int, file: SourceFile, key: bytes, value: bytes) -> Record:
-        where = f"{file.shown_url}, key {key.decode(errors='backslashreplace')!r}"
+    def _record(self, number: int, file: SourceFile, key: bytes, values: tuple[bytes, ...]) -> Record:
+        where = f"{file.shown_url}, key {_shown(key)!r}"
         try:
             text = key.decode(errors="backslashreplace" if self._numbered else "strict")
-            self._refuse_pickle(value, where)
+            for value in values:
+                self._refuse_pickle(value, where)
         except UnicodeDecodeError as error:
             told = DataError(f"{where}: the key is no text; number the samples with --key number")
             told.__cause__ = error
         except DataError as error:
             told = error
         else:
-            return self._mapper.record({KEY: text, VALUE: self._value(value)}, number, where)
+            row = dict(zip(self._columns, map(self._value, values), strict=True))
+            return self._mapper.record({KEY: text, **row}, number, where)
         if self._mapper.tolerant:
             return unreadable(number, where, told)
         raise told
@@ -175,17 +204,113 @@ class LmdbFiles(FileSource):
 
     def _typed(self, *, tolerant: bool) -> RowMapper:
         """Decide which field the values become, by the first ones."""
-        types, num_bytes = Counter[str](), 0
+        types, num_bytes = [Counter[str]() for _ in self._columns], 0
         with contextlib.closing(self._entries(0)) as entries:
-            for _, file, key, value in itertools.islice(entries, 1 if tolerant else _LOOKED_AT):
-                if not tolerant:
-                    self._refuse_pickle(value, f"{file.shown_url}, key {key.decode(errors='backslashreplace')!r}")
-                if value:
-                    types[content_type(value)] += 1
-                num_bytes += len(value)
+            for _, file, key, values in itertools.islice(entries, 1 if tolerant else _LOOKED_AT):
+                for counter, value in zip(types, values, strict=True):
+                    if not tolerant:
+                        self._refuse_pickle(value, f"{file.shown_url}, key {_shown(key)!r}")
+                    if value:
+                        counter[content_type(value)] += 1
+                    num_bytes += len(value)
                 if num_bytes > _LOOKED_AT_BYTES:
                     break
-        return self._mapper if tolerant else replace(self._mapper, binary={VALUE: choose_content_type(VALUE, types)})
+        if tolerant:
+            return self._mapper
+        found = zip(self._columns, types, strict=True)
+        named = {name for name, _ in self._mapper.fields}
+        binary = {name: choose_content_type(name, counter) for name, counter in found if name not in named}
+        shared = {one for one, count in Counter(binary.values()).items() if count > 1}
+        return replace(
+            self._mapper,
+            binary={name: f"{safe_extension(name)}.{one}" if one in shared else one for name, one in binary.items()},
+        )
+
+
+def _shown(key: bytes) -> str:
+    return key.decode(errors="backslashreplace")
+
+
+def _joins_of(file: SourceFile) -> Int64Array | None:
+    """Return where the entries of each sample are, int64 ``[samples, names, 2]``, in the order of numbers.
+
+    Returns:
+        None if each entry is a sample: there is no number of samples, or the first key has none.
+
+    Raises:
+        DataError: A sample lacks one of the names, or there are more or fewer samples than are said to be.
+    """
+    with _Database(file) as database:
+        key, place = next(database.places(_COUNT), (b"", (0, 0)))
+        if key != _COUNT or not (said := database.value(place)).isdigit():
+            return None
+        found: dict[bytes, dict[int, tuple[int, int]]] = {}
+        for key, place in database.places():
+            if key.startswith(_NOTE) or key == _COUNT:
+                continue
+            match = _NUMBERED.fullmatch(key)
+            if match is None and not found:
+                return None
+            if match is None:
+                raise _unmatched(file, f"the key {_shown(key)!r} has no number")
+            if found.setdefault(match[1], {}).setdefault(int(match[2]), place) != place:
+                raise _unmatched(file, f"the key {_shown(key)!r} has the number of another")
+        numbers = sorted({number for places in found.values() for number in places})
+        for name, places in found.items():
+            if (lost := next((number for number in numbers if number not in places), None)) is not None:
+                raise _unmatched(file, f"number {lost} has no {_shown(name)!r}, as others have")
+        if len(numbers) != int(said):
+            raise _unmatched(file, f"there are {counted(len(numbers), 'sample')}, but {_shown(_COUNT)} is {int(said)}")
+        return np.array([[found[name][number] for name in sorted(found)] for number in numbers], np.int64)
+
+
+def _unmatched(file: SourceFile, what: str) -> DataError:
+    return DataError(
+        f"{file.shown_url}: entries of one number, such as image-1 and label-1, are one sample, but {what}; mend the "
+        f"database, or read each entry by itself with --field {VALUE}=bin"
+    )
+
+
+def _columns_of(joins: Sequence[Int64Array | None], files: Sequence[SourceFile]) -> tuple[str, ...]:
+    """Return the names of a sample's values, and say so if they are joined.
+
+    Raises:
+        ConfigError: They differ from database to database.
+    """
+    names: dict[tuple[str, ...], SourceFile] = {}
+    for file, places in zip(files, joins, strict=True):
+        names.setdefault((VALUE,) if places is None else _names_of(file, places), file)
+    if len(names) > 1:
+        told = "; ".join(f"{file.shown_url}: {', '.join(one)}" for one, file in names.items())
+        raise ConfigError(f"databases of different entries ({told}); convert them apart, with one target each")
+    columns = next(iter(names), (VALUE,))
+    for file, places in zip(files, joins, strict=True):
+        if places is not None:
+            _log.warning(
+                "%s: entries of one number (%s) are one sample: %s. --field %s=bin reads each by itself",
+                file.shown_url, ", ".join(f"{name}-…" for name in columns), counted(len(places), "sample"), VALUE,
+            )  # fmt: skip
+    return columns
+
+
+def _names_of(file: SourceFile, places: Int64Array) -> tuple[str, ...]:
+    with _Database(file) as database:
+        keys = [database.key((page, node)) for page, node in places[0].tolist()] if len(places) else []
+    return tuple(_shown(key.rpartition(b"-")[0]) for key in keys)
+
+
+def _alone(database: _Database) -> Int64Array:
+    """Return where each entry is that is no note, int64 ``[entries, 1, 2]``."""
+    places = [place for key, place in database.places() if not key.startswith(_NOTE)]
+    return np.array(places, np.int64).reshape(-1, 1, 2)
+
+
+def _sample_at(database: _Database, places: list[list[int]], *, joined: bool) -> tuple[bytes, tuple[bytes, ...]]:
+    """Return key and values of the sample at these places; of joined entries, the key is their number."""
+    values = tuple(database.value((page, node)) for page, node in places)
+    page, node = places[0]
+    key = database.key((page, node))
+    return key.rpartition(b"-")[2] if joined else key, values
 
 
 def _find(spec: str, storage: Storage, exclude: str | None) -> list[SourceFile]:

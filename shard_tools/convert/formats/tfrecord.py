@@ -19,7 +19,8 @@ from typing import BinaryIO, cast
 import crc32c
 import numpy as np
 
-from shard_tools.convert.base.files import FileSource, SourceFile, find_files, is_folder, once, open_each, open_stored
+from shard_tools.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
+from shard_tools.convert.base.files import SourceFile, find_files, is_folder, once, open_each, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import (
     DROP,
@@ -38,7 +39,6 @@ from streaming.arguments import checked_ratio
 from streaming.arrays import sums
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.storage import Storage, redact
-from streaming.types import Int64Array
 
 NAMES = re.compile(r"\.(tfrecords?|tfrec)([-_]\d+-of-\d+)?(\.(gz|gzip|zlib))?$|-\d{5}-of-\d{5}(\.gz)?$")
 RECORD = "record"  # the column of records as they are
@@ -47,13 +47,14 @@ _MAX_RECORD_BYTES = 2**31 - 1  # of a protocol buffer
 _LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20  # records, to tell what features are
 
 
-class TfRecords(FileSource):
+class TfRecords(CountedFiles):
     """Records of TFRecord files, in the order of the files' names.
 
     Examples: bytes become fields by their type, or text; numbers ``.npy``, or ``json`` where the first 10,000 records
     have one each. What a feature becomes is decided once, by these records.
 
-    Without ``shuffle_seed`` files are read sequentially; with it, a first pass records where records begin.
+    Without ``shuffle_seed`` files are read sequentially; with it, a first pass over the sizes of records finds where
+    they begin.
 
     Args:
         spec: Files, a folder or a pattern; of a folder, files with usual names are taken.
@@ -64,9 +65,10 @@ class TfRecords(FileSource):
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions, *, raw: bool = False) -> None:
         each = [_find(one, storage, options.exclude) for one in (spec, *options.more)]
-        super().__init__("tfrecord-raw" if raw else "tfrecord", once([*itertools.chain(*each)]), storage)
+        kind = "tfrecord-raw" if raw else "tfrecord"
+        super().__init__(kind, once([*itertools.chain(*each)]), storage, options.num_threads)
         self._max_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
-        self._seed, self._num_threads, self._raw = options.shuffle_seed, options.num_threads, raw
+        self._seed, self._raw = options.shuffle_seed, raw
         self._key_field = options.key_field
         self._mapper = RowMapper.of(options)
         self._columns: dict[str, _Column] = {}
@@ -84,20 +86,49 @@ class TfRecords(FileSource):
 
     def _stored(self, start: int) -> Generator[tuple[int, bytes, str], None, None]:
         """Yield number, bytes and place of the records from number ``start`` on; earlier ones are passed over."""
-        number = 0
-        with contextlib.closing(open_each(self.files, self._storage, self._num_threads, unzip=False)) as opened:
+        begin = self._beginning(start)
+        number, at, number_in_file = begin.number, begin.at, begin.number_in_file
+        files = self.files[begin.which :]
+        with contextlib.closing(open_each(files, self._storage, self._num_threads, unzip=False)) as opened:
             for file, stream in opened:
-                reader = _RecordReader(file, stream, self._max_ratio)
-                for at in itertools.count():
+                reader = _RecordReader(file, stream, self._max_ratio, at, number_in_file)
+                for place in itertools.count(number_in_file):
                     data = reader.read(skip=number < start)
                     if data is None:
                         break
                     if number >= start:
-                        yield number, data, f"{file.shown_url}, record {at}"
+                        yield number, data, f"{file.shown_url}, record {place}"
                     number += 1
+                at = number_in_file = 0
+
+    def count_file(self, file: SourceFile) -> FileCount:
+        """Count the records of a file by their sizes.
+
+        Raises:
+            ConfigError: It is compressed.
+        """
+        marks, places, num_records = Marker(), [0], 0
+        with open_stored(file, self._storage, unzip=False) as stream:
+            reader = _RecordReader(file, stream, self._max_ratio)
+            if reader.is_packed:
+                raise self._refuse_packed(file)
+            while reader.read(skip=True) is not None:
+                num_records += 1
+                marks.add(num_records, reader.at)
+                if self._seed is not None:
+                    places.append(reader.at)
+        count = marks.count(num_records)
+        if self._seed is None:
+            return count
+        return replace(count, places=np.array([places[:-1], places[1:]], np.int64).T)
+
+    def _refuse_packed(self, file: SourceFile) -> ConfigError:
+        if self._seed is None:
+            return refuse_packed(file)
+        return ConfigError(f"--shuffle: {file.shown_url} is compressed and cannot be read out of order; unpack it")
 
     def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
-        tables = [self._table(file) for file in self.files]
+        tables = self._places()
         first = sums([len(table) for table in tables])
 
         def read(item: tuple[int, int]) -> Record:
@@ -111,19 +142,6 @@ class TfRecords(FileSource):
 
         order = permutation(int(first[-1]), seed)[start:]
         return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
-
-    def _table(self, file: SourceFile) -> Int64Array:
-        """Return where each record begins and ends: int64 [n, 2]."""
-        places = [0]
-        with open_stored(file, self._storage, unzip=False) as stream:
-            reader = _RecordReader(file, stream, self._max_ratio)
-            if reader.is_packed:
-                raise ConfigError(
-                    f"--shuffle: {file.shown_url} is compressed and cannot be read out of order; unpack it"
-                )
-            while reader.read(skip=True) is not None:
-                places.append(reader.at)
-        return np.array([places[:-1], places[1:]], np.int64).T
 
     def _record(self, number: int, data: bytes, where: str) -> Record:
         try:
@@ -382,15 +400,18 @@ class _RecordReader:
         file: The file.
         stream: Its bytes, as they are stored.
         max_ratio: A compressed file that inflates to more than so many times its size is refused.
+        at: Where to begin: at record ``number``.
+        number: See above.
 
     Raises:
         DataError: It is damaged, truncated, or something else.
     """
 
-    def __init__(self, file: SourceFile, stream: BinaryIO, max_ratio: float) -> None:
-        self._file, self._stream, self.at, self._number = file, stream, 0, 0
+    def __init__(self, file: SourceFile, stream: BinaryIO, max_ratio: float, at: int = 0, number: int = 0) -> None:
+        self._file, self._stream, self.at, self._number = file, stream, at, number
+        stream.seek(at)
         head = stream.read(_HEADER.size)
-        stream.seek(0)
+        stream.seek(at)
         gzip, zlib = head[:2] == b"\x1f\x8b", len(head) > 2 and head[0] & 15 == 8 and not (head[0] << 8 | head[1]) % 31
         self.is_packed = bool(head) and not _is_header(head) and (gzip or zlib)
         if self.is_packed:

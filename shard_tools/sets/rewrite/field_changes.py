@@ -7,8 +7,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from shard_tools.convert.base.records import Record, Skipped, Source
+from shard_tools.convert.base.records import Record, Skipped
 from shard_tools.convert.base.rows import encode_value
+from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming import decode
 from streaming.arguments import did_you_mean
 from streaming.decode import resolve_decoders
@@ -134,12 +135,12 @@ def is_of_characters(field: str) -> bool:
 class ChangedSource:
     """A source whose records are changed."""
 
-    def __init__(self, source: Source, changes: FieldChanges) -> None:
+    def __init__(self, source: ShardSource, changes: FieldChanges) -> None:
         self._source, self._changes = source, changes
         self.kind = source.kind
 
     @property
-    def num_records(self) -> int | None:
+    def num_records(self) -> int:
         """As of the source."""
         return self._source.num_records
 
@@ -162,6 +163,15 @@ class ChangedSource:
     def identity(self) -> dict[str, object]:
         """As of the source: the changes belong to the options."""
         return self._source.identity()
+
+    def outlines(self, start: int) -> Generator[Record, None, None]:
+        """Return the changed records from number ``start`` on, with blank fields where the source's are copied."""
+        with closing(self._source.outlines(start)) as records:
+            yield from map(self._changes.applied, records)
+
+    def part(self, start: int, stop: int) -> ChangedSource:
+        """Return a source of records ``[start, stop)`` alone."""
+        return ChangedSource(self._source.part(start, stop), self._changes)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the changed records from number ``start`` on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -151,6 +152,7 @@ def reshard(
     *,
     options: ReshardOptions | None = None,
     storage_options: Mapping[str, object] | None = None,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> ReshardReport:
     """Write the samples of ``source`` into shards ``000000.tar``, … in ``target``, with their index.
@@ -163,6 +165,8 @@ def reshard(
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: Options of the new shards.
         storage_options: Options of both stores.
+        executor: Where to read and write, such as a cluster that has access to both stores: many shards in parallel,
+            with the same bytes. Which samples each holds is determined here, by the index.
         progress: Receives the samples and bytes written.
 
     Raises:
@@ -201,7 +205,7 @@ def reshard(
             identity=options.identity() | ({"late": versions} if versions else {}),
             columns=tuple(dict.fromkeys((*selection.columns, *options.columns))), storage_options=storage_options,
             notes=lambda: carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage),
-            progress=progress or NoProgress(),
+            executor=executor, progress=progress or NoProgress(),
         )  # fmt: skip
     except DuplicateKeyError as error:
         error.add_note(f"To rewrite the shards written so far give --overwrite. {_DUPLICATES_CURE}")

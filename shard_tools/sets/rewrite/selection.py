@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import Progress
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
-from shard_tools.sets.open_set import READ_THREADS, OpenSet, table_of, tables_of
+from shard_tools.sets.open_set import READ_THREADS, OpenSet, table_of_shard, tables_of
 from shard_tools.sets.pieces import ShardPieces
 from streaming.batches.bad_file import BadRecord, shown_url
 from streaming.errors import ConfigError
@@ -34,6 +35,7 @@ class ShardPart:
     Attributes:
         pieces: How to read it.
         rows: int64 ``[m]``, numbers of the samples that are taken, ascending.
+        sizes: int64 ``[m]``, bytes of their records.
         columns: The columns of these samples, Arrow arrays of ``m``.
         keys: Their keys as UTF-8, an Arrow array of ``m``; None unless they are to be sorted by.
         present: By field, which of these samples have it; as ``keys``, None unless asked for.
@@ -43,11 +45,45 @@ class ShardPart:
 
     pieces: ShardPieces
     rows: Int64Array
+    sizes: Int64Array
     columns: Mapping[str, pa.Array]
     keys: pa.Array | None
     present: Mapping[str, npt.NDArray[np.bool_]] | None
     first: int
     samples: Callable[[], SampleTable]
+
+    def taken(self, which: Int64Array) -> ShardPart:
+        """Return only these of the samples, by ascending places in ``rows``; the pieces of others are dropped."""
+        some, rows = pa.array(which), self.rows[which]
+        return replace(
+            self,
+            pieces=self.pieces.around(rows),
+            rows=rows,
+            sizes=self.sizes[which],
+            columns={name: column.take(some) for name, column in self.columns.items()},
+            keys=None if self.keys is None else self.keys.take(some),
+            present=None if self.present is None else {name: there[which] for name, there in self.present.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Samples:
+    """Load the sample table of a shard, unless it was made by scanning; sent elsewhere, it scans there again."""
+
+    storage: Storage
+    url: str
+    index_url: str | None
+    scanned: SampleTable | None
+
+    def __call__(self) -> SampleTable:
+        return self.scanned or table_of_shard(self.storage, self.url, self.index_url, scanned=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _samples_anew, (self.storage, self.url, self.index_url, self.scanned is not None)
+
+
+def _samples_anew(storage: Storage, url: str, index_url: str | None, scanned: bool) -> Callable[[], SampleTable]:  # noqa: FBT001
+    return partial(table_of_shard, storage, url, index_url, scanned=scanned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +183,8 @@ def select(
         bare = rows[~_with_any(table, fields)[rows]] if fields is not None else rows[:0]
         first_bare = first_bare or (table.keys[int(bare[0])] if bare.size else "")
         num_bare += bare.size
-        samples = partial(table_of, shards, position, storage)
+        scanned = None if shards.scanned is None else shards.scanned[position]
+        samples = _Samples(storage=storage, url=url, index_url=shards.index_url, scanned=scanned)
         parts.append(_part(url, table, values, rows, samples, first=first, with_keys=with_keys))
         progress.advance(num=1)
     return Taken(
@@ -205,17 +242,22 @@ def _part(
     url: str, table: SampleTable, late: Mapping[str, pa.Array], rows: Int64Array, samples: Callable[[], SampleTable], *,
     first: int, with_keys: bool,
 ) -> ShardPart:  # fmt: skip
-    keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
     taken = pa.array(rows)
     return ShardPart(
         pieces=ShardPieces.of(url, table),
         rows=rows,
+        sizes=np.diff(table.record_starts)[rows],
         columns={name: column.take(taken) for name, column in {**table.columns, **late}.items()},
-        keys=None if keys is None else pa.array(keys, pa.binary()).take(taken),
+        keys=keys_of(table).take(taken) if with_keys else None,
         present={name: starts[rows] >= 0 for name, (starts, _) in table.fields.items()} if with_keys else None,
         first=first,
         samples=samples,
     )
+
+
+def keys_of(table: SampleTable) -> pa.Array:
+    """Return the keys of a shard as an Arrow array of UTF-8."""
+    return pa.array([key.encode("utf-8", "surrogateescape") for key in table.keys], pa.binary())
 
 
 def sorted_order(selection: Taken, column: str, *, descending: bool) -> Int64Array:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from shard_tools.convert.base.records import Record, Skipped, number_key
+from shard_tools.running.engine import map_ordered
+from shard_tools.sets.open_set import READ_THREADS
 from shard_tools.sets.pieces import read_pieces
-from shard_tools.sets.rewrite.selection import ShardPart, Taken
+from shard_tools.sets.rewrite.selection import ShardPart, Taken, keys_of
 from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
 
+_WINDOW_SAMPLES = 10_000  # of outlines at a time
 _RUN_BYTES = 8 << 20  # largest request; larger ones reduce parallelism, smaller ones cost requests
 _CURE = (
     "To leave out what is damaged: `shard_tools verify SOURCE --write-bad bad.jsonl`, then the same command with "
@@ -39,6 +42,24 @@ class _Run:
     stop_piece: int
     positions: Int64Array
     kept: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Outline:
+    """Keys of the samples that are taken of a shard, and sizes of their fields: int64 [m], -1 where one is missing."""
+
+    keys: pa.Array
+    sizes: Mapping[str, Int64Array]
+
+    @classmethod
+    def of(cls, part: ShardPart, fields: Collection[str] | None) -> _Outline:
+        table = part.samples()
+        sizes = {
+            name: np.where(starts[part.rows] >= 0, lengths[part.rows], -1)
+            for name, (starts, lengths) in table.fields.items()
+            if fields is None or name in fields
+        }
+        return cls(keys=keys_of(table).take(pa.array(part.rows)) if part.keys is None else part.keys, sizes=sizes)
 
 
 class ShardSource:
@@ -80,8 +101,8 @@ class ShardSource:
     ) -> None:
         self.skipped: tuple[Skipped, ...] = ()
         self.fields = known_fields
-        self._parts, self._columns = selection.parts, selection.columns
-        self._storage = storage
+        self._selection, self._parts = selection, selection.parts
+        self._storage, self._fingerprint = storage, fingerprint
         self._facts = {"kind": self.kind, "fingerprint": fingerprint, "samples": selection.digest()}
         self._fields = None if fields is None else frozenset(fields)
         self._window_bytes, self._num_threads = window_bytes, num_threads
@@ -89,7 +110,8 @@ class ShardSource:
         self._order = np.arange(self._offsets[-1]) if order is None else order
         self._firsts = np.ones(self._order.size, np.bool_) if firsts is None else firsts
         self._key_prefix = key_prefix
-        sizes = [np.diff(part.pieces.record_starts)[part.rows] for part in self._parts]
+        self._begins = None if firsts is None else np.append(np.flatnonzero(firsts), self._order.size)
+        sizes = [part.sizes for part in self._parts]
         self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
 
     @property
@@ -113,18 +135,56 @@ class ShardSource:
             ChecksumError, TarError, IndexMismatchError: A sample is damaged; notes name it.
             StorageError: The store failed.
         """
-        begins = np.flatnonzero(self._firsts)
-        if start >= begins.size:
-            return
+        place = self._place(start)
+        with closing(self._samples(place)) as samples:
+            yield from self._joined(samples, place)
+
+    def outlines(self, start: int) -> Generator[Record, None, None]:
+        """Yield the records from number ``start`` on, each field blank and of its size: only the index is read.
+
+        Memory: keys, and 8 bytes per field, of the samples of all shards that come up again.
+        """
+        place = self._place(start)
+        with closing(self._outlined(place)) as samples:
+            yield from self._joined(samples, place)
+
+    def part(self, start: int, stop: int) -> ShardSource:
+        """Return a source of records ``[start, stop)`` alone, without what only others need."""
+        low, high = self._place(start), self._place(stop)
+        order = self._order[low:high]
+        numbers = np.sort(order)
+        bounds = np.searchsorted(numbers, self._offsets)
+        parts = [
+            self._parts[which].taken(numbers[bounds[which] : bounds[which + 1]] - self._offsets[which])
+            for which in np.flatnonzero(np.diff(bounds)).tolist()
+        ]
+        return ShardSource(
+            replace(self._selection, parts=tuple(parts)),
+            np.searchsorted(numbers, order).astype(np.int64),
+            self._storage,
+            fingerprint=self._fingerprint,
+            fields=None if self._fields is None else sorted(self._fields),
+            window_bytes=self._window_bytes,
+            num_threads=self._num_threads,
+            firsts=None if self._begins is None else self._firsts[low:high],
+            key_prefix=self._key_prefix,
+            known_fields=self.fields,
+        )
+
+    def _place(self, record: int) -> int:
+        """Return the place of the order at which a record begins."""
+        return record if self._begins is None else int(self._begins[min(record, self._begins.size - 1)])
+
+    def _joined(self, samples: Iterator[Record], place: int) -> Iterator[Record]:
+        """Join the samples from ``place`` on that form one record."""
         current: Record | None = None
-        with closing(self._samples(int(begins[start]))) as samples:
-            for is_first, sample in zip(self._firsts[begins[start] :].tolist(), samples, strict=True):
-                if current is None or is_first:
-                    if current is not None:
-                        yield current
-                    current = sample
-                else:
-                    current = replace(current, fields={**sample.fields, **current.fields})
+        for is_first, sample in zip(self._firsts[place:].tolist(), samples, strict=True):
+            if current is None or is_first:
+                if current is not None:
+                    yield current
+                current = sample
+            else:
+                current = replace(current, fields={**sample.fields, **current.fields})
         if current is not None:
             yield current
 
@@ -153,14 +213,44 @@ class ShardSource:
 
     def _runs(self, window: Int64Array) -> Iterator[_Run]:
         """Yield the runs that hold the samples of ``window`` (numbers in the selection), by place."""
+        for which, positions, kept in self._by_part(window):
+            yield from _part_runs(self._parts[which], positions, kept)
+
+    def _by_part(self, window: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
+        """Yield part by part which samples of it are in ``window``: their positions there, and numbers in the part."""
         by_place = np.argsort(window, kind="stable")  # parts and rows ascend with the number
         numbers = window[by_place]
         bounds = np.searchsorted(numbers, self._offsets)
         for which in np.flatnonzero(np.diff(bounds)).tolist():
             low, high = bounds[which], bounds[which + 1]
-            part = self._parts[which]
-            kept = numbers[low:high] - self._offsets[which]
-            yield from _part_runs(part, by_place[low:high], kept)
+            yield which, by_place[low:high], numbers[low:high] - self._offsets[which]
+
+    def _outlined(self, start: int) -> Generator[Record, None, None]:
+        """Yield the samples from place ``start`` of the order on, with blank fields."""
+        ahead = self._order[start:]
+        left = np.bincount(np.searchsorted(self._offsets, ahead, side="right") - 1, minlength=len(self._parts))
+        known: dict[int, _Outline] = {}
+        for first in range(0, ahead.size, _WINDOW_SAMPLES):
+            window = ahead[first : first + _WINDOW_SAMPLES]
+            groups = [*self._by_part(window)]
+            new = [which for which, _, _ in groups if which not in known]
+            loaded = map_ordered(lambda which: _Outline.of(self._parts[which], self._fields), new, READ_THREADS)
+            known |= dict(zip(new, loaded, strict=True))
+            found = (self._blank(self._parts[which], known[which], *numbers) for which, *numbers in groups)
+            yield from _placed(window.size, found)
+            for which, _, kept in groups:
+                left[which] -= kept.size
+                if not left[which]:
+                    del known[which]
+
+    def _blank(self, part: ShardPart, outline: _Outline, positions: Int64Array, kept: Int64Array) -> _Found:
+        sizes = {name: column[kept].tolist() for name, column in outline.sizes.items()}
+        keys = [key.decode("utf-8", "surrogateescape") for key in outline.keys.take(pa.array(kept)).to_pylist()]
+        fields = [
+            {name: _blank_field(column[i]) for name, column in sizes.items() if column[i] >= 0}
+            for i in range(kept.size)
+        ]
+        return self._records_of(part, kept, positions, keys, fields)
 
     def _read(self, run: _Run) -> _Found:
         part = run.part
@@ -172,8 +262,6 @@ class ShardSource:
             error.add_note(f"Samples {rows[0]} to {rows[-1]} of the shard were to be read. {_CURE}")
             raise
         first = int(part.pieces.bounds[run.first_piece])
-        taken = pa.array(run.kept)
-        values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
         names = [
             (column, name) for column, name in enumerate(layout.fields) if self._fields is None or name in self._fields
         ]
@@ -182,18 +270,31 @@ class ShardSource:
                 damage = layout.damage[row - first]
                 damage.add_note(f"Sample {layout.keys[row - first]!r} (number {row} of the shard) is damaged. {_CURE}")
                 raise damage
-        found: _Found = []
+        fields = []
         with memoryview(buffer) as view:
-            for i, (position, row) in enumerate(zip(run.positions.tolist(), rows, strict=True)):
+            for row in rows:
                 starts, sizes = layout.starts[row - first].tolist(), layout.sizes[row - first].tolist()
-                fields = {
-                    name: bytes(view[starts[column] : starts[column] + sizes[column]])
-                    for column, name in names
-                    if starts[column] >= 0
-                }
-                metadata: Mapping[str, object] = {name: column[i] for name, column in values.items()}
-                key = self._key(layout.keys[row - first], part, row)
-                found.append((position, Record(key=key, fields=fields, metadata=metadata)))
+                fields.append(
+                    {
+                        name: bytes(view[starts[column] : starts[column] + sizes[column]])
+                        for column, name in names
+                        if starts[column] >= 0
+                    }
+                )
+        keys = [layout.keys[row - first] for row in rows]
+        return self._records_of(part, run.kept, run.positions, keys, fields)
+
+    def _records_of(
+        self, part: ShardPart, kept: Int64Array, positions: Int64Array, keys: Sequence[str],
+        fields: Sequence[Mapping[str, bytes]],
+    ) -> _Found:  # fmt: skip
+        """Make records of samples of a part; ``kept`` are their numbers in it."""
+        taken = pa.array(kept)
+        values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
+        found: _Found = []
+        for i, (position, row) in enumerate(zip(positions.tolist(), part.rows[kept].tolist(), strict=True)):
+            metadata: Mapping[str, object] = {name: column[i] for name, column in values.items()}
+            found.append((position, Record(key=self._key(keys[i], part, row), fields=fields[i], metadata=metadata)))
         return found
 
     def _key(self, key: str, part: ShardPart, row: int) -> str:
@@ -206,7 +307,7 @@ class ShardSource:
 
 def _part_runs(part: ShardPart, positions: Int64Array, kept: Int64Array) -> Iterator[_Run]:
     pieces = part.pieces.piece_of(part.rows[kept])
-    ends = part.pieces.record_starts[part.pieces.bounds]
+    ends = part.pieces.borders
     begin = 0
     for i in range(1, kept.size + 1):
         if i < kept.size:
@@ -223,10 +324,19 @@ def _part_runs(part: ShardPart, positions: Int64Array, kept: Int64Array) -> Iter
         begin = i
 
 
+def _blank_field(size: int) -> bytes:
+    """Return a buffer of so many zeros, of which no memory is used until it is read."""
+    return cast("bytes", np.zeros(size, np.uint8).data)
+
+
 def _in_order(num_records: int, reads: Sequence[Future[_Found]]) -> Iterator[Record]:
+    return _placed(num_records, (read.result() for read in reads))
+
+
+def _placed(num_records: int, groups: Iterable[_Found]) -> Iterator[Record]:
     window: list[Record | None] = [None] * num_records
-    for read in reads:
-        for position, found in read.result():
+    for group in groups:
+        for position, found in group:
             window[position] = found
     window.reverse()
     while window:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from streaming.errors import AccessDeniedError, ConfigError, redact
 from streaming.storage.base.options import StorageOptions
@@ -196,3 +197,21 @@ def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = No
 def s3_endpoint_of_process(options: StorageOptions) -> str | None:
     """Call :func:`s3_endpoint` with this process's environment."""
     return s3_endpoint(options, os.environ)
+
+
+def goes_through_proxy(url: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the environment asks for a proxy before the server of an http URL."""
+    environ = os.environ if environ is None else environ
+    named = {name.lower() for name, value in environ.items() if value}
+    if named.isdisjoint({"http_proxy", "all_proxy", "aws_proxy_url"}):
+        return False
+    if "aws_proxy_url" in named:
+        return True
+    host = urlsplit(url).hostname or ""
+    spared = (
+        one.strip().lstrip(".")
+        for name, value in environ.items()
+        if name.lower() == "no_proxy"
+        for one in value.split(",")
+    )
+    return not any(one == "*" or (one and f".{host}".endswith(f".{one}")) for one in spared)

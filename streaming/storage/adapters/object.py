@@ -95,6 +95,22 @@ class ObjectAdapter:
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
         """See :class:`Adapter`."""
         store, key, place = self._at(url)
+        place = place.with_range(start, stop)
+        try:
+            with object_errors(place, "reading"):
+                body = self._get(store, key, place, start, stop, version)
+        except RangeIgnoredError as error:
+            if place.endpoint in self._ranged:
+                raise PassingError(str(error)) from error
+            raise
+        if start or stop is not None:
+            self._ranged.add(place.endpoint)
+        return body
+
+    def _get(
+        self, store: Any, key: str, place: RequestPlace, start: int, stop: int | None, version: str | None
+    ) -> RangeBody:
+        """Request a range. The caller translates errors."""
         options: dict[str, Any] = {}
         if stop is not None:
             options["range"] = (start, stop)
@@ -102,17 +118,7 @@ class ObjectAdapter:
             options["range"] = {"offset": start}
         if version is not None:
             options["if_match"] = version
-        place = place.with_range(start, stop)
-        try:
-            with object_errors(place, "reading"):
-                body = _ObjectRange(place, client().api.get(store, key, options=options))
-        except RangeIgnoredError as error:
-            if place.endpoint in self._ranged:
-                raise PassingError(str(error)) from error
-            raise
-        if "range" in options:
-            self._ranged.add(place.endpoint)
-        return body
+        return _ObjectRange(place, client().api.get(store, key, options=options))
 
     def list(self, url: str) -> list[ObjectInfo]:
         """See :class:`Adapter`."""
@@ -192,7 +198,7 @@ class ObjectAdapter:
         place = RequestPlace(url=root, endpoint=redact(root), source="none", secrets=self._secrets)
         with object_errors(place, "connecting to"):
             if scheme in HTTP_SCHEMES:
-                bare, header = _without_user(root)
+                bare, header = without_user(root)
                 source = "the URL alone"
                 if header:  # obstore does not send what stands in a URL
                     common["client_options"]["default_headers"] = {"authorization": header}
@@ -288,7 +294,7 @@ def _shared(make: Callable[[], Any], *parts: object) -> Any:
     return found
 
 
-def _without_user(root: str) -> tuple[str, str]:
+def without_user(root: str) -> tuple[str, str]:
     """Return the root of an http(s) URL without user and password, and the header that carries them; "": none."""
     parts = urlsplit(root)
     user, at, host = parts.netloc.rpartition("@")

@@ -62,6 +62,18 @@ class RequestPlace:
         return f"{redact(self.url)}{self.span}"
 
 
+class AnswerError(Exception):
+    """What a server answered to a request that was not obstore's: its status, and what it said."""
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+class NoConnectionError(OSError):
+    """There is no connection at all; the message says why."""
+
+
 @contextmanager
 def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
     """Raise our errors in place of obstore's. The original stays as ``__cause__``, without secrets.
@@ -72,7 +84,9 @@ def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
         yield
     except ShardstreamError:
         raise
-    except (client().errors.BaseError, FileNotFoundError, ValueError, PermissionError) as error:
+    except NoConnectionError as error:
+        raise UnreachableError(_unreachable(f"{doing} {place}", place, str(error))) from error
+    except (client().errors.BaseError, AnswerError, FileNotFoundError, ValueError, PermissionError) as error:
         ours = _translate(place, doing, error)
         if isinstance(ours, AccessDeniedError):
             raise ours from None
@@ -89,7 +103,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     errors = client().errors
     text = str(error)
     head, _, debug = text.partition("Debug source:")
-    status = int(found[1]) if (found := _STATUS.search(head)) else 0
+    status = _status_of(error, head)
     code = found[1] if (found := _CODE.search(text)) else ""
     said = _said(status, code, text)
     if undeleted := _DELETE_FAILED.search(head.rstrip()):
@@ -110,7 +124,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         )
     if isinstance(error, errors.PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
-    if isinstance(error, errors.NotSupportedError) or any(token in debug for token in _NO_RANGE):
+    if status in {200, 206} or isinstance(error, errors.NotSupportedError) or any(one in debug for one in _NO_RANGE):
         return RangeIgnoredError(
             f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
             "requests, or copy the data to one"
@@ -120,6 +134,12 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     if isinstance(error, ValueError):
         return ConfigError(f"{where}: {head.strip()[:300]}")
     return _transfer_error(where, place, status, said, text)
+
+
+def _status_of(error: Exception, head: str) -> int:
+    if isinstance(error, AnswerError):
+        return error.status
+    return int(found[1]) if (found := _STATUS.search(head)) else 0
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
@@ -149,10 +169,7 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
     if "kind: Connect," in debug:  # the comma excludes ConnectionReset
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
-        return UnreachableError(
-            f"{where}: cannot reach {place.endpoint} ({reason}); "
-            "check endpoint_url, the network, and that the server runs"
-        )
+        return UnreachableError(_unreachable(where, place, reason))
     reason = next((words for token, words in _REASONS if token in debug), "the transfer broke off")
     return PassingError(f"{where}: {reason}; endpoint {place.endpoint}")
 
@@ -198,6 +215,12 @@ def _said(status: int, code: str, text: str) -> str:
     message = found[1].strip() if (found := _MESSAGE.search(text)) else ""
     words = " ".join(word for word in (str(status) if status else "", code) if word)
     return f" ({words}{': ' if words and message else ''}{message})" if words or message else ""
+
+
+def _unreachable(where: str, place: RequestPlace, reason: str) -> str:
+    return (
+        f"{where}: cannot reach {place.endpoint} ({reason}); check endpoint_url, the network, and that the server runs"
+    )
 
 
 def _not_found(where: str, place: RequestPlace, code: str) -> str:

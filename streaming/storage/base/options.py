@@ -79,7 +79,8 @@ class StorageOptions:
         sas_token: Shared access signature (az).
         connection_string: Azure's connection string (az, fsspec client only).
         ca_file: PEM file of certificate authorities to trust in addition to the system's.
-        client: "fsspec" to use fsspec where obstore is the default.
+        client: "fsspec" to use fsspec where obstore is the default; "obstore" to use that alone, also for large ranges
+            over plain HTTP, which otherwise are received in the loader's memory.
         fsspec: Additional keyword arguments for the fsspec file system.
         mirrors: Prefix → whole copies of the objects below it: one or a list, each a URL or a dict of ``url`` and the
             options that differ from these. Used when the primary fails for good.

@@ -55,19 +55,19 @@ def split_url(url: str) -> tuple[str, str]:
 
     ``"s3://b/dir/x.tar"`` → ``("s3://b/dir", "x.tar")``; ``"x.tar"`` → ``("", "x.tar")``.
     """
-    path, query = split_query(url)
-    match = _SCHEME.match(path)
-    root = len(match[0]) if match else 0
-    while match and path[root : root + 1] == "/":
+    match = _SCHEME.match(url)
+    if match is None:
+        cut = url.rfind("/")
+        return (url[:cut] or "/" if cut >= 0 else "", url[cut + 1 :])
+    scheme = match[1].lower()
+    path, query = split_query(url) if scheme in HTTP_SCHEMES else (url, "")
+    root = len(match[0])
+    while path[root : root + 1] == "/":
         root += 1
     cut = path.rfind("/")
-    if match and scheme_of(path) != "file" and cut < root:
-        return path + query, ""
-    if cut < root and match:
-        return path[:root] + query, path[root:]
-    if cut < 0:
-        return query, path
-    return (path[:cut] or "/") + query, path[cut + 1 :]
+    if cut < root:
+        return (path[:root] + query, path[root:]) if scheme == "file" else (path + query, "")
+    return path[:cut] + query, path[cut + 1 :]
 
 
 def join_url(base: str, *names: str) -> str:

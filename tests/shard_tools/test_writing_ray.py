@@ -1,0 +1,141 @@
+"""Verbs that write sets on a cluster of three nodes, one of which is killed, give the bytes that they give here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from click.testing import CliRunner
+from conversions import contents, run
+from every_source import EVERY
+from forked import Forked
+from killed_node import killed_engine, killed_node
+from ray_cluster import TwoNodes
+from watched import Watched
+
+from shard_tools import ShardWriter, optimize
+from shard_tools.cli import cli
+from shard_tools.convert import convert, elsewhere
+from shard_tools.functions.mapped import MapOptions, map_set
+from shard_tools.functions.run import Running
+from shard_tools.running.ray_engine import RayExecutor
+from shard_tools.sets.reindex import index
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
+from streaming.storage import Storage
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def nodes(forked: Forked) -> Iterator[TwoNodes]:
+    with TwoNodes(forked) as nodes:
+        yield nodes
+
+
+def write_set(folder: Path, *, has_index: bool = True) -> str:
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=9, index=has_index) as writer:
+        for number in range(60):
+            writer.write({"__key__": f"{number:03d}", "txt": "x" * number, "cls": number % 3, "json": {"n": number}})
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["count_file", "_measure", "_write_shard"])
+def test_convert_of_records_that_are_counted_measured_and_written(
+    nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(elsewhere, "_MIN_RANGE", 10)
+    (tmp_path / "in").mkdir()
+    sources, options = EVERY["jsonl"](tmp_path / "in")
+    convert(sources, str(tmp_path / "here"), options=options)
+    with killed_node(nodes, tmp_path) as mortal:
+        executor = Watched(mortal, tmp_path / "counts", name)
+        convert(sources, str(tmp_path / "there"), options=options, executor=executor)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    executor.check_repeats()
+
+
+def test_reshard(nodes: TwoNodes, tmp_path: Path) -> None:
+    source, options = write_set(tmp_path / "in"), ReshardOptions(shuffle_seed=2, max_samples=7)
+    reshard(source, str(tmp_path / "here"), options=options)
+    with killed_node(nodes, tmp_path) as mortal:
+        executor = Watched(mortal, tmp_path / "counts")
+        reshard(source, str(tmp_path / "there"), options=options, executor=executor)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    executor.check_repeats()
+
+
+def test_index(nodes: TwoNodes, tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        write_set(tmp_path / name, has_index=False)
+    index([str(tmp_path / "here")], storage=Storage())
+    with killed_node(nodes, tmp_path) as mortal:
+        executor = Watched(mortal, tmp_path / "counts")
+        index([str(tmp_path / "there")], storage=Storage(), workers=mortal.workers, executor=executor)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    executor.check_repeats()
+
+
+def test_convert_to_tokens(nodes: TwoNodes, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    rows = [json.dumps({"text": f"document {number} " * 2000}) for number in range(400)]
+    (tmp_path / "in/a.jsonl").write_text("\n".join(rows))
+    run(tmp_path / "in", tmp_path / "here", eos="none", max_bytes=1_000_000)
+    with killed_node(nodes, tmp_path) as mortal:
+        executor = Watched(mortal, tmp_path / "counts")
+        run(tmp_path / "in", tmp_path / "there", eos="none", max_bytes=1_000_000, executor=executor, workers=3)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    executor.check_repeats()
+
+
+def test_optimize(nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(number: int) -> Any:
+        return [{"txt": f"{number} {part}" * 300} for part in range(number % 4)]
+
+    optimize(made, range(90), tmp_path / "here", workers=0, max_bytes=40_000, progress=False)
+    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.functions.run"):
+        optimize(made, range(90), tmp_path / "there", engine="ray", workers=3, max_bytes=40_000, progress=False)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+
+
+def test_map(nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = write_set(tmp_path / "in"), MapOptions(max_samples=11)
+    map_set(source, f"{tmp_path}/here", "made_samples:changed", options=options, running=Running(workers=0))
+    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.functions.run"):
+        running = Running(engine="ray", workers=3)
+        map_set(source, f"{tmp_path}/there", "made_samples:changed", options=options, running=running)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_layout_gives_the_same_bytes(
+    nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(elsewhere, "_MIN_RANGE", 20)
+    (tmp_path / "in").mkdir()
+    sources, options = EVERY[name](tmp_path / "in")
+    convert(sources, str(tmp_path / "here"), options=options)
+    with RayExecutor(4) as executor:
+        convert(sources, str(tmp_path / "there"), options=options, executor=executor)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+
+
+def test_commands_write_the_same_or_nothing(nodes: TwoNodes, tmp_path: Path) -> None:
+    source = write_set(tmp_path / "in")
+    verbs = {
+        "convert": ["convert", f"{source}/000000.tar", f"{source}/000001.tar", "TARGET", "--max-samples", "5"],
+        "reshard": ["reshard", source, "TARGET", "--max-samples", "5", "--shuffle", "--key-prefix", "{shard}-"],
+        "map": ["map", source, "TARGET", "made_samples:changed", "--max-samples", "5"],
+    }
+    for verb, words in verbs.items():
+        for engine, more in (("local", []), ("ray", ["--workers", "2"]), ("ray", ["--dry-run"])):
+            target = tmp_path / f"{verb}-{engine}{''.join(more[:1])}"
+            given = [str(target) if word == "TARGET" else word for word in words]
+            result = CliRunner().invoke(cli, [*given, "--engine", engine, *more], catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+        assert contents(tmp_path / f"{verb}-ray--workers") == contents(tmp_path / f"{verb}-local") != {}
+        assert not (tmp_path / f"{verb}-ray--dry-run").exists()
