@@ -18,7 +18,7 @@ from streaming.arrays import sums
 from streaming.batches.collate import collate_field
 from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import DecodedRow, FieldRange, Rows
-from streaming.decode import ArrayDecoder, FieldDecoder, raw
+from streaming.decode import ArrayDecoder, FieldDecoder, raw, view
 from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
 
@@ -98,9 +98,6 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 def _cut_of(
     rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: DecodedRow
 ) -> Cut:
-    values = _values_of(rows, decoder, where, place)
-    if isinstance(decoder, list):
-        return lambda low, high: collate_field(values(low, high), allocate=allocate)
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
         gathered = _gatherer(rows.view, where, decoder, allocate)
@@ -110,6 +107,9 @@ def _cut_of(
         return gathered_bytes(rows.view, where)
     if decoder is raw:
         return cut_in_place(rows.memory, where)
+    if decoder is view:
+        return lambda low, high: rows.lent(where.of(slice(low, high)))
+    values = _values_of(rows, decoder, where, place)
     return lambda low, high: collate_field(values(low, high), allocate=allocate)
 
 
@@ -127,6 +127,9 @@ def _values_of(
     def values(low: int, high: int) -> list[Any]:
         found: list[Any] = []
         for row in range(low, high):
+            if decoder[row] is view:
+                found += rows.lent(where.of(slice(row, row + 1)))
+                continue
             found += _decoded(rows.view, decoder[row], starts[row : row + 1], stops[row : row + 1], place, row - low)
         return found
 
@@ -139,7 +142,7 @@ def _jagged(
 ) -> Cut:  # fmt: skip
     """Return concatenated values; bytes and plain items are copied into the batch once, from where they are."""
     values = _values_of(rows, decoder, where, place)
-    plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder is raw else decoder
+    plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder in (raw, view) else decoder
     if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
         return lambda low, high: collate_jagged(name, values(low, high), form, rows.keys[low:high], allocate)
     stored, to, sizes = plain.dtype, plain.to, where.sizes.clip(0)

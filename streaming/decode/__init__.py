@@ -12,12 +12,14 @@ from streaming.decode.registry import (
     FieldSpec,
     RawFields,
     decode_field,
+    gives_bytes,
+    hands_out_views,
     is_ours,
     resolve_decoders,
     runs_code_of_user,
     with_described,
 )
-from streaming.decode.values import integer, json, msgpack, number, raw, text
+from streaming.decode.values import integer, json, msgpack, number, raw, text, view
 from streaming.decode.webdataset import from_webdataset
 from streaming.types import Decoder
 
@@ -33,6 +35,8 @@ __all__ = [
     "array",
     "decode_field",
     "from_webdataset",
+    "gives_bytes",
+    "hands_out_views",
     "image",
     "integer",
     "is_ours",
@@ -47,5 +51,6 @@ __all__ = [
     "safetensors",
     "text",
     "use_one_thread",
+    "view",
     "with_described",
 ]
