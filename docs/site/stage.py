@@ -93,6 +93,8 @@ class Stage:
         """Write all pages, and what they show or link to."""
         for page in source_pages():
             text = self._page(page.relative_to(ROOT), page.read_text())
+            if re.fullmatch(r"docs/design/\d.*", str(page.relative_to(ROOT))):  # the page of contents leads there
+                text = ORPHAN + text
             if str(page.relative_to(ROOT)) == HOME:
                 text += "\n" + _side_bar()
             self._write(target_of(page.relative_to(ROOT)), text)
@@ -119,9 +121,7 @@ class Stage:
             return made.text
 
         text = _PLACE.sub(made, text)
-        if page == Path("docs/design/README.md"):
-            below += sorted(one.relative_to(ROOT) for one in (ROOT / "docs/design").glob("[0-9]*.md"))
-        elif page == Path("benchmarks/README.md"):
+        if page == Path("benchmarks/README.md"):
             below += [Path(f"benchmarks/{name}.md") for name in ("peers/RESULTS", "GPU", "PASSES")]
         elif page == Path("docs/launchers.md"):
             below += [Path("infra/deploy/README.md")]

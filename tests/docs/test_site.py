@@ -29,6 +29,8 @@ from shard_tools.cli import cli
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.decode import images, registry
 
+pytestmark = pytest.mark.timeout(600)  # the site is built by the first test that needs it
+
 DRAWN = 200  # messages that are looked for
 FILLED = ("s3://bucket/train/000017.tar", "17", "'a/b'", "4.0 GiB", "tokens, lang", "3 of 8")
 PAGES = (
@@ -70,7 +72,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
