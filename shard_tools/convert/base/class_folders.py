@@ -107,8 +107,8 @@ class ClassFolders(ABC):
         lost = [one for one in files if one.class_name is None]
         if names and lost:
             _log.warning(
-                "%s: %d of %d %s are in no folder of a class, such as %s, and get none: batches have None there. Put them "
-                "into a folder, or convert them by themselves",
+                "%s: %d of %d %s are in no folder of a class, such as %s, and get none: batches have None there. Put "
+                "them into a folder, or convert them by themselves",
                 redact(spec), len(lost), len(files), self.kind, lost[0].file.name,
             )  # fmt: skip
         self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
