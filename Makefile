@@ -1,6 +1,7 @@
 # make demo   from raw data to training from a bucket, with a crash in the middle (DEMO_URL=s3://… for a real one)
 # make test   everything that must hold: ruff, mypy, all tests
 # make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
+# make docs   the site, in build/site: pages, reference and all messages; fails on a broken link
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
@@ -25,11 +26,11 @@ GPU_ARGS ?=
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture flips matrix differential clean
+.PHONY: help venv demo test lint types pytest format bench docs gpu peers fuzz torture flips matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
 
 venv: $(VENV)/.installed
 
@@ -62,6 +63,9 @@ format: venv
 
 bench: venv
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: venv
+	$(BIN)/python -m docs.site build/site
 
 gpu: venv
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)

@@ -13,8 +13,6 @@ other, and sequences come at a tenth of the rate.
 from __future__ import annotations
 
 import os
-import time
-from collections import defaultdict
 from collections.abc import Iterator
 
 import common
@@ -52,11 +50,12 @@ def packs(folder: str, workers: int) -> int:
 
 
 def sequences(folder: str, workers: int, *, entries: bool = False) -> int:
+    return sum(batch.numel() for batch in batches(folder, workers, entries=entries))
+
+
+def batches(folder: str, workers: int, *, entries: bool) -> Iterator[torch.Tensor]:
+    """Sequences, with the other three tensors made of each batch."""
     dataset = StreamingDataset(os.path.join(folder, "sequences"), decode={"tok": "array:uint16->int64"})
-    return sum(batch.numel() for batch in _batches(dataset, workers, entries=entries))
-
-
-def _batches(dataset: StreamingDataset, workers: int, *, entries: bool) -> Iterator[torch.Tensor]:
     with DataLoader(dataset, BATCH_SIZE, num_workers=workers) as loader:
         for batch in loader:
             tokens = batch["tok"]
@@ -72,30 +71,13 @@ def main() -> None:
     folder = common.made_once(args.data, f"packs-{args.tokens}", lambda target: make(target, args.tokens))
     torch.set_num_threads(1)
     print(common.machine())
-    clocks = {"CPU time": time.process_time, "CPU time of the thread that asks": time.thread_time}
-    by_cpu: dict[str, dict[str, list[float]]] = {clock: defaultdict(list) for clock in clocks}
-
-    def counted(name: str, run: common.Run) -> common.Run:
-        def timed() -> int:
-            starts_s = {clock: now() for clock, now in clocks.items()}
-            count = run()
-            for clock, now in clocks.items():
-                by_cpu[clock][name].append(count / (now() - starts_s[clock]))
-            return count
-
-        return timed
-
     runs: dict[str, common.Run] = {
         "sequences, input_ids alone": lambda: sequences(folder, args.workers),
         "sequences, four tensors": lambda: sequences(folder, args.workers, entries=True),
         "packs, four tensors": lambda: packs(folder, args.workers),
     }
-    rates = common.take_turns({name: counted(name, run) for name, run in runs.items()}, args.rounds)
     title = f"{args.tokens:,} tokens in sequences of {LENGTH}"
-    common.show(f"{title}, by the clock", rates, against="sequences, four tensors")
-    for clock, known in by_cpu.items():
-        cpu_rates = [common.Rates(name=name, per_second=tuple(found)) for name, found in known.items()]
-        common.show(f"{title}, by {clock}", cpu_rates, against="sequences, four tensors")
+    common.show_turns(title, runs, args.rounds, against="sequences, four tensors")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Run: ``python benchmarks/bench_tokens.py [--sequences 40000] [--rounds 3] [--data FOLDER]``. Ours against webdataset,
 and against the least that can be done: a gather from a NumPy memory map of all tokens in random order, converted alike.
+Rates are given by the clock, by CPU time of the process, and by that of the thread that asks for batches.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ def main() -> None:
     args = common.arguments(__doc__ or "", sequences=40_000, workers=0)
     folder = common.made_once(args.data, f"tokens-{args.sequences}", lambda target: make(target, args.sequences))
     print(common.machine())
-    rates = common.take_turns(
+    common.show_turns(
+        f"{args.sequences:,} sequences of {LENGTH} tokens as int64",
         {
             "webdataset": lambda: theirs(folder),
             "shardstream": lambda: ours(folder, args.workers),
             "memory-map gather": lambda: gather(folder),
         },
-        args.rounds,
-    )
-    common.show(f"{args.sequences:,} sequences of {LENGTH} tokens as int64", rates, against="webdataset")
+        args.rounds, against="webdataset",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,6 +94,31 @@ def take_turns(contestants: Mapping[str, Run], rounds: int) -> list[Rates]:
             count = run()
             rates[name].append(count / (time.perf_counter() - start_s))
     return [Rates(name=name, per_second=tuple(found)) for name, found in rates.items()]
+
+
+CLOCKS = {"CPU time": time.process_time, "CPU time of the thread that asks": time.thread_time}
+"""Clocks that say more than the one on the wall where others use the machine."""
+
+
+def show_turns(title: str, contestants: Mapping[str, Run], rounds: int, *, against: str) -> None:
+    """Let contestants take turns, and show their rates by the clock and by each of ``CLOCKS``."""
+    by_cpu: dict[str, dict[str, list[float]]] = {clock: defaultdict(list) for clock in CLOCKS}
+
+    def counted(name: str, run: Run) -> Run:
+        def timed() -> int:
+            starts_s = {clock: now() for clock, now in CLOCKS.items()}
+            count = run()
+            for clock, now in CLOCKS.items():
+                by_cpu[clock][name].append(count / (now() - starts_s[clock]))
+            return count
+
+        return timed
+
+    rates = take_turns({name: counted(name, run) for name, run in contestants.items()}, rounds)
+    show(f"{title}, by the clock", rates, against=against)
+    for clock, known in by_cpu.items():
+        cpu_rates = [Rates(name=name, per_second=tuple(found)) for name, found in known.items()]
+        show(f"{title}, by {clock}", cpu_rates, against=against)
 
 
 def show(title: str, rates: list[Rates], *, against: str) -> None:

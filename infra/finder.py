@@ -17,14 +17,14 @@ class MeshFinder:
 
     1. A mesh that was given is used as it is.
     2. Otherwise torch.distributed gives rank and world size if it is initialized; if not, the launcher does: see
-      `infra.launch`.
+       `infra.launch`.
     3. The result is provisional until the first iteration, and is looked up again on each use before it. Loaders are
-      often made before ``init_process_group`` is called (Lightning and Accelerate call it late, and under
-      ``torch.multiprocessing.spawn`` no environment variable is set), so a process that seems to be alone may turn out
-      to be one of many, and must not read everything.
+       often made before ``init_process_group`` is called (Lightning and Accelerate call it late, and under
+       ``torch.multiprocessing.spawn`` no environment variable is set), so a process that seems to be alone may turn
+       out to be one of many, and must not read everything.
     4. From the first iteration on, the mesh is fixed. If torch.distributed later disagrees, the next iteration raises
-      an error, because what was read so far was another share of the data. A process group that has been destroyed does
-      not count as disagreement.
+       an error, because what was read so far was another share of the data. A process group that has been destroyed
+       does not count as disagreement.
 
     ::
 

@@ -223,6 +223,8 @@ class _Part:
             self._fetcher.close()
 
     def _marked(self, sample: Sample, *, repeats: bool) -> Sample:
+        if get_worker_info() is not None:  # it pickles what this yields, and views cannot be pickled
+            sample = {name: bytes(value) if type(value) is memoryview else value for name, value in sample.items()}
         if self._last_batch != "pad":
             return sample
         return {**sample, "__valid__": not repeats and sample.get("__valid__", True)}  # "skip" has marked substitutes

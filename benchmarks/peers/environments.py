@@ -33,7 +33,8 @@ class Peer:
     """A contestant: module ``peer_NAME``, whether it reads a copy of its own of the data, why it cannot read S3.
 
     ``only_packs``: it takes part in no other set. ``by_length``: its copy of the data is another for each length of
-    packs. ``of``: the contestant whose environment and folder of data it shares.
+    packs. ``of``: the contestant whose environment and folder of data it shares. ``sets``: it takes part
+    in these alone.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Peer:
     only_packs: bool = False
     by_length: bool = False
     of: str = ""
+    sets: tuple[str, ...] = ()
 
     @property
     def home(self) -> str:
@@ -75,6 +77,7 @@ PEERS = {
                 rule="no packing: a record is a row, the rest was dropped; `input_ids` alone", cuts=True, drops=True
             ),
         ),
+        Peer(name="shardstream_views", of=OURS, title="shardstream, views", sets=("images-raw", "large")),
         Peer(name="webdataset", title="webdataset", no_s3=_NO_HANDLER),
         Peer(name="mosaic", title="Mosaic Streaming", own_data=True),
         Peer(

@@ -19,13 +19,13 @@ DECODE = {
 }
 
 
-def batches(job: Job) -> Iterator[Any]:
+def batches(job: Job, decode: Any = None) -> Iterator[Any]:
     url, options = job.source + "/", None
     if job.store is not None:
         url = job.url(job.source) + "/"
         options = {"endpoint_url": job.store.endpoint, "key": job.store.key, "secret": job.store.secret,
                    "region": job.store.region}  # fmt: skip
-    dataset = StreamingDataset(url, decode=DECODE.get(job.set.name), storage_options=options)
+    dataset = StreamingDataset(url, decode=decode or DECODE.get(job.set.name), storage_options=options)
     dealt = Packed(dataset, job.set.length, field=job.set.field, dtype="uint16") if job.set.length else dataset
     field = "input_ids" if job.set.length else job.set.field
     with DataLoader(dealt, job.set.batch_size, num_workers=job.workers, last_batch="partial") as loader:

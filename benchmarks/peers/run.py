@@ -84,7 +84,12 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def takes_part(peer: Peer, one: Set) -> bool:
-    """In packs those who have packing of their own, each way of theirs; in other sets each program once."""
+    """In packs those who have packing of their own, each way of theirs; in other sets each program once.
+
+    Ours twice where it gives views too.
+    """
+    if peer.sets:
+        return one.name in peer.sets
     return peer.packing is not None if one.length else not peer.only_packs
 
 

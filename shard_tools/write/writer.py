@@ -76,7 +76,7 @@ class ShardWriter:
     --allow-unfinished``.
 
     Memory: the parts that the store's writer has in flight, the current sample, its shard's sample table, and a few
-    bytes per key (:class:`~shard_tools.write.keys.SeenKeys`). Large values are written without a copy.
+    bytes per key (``shard_tools.write.keys.SeenKeys``). Large values are written without a copy.
 
     Not thread-safe. Use a writer only in the process that made it: in a forked child ``write`` and ``close`` raise
     ForkedError, and leaving the context does nothing. Several writers, also in several processes, may fill one

@@ -25,7 +25,7 @@ from streaming.batches.loss_log import DROPPED, cure_of, user_trace
 from streaming.batches.portion import Portion
 from streaming.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.batches.sequence import SequenceSlice
-from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
+from streaming.decode import FieldDecoder, decode_field, hands_out_views, raw, runs_code_of_user, view
 from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamplesError
 from streaming.packing.balance import BalanceRules
 from streaming.plan.memory import Budget
@@ -356,6 +356,11 @@ class Recipe:
         """Whether substitutes are marked, so that every batch has ``__valid__``."""
         return any(part.on_error == "skip" for part in self.parts)
 
+    @cached_property
+    def lends(self) -> bool:
+        """Whether users get views of the memory that batches are built from."""
+        return any(hands_out_views(part.decoders) for part in self.parts)
+
     @property
     def functions_of_user(self) -> list[Any]:
         """All functions that run user code between bytes and a batch."""
@@ -644,6 +649,9 @@ class BatchBuilder:
                 continue
             start = int(where.starts[i])
             decoder = self._draws.bound(part.decoders.decoder_for(name))
+            if decoder is view:
+                (sample[name],) = rows.lent(where.of(slice(i, i + 1)))
+                continue
             try:
                 sample[name] = (
                     rows.memory[start : start + size]

@@ -123,7 +123,7 @@ def _cut_back(one: Any, two: Any, where: str) -> Any:
         left = _cut_sequence(one, two, where)
     elif isinstance(one, int) and not isinstance(one, bool):
         left = 2 * one - two
-    elif one is None or isinstance(one, (bool, float, str, bytes, np.generic, torch.dtype, torch.device)):
+    elif one is None or isinstance(one, (bool, float, str, bytes, memoryview, np.generic, torch.dtype, torch.device)):
         left = one
     else:
         raise _cannot_cut(one, where)

@@ -28,6 +28,7 @@ from streaming.decode import (
     draws_numbers,
     has_one_shape,
     raw,
+    view,
 )
 from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
@@ -146,9 +147,6 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 def _cut_of(
     rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, turn: _Turn
 ) -> Cut:
-    values = _values_of(rows, decoder, where, turn)
-    if isinstance(decoder, list):
-        return lambda low, high: collate_field(values(low, high), allocate=allocate)
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
         gathered = _gatherer(rows.view, where, decoder, allocate)
@@ -160,6 +158,9 @@ def _cut_of(
         return cut_in_place(rows.memory, where)
     if complete and has_one_shape(decoder):
         return _images(rows.view, decoder, where, allocate, turn)
+    if decoder is view:
+        return lambda low, high: rows.lent(where.of(slice(low, high)))
+    values = _values_of(rows, decoder, where, turn)
     return lambda low, high: collate_field(values(low, high), allocate=allocate)
 
 
@@ -170,20 +171,28 @@ def _values_of(
 
     If ``decoder`` is a list, it has one for each row.
     """
-    view, starts, stops = rows.view, where.starts.tolist(), (where.starts + where.sizes).tolist()
+    memory, starts, stops = rows.view, where.starts.tolist(), (where.starts + where.sizes).tolist()
 
     def step(decoder: Decoder, row: int) -> object:
-        return decoder(view[starts[row] : stops[row]]) if stops[row] >= starts[row] else None
+        return decoder(memory[starts[row] : stops[row]]) if stops[row] >= starts[row] else None
 
     if not isinstance(decoder, list):
         return lambda low, high: turn.call(step, decoder, low, high, low)
-    return lambda low, high: [
-        value for row in range(low, high) for value in turn.call(step, decoder[row], row, row + 1, low)
-    ]
+
+    def values(low: int, high: int) -> list[Any]:
+        found: list[Any] = []
+        for row in range(low, high):
+            if decoder[row] is view:
+                found += rows.lent(where.of(slice(row, row + 1)))
+                continue
+            found += turn.call(step, decoder[row], row, row + 1, low)
+        return found
+
+    return values
 
 
 def _images(
-    view: memoryview, decoder: ImageDecoder | RandomCropDecoder, where: FieldRange, allocate: Allocate | None,
+    memory: memoryview, decoder: ImageDecoder | RandomCropDecoder, where: FieldRange, allocate: Allocate | None,
     turn: _Turn,
 ) -> Cut:  # fmt: skip
     """Decode images of one shape, each into its row of the batch."""
@@ -196,7 +205,7 @@ def _images(
         array = tensor.numpy()
 
         def step(decoder: Any, row: int) -> None:
-            decoder.into(view[starts[row] : stops[row]], array[row - low])
+            decoder.into(memory[starts[row] : stops[row]], array[row - low])
 
         turn.call(step, decoder, low, high, low)
         return tensor
@@ -210,7 +219,7 @@ def _jagged(
 ) -> Cut:  # fmt: skip
     """Return concatenated values; bytes and plain items are copied into the batch once, from where they are."""
     values = _values_of(rows, decoder, where, turn)
-    plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder is raw else decoder
+    plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder in (raw, view) else decoder
     if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
         return lambda low, high: collate_jagged(name, values(low, high), form, rows.keys[low:high], allocate)
     stored, to, sizes = plain.dtype, plain.to, where.sizes.clip(0)

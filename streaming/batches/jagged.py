@@ -81,7 +81,7 @@ class Jagged(_Fields):
         return [row.view(shape) for row, shape in zip(rows, self.shapes.tolist(), strict=True)]
 
     def nested(self) -> torch.Tensor:
-        """View the same memory as torch's nested tensor [B, *, ...] with the jagged layout.
+        """View the same memory as torch's nested tensor ``[B, *, ...]`` with the jagged layout.
 
         Raises:
             ConfigError: The form is ``"flat"``: rows have shapes of their own.

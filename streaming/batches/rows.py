@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
 from streaming.types import Int64Array
+
+Index: TypeAlias = "Int64Array | slice"
+"""Chooses rows: their numbers, or all as they are."""
+Lend: TypeAlias = "Callable[[Int64Array, Int64Array], list[memoryview | None]]"
+"""Returns bytes of a buffer, by their starts and sizes (int64 [n] each), as read-only views that users may keep; None
+where a size is negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +28,10 @@ class FieldRange:
 
     starts: Int64Array
     sizes: Int64Array
+
+    def of(self, rows: Index) -> FieldRange:
+        """Return the locations of some of the rows."""
+        return FieldRange(starts=self.starts[rows], sizes=self.sizes[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,7 @@ class Rows:
         sources: int64 [n], source of each row in a mixture; None: there is one dataset.
         packs: The packs that the rows (documents, or pieces of them) make up, which are the rows of the batch; None:
             the rows themselves are.
+        lend: Cuts views from the buffer that users may keep, for ``decode="view"``; None: they get copies.
     """
 
     memory: Any
@@ -53,16 +64,20 @@ class Rows:
     positions: Int64Array | None = None
     sources: Int64Array | None = None
     packs: PackRows | None = None
+    lend: Lend | None = None
+
+    def lent(self, where: FieldRange) -> list[memoryview | None]:
+        """Return one field of some rows as views that users may keep, or as views of copies; None if it is missing."""
+        if self.lend is not None:
+            return self.lend(where.starts, where.sizes)
+        places = zip(where.starts.tolist(), where.sizes.tolist(), strict=True)
+        return [memoryview(bytes(self.view[start : start + size])) if size >= 0 else None for start, size in places]
 
 
 class DecodedRow(Protocol):
     """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs almost nothing."""
 
     def __setitem__(self, index: int, row: int, /) -> None: ...
-
-
-Index: TypeAlias = "Int64Array | slice"
-"""Chooses rows: their numbers, or all as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,14 @@ from streaming.decode.registry import (
     RawFields,
     decode_field,
     draws_numbers,
+    gives_bytes,
+    hands_out_views,
     is_ours,
     resolve_decoders,
     runs_code_of_user,
     with_described,
 )
-from streaming.decode.values import integer, json, msgpack, number, raw, text
+from streaming.decode.values import integer, json, msgpack, number, raw, text, view
 from streaming.decode.webdataset import from_webdataset
 from streaming.types import Decoder
 
@@ -45,6 +47,8 @@ __all__ = [
     "decode_field",
     "draws_numbers",
     "from_webdataset",
+    "gives_bytes",
+    "hands_out_views",
     "has_one_shape",
     "image",
     "integer",
@@ -61,5 +65,6 @@ __all__ = [
     "safetensors",
     "text",
     "use_one_thread",
+    "view",
     "with_described",
 ]

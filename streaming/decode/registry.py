@@ -26,7 +26,8 @@ class FieldDecoder(Protocol):
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field`` (an extension without the leading dot), the same object on every call.
 
-        ``streaming.decode.raw`` itself stands for "bytes as they are", so that an engine may hand out views.
+        ``streaming.decode.raw`` and ``view`` themselves stand for "bytes as they are" and "a view of them", so that an
+        engine need not copy them first.
 
         Raises:
             ConfigError: The field must not or cannot be decoded; the message says what to do.
@@ -55,6 +56,7 @@ _REFUSED = {
 }
 BY_NAME: dict[str, Decoder] = {
     **dict.fromkeys(("raw", "bytes"), values.raw),
+    "view": values.view,
     "text": values.text,
     "int": values.integer,
     "float": values.number,
@@ -147,9 +149,10 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
 
     Args:
         spec: ``"auto"``: by extension. None, ``"raw"`` or ``"bytes"``: every field as bytes. An image mode
-            such as ``"rgb8:224x224"`` or ``"pil"``: by extension, images in that mode. A mapping of field to
-            name, type, NumPy type, function or None (bytes): those as given, the rest by extension; the field
-            may be ``*.png`` (every field with that ending) or ``*`` (all the rest). A ``FieldDecoder``: itself.
+            such as ``"rgb8:224x224"`` or ``"pil"``: by extension, images in that mode. ``"view"``: every field as
+            a read-only view of its bytes. A mapping of field to name, type, NumPy type, function or None (bytes):
+            those as given, the rest by extension; the field may be ``*.png`` (every field with that ending) or
+            ``*`` (all the rest). A ``FieldDecoder``: itself.
 
     Raises:
         ConfigError: The spec is none of these, or needs a package that is missing.
@@ -159,10 +162,13 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
     if isinstance(spec, str):
         if spec == "auto":
             return AutoFields()
+        if spec == "view":
+            return AutoFields(given={"*": values.view})
+        _check_view(spec, "")
         mode = images.parse_image_spec(spec)
         if mode is None:
             raise ConfigError(
-                f'decode={spec!r}: expected "auto", "raw", an image mode ({", ".join(images.MODES)}), '
+                f'decode={spec!r}: expected "auto", "raw", "view", an image mode ({", ".join(images.MODES)}), '
                 f'sized "rgb8:224x224" or cropped "rgb8:crop224x224", a mapping of field to decoder, or None'
             )
         return AutoFields(image=mode)
@@ -215,6 +221,7 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
 def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
     if name == "auto":
         return AutoFields()
+    _check_view(name, field)
     found = BY_NAME.get(name) or images.parse_image_spec(name)
     if found is not None:
         return _checked(found)
@@ -226,6 +233,21 @@ def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
         f"decode={{{field!r}: {name!r}}}: no such decoder; known are auto, {', '.join(BY_NAME)}, "
         f'{", ".join(images.MODES)}, sized "rgb8:224x224", cropped "rgb8:crop224x224" or "rgb8:center224x224", and '
         f'"array:uint16->int64"'
+    )
+
+
+def _check_view(name: str, field: str) -> None:
+    """Refuse arguments of a view.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if not name.startswith("view") or not name.removeprefix("view"):
+        return
+    given = f"{{{field!r}: {name!r}}}" if field else repr(name)
+    raise ConfigError(
+        f'decode={given}: a view shows the bytes as they are stored and takes no arguments; write "view", and '
+        'np.frombuffer(view, dtype) where it is used, or "array:uint16" or "rgb8:224x224", which decode'
     )
 
 
@@ -246,6 +268,20 @@ def is_ours(decoder: Decoder) -> bool:
     """Tell whether the decoder runs no code of the user's."""
     known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
+
+
+def gives_bytes(decoders: FieldDecoder) -> bool:
+    """Tell whether every field, whatever its name, is given as bytes or as a view of them."""
+    if isinstance(decoders, AutoFields):
+        return decoders.given.get("*") is values.view and set(decoders.given.values()) == {values.view}
+    return isinstance(decoders, RawFields)
+
+
+def hands_out_views(decoders: FieldDecoder) -> bool:
+    """Tell whether some field is given as a view, as far as this can be told without naming the fields."""
+    return isinstance(decoders, AutoFields) and any(
+        hands_out_views(one) if isinstance(one, FieldDecoder) else one is values.view for one in decoders.given.values()
+    )
 
 
 def runs_code_of_user(decoders: FieldDecoder) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json as _json
+import sys
 from types import ModuleType
 
 from streaming.errors import ConfigError
@@ -13,6 +14,22 @@ from streaming.types import ReadBuffer
 def raw(data: ReadBuffer) -> bytes:
     """Return the bytes themselves, as a separate copy."""
     return bytes(data)
+
+
+def view(data: ReadBuffer) -> memoryview | bytes:
+    """Return the bytes as a read-only view: of a copy, which is free if ``data`` are ``bytes``.
+
+    The engine, which knows this decoder, hands out views of its own memory instead. In a worker of torch's loader the
+    result is ``bytes``: workers pickle what they return, and a view cannot be pickled.
+    """
+    own = bytes(data)
+    return own if _in_torch_worker() else memoryview(own)
+
+
+def _in_torch_worker() -> bool:
+    """Tell whether this process is a worker of torch's ``DataLoader``, which pickles samples."""
+    loaders = sys.modules.get("torch.utils.data")
+    return loaders is not None and loaders.get_worker_info() is not None
 
 
 def text(data: ReadBuffer) -> str:

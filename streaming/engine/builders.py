@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.counters import Metrics
-from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
+from streaming.decode import ArrayDecoder, gives_bytes, integer, raw, text, view
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
@@ -31,12 +32,18 @@ Attempt = Callable[[frozenset[str], BadSampleReport], Any]
 Mask = npt.NDArray[np.bool_] | None
 _log = logging.getLogger(__name__)
 
+PATIENCE_S = 0.1
+"""Time that the first batch waits for a worker process, which takes a tenth of that if the fork server is warm."""
+
 
 class Builder(Protocol):
     """Build batches. Thread-safe."""
 
     allocate: Allocate | None
     """Allocator for the tensors of batches that this process begins from now on; None: fresh memory."""
+
+    def begin(self, changed: Callable[[], None]) -> None:
+        """Prepare for a run; ``changed`` is called, in any thread, when ``in_consumer`` turns False between batches."""
 
     @property
     def is_local(self) -> bool:
@@ -96,6 +103,9 @@ class LocalBuilder:
         self._guard: DrawGuard | None = None  # they drew none in a batch, but code that they reach names a draw
         self._stopped_at = ""
         self._own_turn = threading.Lock()
+
+    def begin(self, changed: Callable[[], None]) -> None:
+        """See ``Builder``."""
 
     @property
     def in_consumer(self) -> bool:
@@ -191,21 +201,51 @@ class WorkerBuilder:
     Bytes, text, integers and fixed-size arrays are copied from the arena faster than any process can hand them over:
     batches with nothing else are built where they are needed. The first batch decides.
 
-    While the first processes start, which takes seconds, batches that need no user code are built by the calling
-    threads.
+    The first processes take seconds to start. Until one is up, batches that need no user code are built by the calling
+    threads, and all others, if the process can stand in for a worker, by the consumer.
+
+    Args:
+        recipe: How to build.
+        pool: The processes.
+        metrics: Where ``batches_before_workers`` is counted.
+        helps: Whether this process builds anything until they are up.
     """
 
-    def __init__(self, recipe: Recipe, pool: WorkerPool) -> None:
+    def __init__(self, recipe: Recipe, pool: WorkerPool, metrics: Metrics | None = None, *, helps: bool = True) -> None:
         self._recipe = recipe
         self._pool = pool
+        self._metrics = metrics or Metrics()
+        self._metrics.add("batches_before_workers", 0)
         self._local = LocalBuilder(recipe)
+        self._helps = helps
+        self._has_users_code = bool(recipe.functions_of_user)
+        self._is_trivial = self._stands_in = False
+        self._begun_s = self._told_before = 0.0
         self.allocate: Allocate | None = None
-        self.is_local = False
+
+    def begin(self, changed: Callable[[], None]) -> None:
+        """See ``Builder``."""
+        self._begun_s = time.monotonic()
+        if not self._has_users_code:
+            return  # the first batch shows whether processes are needed
+
+        def is_up() -> None:
+            self._stands_in = False  # for the rest of the run: what threads begin from here on is for processes
+            changed()
+
+        self._stands_in = self._helps
+        if self._pool.start_if_up(is_up if self._helps else None) or not self._pool.can_stand_in():
+            self._stands_in = False
+
+    @property
+    def is_local(self) -> bool:
+        """See ``Builder``."""
+        return self._is_trivial or self._stands_in
 
     @property
     def holds_gil(self) -> bool:
         """See ``Builder``."""
-        return self.is_local
+        return self._is_trivial
 
     @property
     def in_consumer(self) -> bool:
@@ -217,12 +257,31 @@ class WorkerBuilder:
         seed: int | None = None, batch: int = -1,
     ) -> Any:  # fmt: skip
         """See ``Builder``."""
-        if self.is_local or is_trivial(self._recipe, rows.fields):
-            self.is_local = True
+        if self._is_trivial or is_trivial(self._recipe, rows.fields):
+            self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
-        if not self._pool.start_if_up() and runs_anywhere(self._recipe, rows.fields):
+        if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
+            self._metrics.add("batches_before_workers")
+            return self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
+        if not self._has_users_code and self._helps and not self._pool.start_if_up():
+            self._metrics.add("batches_before_workers")
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
+        self._tell_of_before()
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def _patience_s(self) -> float:
+        return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
+
+    def _tell_of_before(self) -> None:
+        """Log, at the first batch for a worker process, how many were built without one."""
+        self._pool.dismiss_stand_in()
+        count = self._metrics.get("batches_before_workers")
+        untold, self._told_before = count - self._told_before, count
+        if untold:
+            _log.info(
+                "%d batches were built in this process until worker processes were up, after %.1f s",
+                untold, time.monotonic() - self._begun_s,
+            )  # fmt: skip
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """See ``Builder``: this concerns batches built by threads.
@@ -238,7 +297,7 @@ class WorkerBuilder:
 
     def describe(self) -> list[str]:
         """See ``Builder``."""
-        return [*self._local.describe(), *([] if self.is_local else self._pool.describe())]
+        return [*self._local.describe(), *([] if self._is_trivial else self._pool.describe())]
 
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
@@ -246,20 +305,13 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
     if not recipe.is_plain:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
-    return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
-
-
-def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Tell whether a batch of ``fields`` needs no user code, which users may want to run in a worker process."""
-    if not recipe.is_plain:
-        return False
-    return all(is_ours(part.decoders.decoder_for(name)) for part in recipe.parts for name in fields)
+    return all(decoder in (raw, view, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     """Tell whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
     if fields is None:
-        return all(isinstance(part.decoders, RawFields) for part in recipe.parts) and is_trivial(recipe, ())
+        return all(gives_bytes(part.decoders) for part in recipe.parts) and is_trivial(recipe, ())
     return is_trivial(recipe, fields)
 
 
@@ -273,6 +325,7 @@ class Crew:
         depth: Number of batches built ahead.
         batch_bytes: Upper bound on batches of worker processes.
         metrics: Where to count restarts.
+        helps: Whether this process builds batches until worker processes are up.
 
     Attributes:
         recipe: Decode, transform, collate.
@@ -285,6 +338,7 @@ class Crew:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
+        helps: bool = True,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
@@ -300,7 +354,7 @@ class Crew:
             self._closing.callback(self.ring.close)
             self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics)
             self._closing.callback(self._pool.close)
-            self.builder = WorkerBuilder(recipe, self._pool)
+            self.builder = WorkerBuilder(recipe, self._pool, metrics, helps=helps)
         except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -245,6 +246,7 @@ class Delivery(ABC):
     def _take_or_close(self, number: int) -> Any:
         try:
             if number == self._first:
+                self._builder.begin(partial(_look_again, weakref.ref(self)))
                 for thread in self._threads:
                     thread.start()
             return self._take(number)
@@ -494,3 +496,12 @@ class Delivery(ABC):
         finally:
             self._changed.release()
         return "\n".join([*lines, *self._builder.describe()])
+
+
+def _look_again(one: weakref.ref[Delivery]) -> None:
+    """Have builder threads look whether they may begin a batch."""
+    delivery = one()
+    if delivery is not None:
+        with delivery._changed:
+            # Whoever waits has seen what the builder says from now on.
+            delivery._changed.notify_all()

@@ -93,7 +93,7 @@ class Lookup:
         damage = {**self._store.rows.damage(row_numbers), **lost}
         urls = self._source.urls_of(chunk_ids)
         rows = Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
-                    sources=sources)  # fmt: skip
+                    sources=sources, lend=self._store.lender.lend)  # fmt: skip
         return self._recipe.narrowed(rows)
 
     def begins(self, of: PlannedRows) -> Int64Array:

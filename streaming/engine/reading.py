@@ -182,6 +182,7 @@ class PlanReader:
         units: Units = (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
         crew, store = self._machinery.open(self._make)
         store.limit_bytes, store.retain = demand.limit_bytes, demand.retains
+        store.lender.limit_bytes = demand.lent_bytes
         store.room = {self.source.chunk(number).key: size for number, size in demand.pieces.items()}
         if store.is_held:
             with store.changed:

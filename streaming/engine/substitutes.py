@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from streaming.batches.rows import Rows
+from streaming.batches.rows import Lend, Rows
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.source import Source
@@ -96,7 +96,7 @@ class Substitutes:
             unit = next((unit for unit in units if _has(unit, sample)), None)
             if unit is not None:
                 row = unit.first_row + sample - unit.wanted.first_sample
-                found = self._row(table, row, chunk, number, arena.memory, arena.view)
+                found = self._row(table, row, chunk, number, arena.memory, arena.view, self._store.lender.lend)
             else:
                 apart = self._fetch_apart(chunk)
                 if apart is None:
@@ -113,8 +113,9 @@ class Substitutes:
                 yield found
 
     def _row(
-        self, table: RowTable, row: int, chunk: int, number: Int64Array | None, memory: object, view: memoryview
-    ) -> Rows | None:
+        self, table: RowTable, row: int, chunk: int, number: Int64Array | None, memory: object, view: memoryview,
+        lend: Lend | None = None,
+    ) -> Rows | None:  # fmt: skip
         where = np.array([row])
         if table.damage(where):
             return None
@@ -122,7 +123,7 @@ class Substitutes:
         chunk_ids = np.array([chunk])
         sources = self._source.source_of(chunk_ids) if self._source.names else None
         rows = Rows(memory=memory, view=view, keys=keys, urls=self._source.urls_of(chunk_ids), fields=fields,
-                    damage={}, numbers=number, sources=sources)  # fmt: skip
+                    damage={}, numbers=number, sources=sources, lend=lend)  # fmt: skip
         return self._narrowed(rows)
 
     def _hold(self, chunk: int) -> list[Unit]:

@@ -46,7 +46,7 @@ class LoopConfig:
         memory: The rank's ``memory_limit``, divided.
         num_workers: Processes that build batches; 0: threads of this process.
         num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
-            it.
+            it. With processes: 0 leaves all to them, also while they start.
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
@@ -71,6 +71,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
+        helps=config.num_threads > 0,
     )
 
 
@@ -113,6 +114,12 @@ def tell_of_own_generators(recipe: Recipe) -> None:
             "time",
             ", ".join(found[:_OWN_SHOWN]), f" and {len(found) - _OWN_SHOWN} more" if len(found) > _OWN_SHOWN else "",
         )  # fmt: skip
+
+
+def tell_of_copied_views(recipe: Recipe, why: str) -> None:
+    """Log, if users asked for views, that these show copies, and why; "": they do not."""
+    if why and recipe.lends:
+        _log.warning('decode "view": %s, so views show copies, which cost what bytes do', why)
 
 
 class Accounting:
@@ -188,6 +195,15 @@ class BaseLoop(Loop, Generic[_Contents]):
         in_children(self, BaseLoop._leave_behind)
         self._redefinitions = Redefinitions(config.recipe.functions_of_user)
         tell_of_own_generators(config.recipe)
+        tell_of_copied_views(config.recipe, self._copies_views())
+
+    def _copies_views(self) -> str:
+        """Say why no views of the memory of chunks are handed out; "": they are."""
+        if self.config.num_workers:
+            return (
+                "with worker processes batches are built in, or for, other processes (num_workers=0 builds them here)"
+            )
+        return "one rank reads for others and sends them its batches" if self._stages else ""
 
     @abstractmethod
     def _start(self, place: Place) -> Run:

@@ -94,6 +94,10 @@ class StreamedLoop(BaseLoop[_Window]):
             dataset.shards.missing_index,
         )
 
+    @override
+    def _copies_views(self) -> str:
+        return "without an index samples are gathered in memory of their own"
+
     @property
     def _fingerprint(self) -> str:
         """Fingerprint of the shards, and of the number of ranks if the order does not include it."""

@@ -77,6 +77,7 @@ OF_SHARDS = (
         fetched_bytes="bytes they delivered, including those from the cache and from memory maps",
         mapped_bytes="the part of them that was mapped from local files, not read",
         worker_restarts="worker processes that died or had to be killed, and were replaced",
+        batches_before_workers="batches built in this process while the first worker processes started",
         changed_lengths="documents of a Packed dataset whose number of tokens differs from their column",
         dropped_samples="samples that your transform dropped",
         exchange_s='time for redistributing packs over the ranks (balance="exchange"), including waits for other ranks',

@@ -117,6 +117,12 @@ class Demand(ABC):
         """The most that chunks take."""
 
     @property
+    def lent_bytes(self) -> int:
+        """The most that chunks take of which users keep views: at most half, and never what the plan needs."""
+        most_bytes = self.rooms.most_bytes
+        return max(0, min(most_bytes // 2, most_bytes - self.live_bytes))
+
+    @property
     def pieces(self) -> Mapping[int, int]:
         """Bytes of those chunks of which only parts are read, by chunk, where this had to be looked up."""
         return {}

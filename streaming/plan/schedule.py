@@ -74,6 +74,12 @@ class Schedule:
     def linear(cls, start: Value, end: Value, *, over: int, segments: int = 256) -> Schedule:
         """Make a linear ramp from ``start`` to ``end`` over ``over`` rows.
 
+        Args:
+            start: Weights of sources by name, or a number, at row 0.
+            end: The same from row ``over`` on.
+            over: Length of the ramp in rows, which are samples over all ranks and epochs.
+            segments: Number of steps of the staircase that stands for the ramp.
+
         Raises:
             ConfigError: The names of ``start`` and ``end`` differ, a value is not a number of at least 0, or ``over``
                 is not a positive integer.
@@ -86,6 +92,13 @@ class Schedule:
 
         After the fraction ``x`` of ``over`` it has gone ``x ** (1 / degree)`` of the way.
 
+        Args:
+            start: Weights of sources by name, or a number, at row 0.
+            end: The same from row ``over`` on.
+            over: Length of the ramp in rows, which are samples over all ranks and epochs.
+            degree: Degree of the root: above 1 the ramp changes fast at first, below 1 at last.
+            segments: Number of steps of the staircase that stands for the ramp.
+
         Raises:
             ConfigError: As for :meth:`linear`.
         """
@@ -97,6 +110,12 @@ class Schedule:
 
         After the fraction ``x`` of ``over`` it has gone ``(1 - cos(pi x)) / 2`` of the way.
 
+        Args:
+            start: Weights of sources by name, or a number, at row 0.
+            end: The same from row ``over`` on.
+            over: Length of the ramp in rows, which are samples over all ranks and epochs.
+            segments: Number of steps of the staircase that stands for the ramp.
+
         Raises:
             ConfigError: As for :meth:`linear`.
         """
@@ -105,6 +124,9 @@ class Schedule:
     @classmethod
     def steps(cls, values: Mapping[int, Value]) -> Schedule:
         """Make a schedule of constant values, each from its row on: ``{0: …, 10**6: …}``; the first row must be 0.
+
+        Args:
+            values: Weights of sources by name, or a number, by the row from which each holds.
 
         Raises:
             ConfigError: A row is not an integer, 0 is missing, or names differ.

@@ -25,8 +25,17 @@ class PackedTensor:
     dtype: torch.dtype | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedView:
+    """The bytes that a view showed, which itself cannot be pickled."""
+
+    array: np.ndarray[Any, Any]
+
+
 def pack(value: Any) -> Any:
-    """Pack the tensors of ``value``, in dicts, lists and tuples, at any depth. Other objects stay as they are."""
+    """Pack tensors and views of ``value``, in dicts, lists and tuples, at any depth. Other objects stay as they are."""
+    if type(value) is memoryview:
+        return PackedView(array=np.frombuffer(value, np.uint8) if len(value) else np.empty(0, np.uint8))
     if isinstance(value, torch.Tensor):
         is_plain = value.layout is torch.strided and not value.is_quantized
         if not is_plain or value.device.type != "cpu" or value.requires_grad:
@@ -45,12 +54,14 @@ def unpack(value: Any) -> Any:
     if isinstance(value, PackedTensor):
         tensor = torch.from_numpy(value.array.copy())
         return tensor if value.dtype is None else tensor.view(value.dtype)
+    if isinstance(value, PackedView):
+        return memoryview(value.array.tobytes())
     return _rebuilt(value, unpack)
 
 
 def num_bytes(value: Any) -> int:
     """Count the payload of a packed batch: arrays, bytes and text, at any depth."""
-    if isinstance(value, PackedTensor):
+    if isinstance(value, (PackedTensor, PackedView)):
         return value.array.nbytes
     if isinstance(value, np.ndarray):
         return value.nbytes

@@ -24,7 +24,7 @@ ALIGN_BYTES = 64
 Buffers: TypeAlias = list[tuple[int, torch.Tensor]]
 
 _TENSOR, _ARRAY, _BYTES, _LIST, _TUPLE, _DICT = "tensor", "array", "bytes", "list", "tuple", "dict"
-_JAGGED, _NESTED = "jagged", "nested"
+_JAGGED, _NESTED, _VIEW = "jagged", "nested", "view"
 _SEQUENCES: dict[type, str] = {list: _LIST, tuple: _TUPLE, Jagged: _JAGGED}
 _REBUILT: dict[str, Callable[[list[Any]], Any]] = {
     _LIST: list, _TUPLE: tuple, _JAGGED: Jagged._make, _NESTED: lambda parts: nested_on(*parts),
@@ -79,7 +79,7 @@ class _Encoder:
             return [_ARRAY, value.dtype.str, list(value.shape), kind is not np.ndarray, self._place(flat)]
         if kind in {bytes, bytearray, memoryview}:
             flat = torch.frombuffer(bytearray(value), dtype=torch.uint8) if len(value) else None
-            return [_BYTES, len(value), self._place(flat)]
+            return [_VIEW if kind is memoryview else _BYTES, len(value), self._place(flat)]
         nested = nested_parts(value)
         if kind in _SEQUENCES or nested is not None:
             items = [self.encode(item, f"{where}[{number}]") for number, item in enumerate(nested or value)]
@@ -113,8 +113,9 @@ def _decoded(value: Any, data: torch.Tensor) -> Any:
         dtype = np.dtype(rest[0])
         array = _cut(data, rest[3], _count(rest[1]) * dtype.itemsize).numpy().view(dtype).reshape(rest[1])
         return array[()] if rest[2] else array
-    if kind == _BYTES:
-        return _cut(data, rest[1], rest[0]).numpy().tobytes()
+    if kind in (_BYTES, _VIEW):
+        own = _cut(data, rest[1], rest[0]).numpy().tobytes()
+        return memoryview(own) if kind == _VIEW else own
     if kind == _DICT:
         return {name: _decoded(item, data) for name, item in rest[0].items()}
     return _REBUILT[kind]([_decoded(item, data) for item in rest[0]])

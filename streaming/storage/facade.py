@@ -51,7 +51,7 @@ class Storage:
 
     Args:
         options: See :class:`~streaming.storage.base.options.StorageOptions`; unknown names are a ``ConfigError``.
-        observer: Called with a name and an amount, see :data:`~streaming.storage.base.adapter.Observer`.
+        observer: Called with a name and an amount, see ``streaming.storage.base.adapter.Observer``.
 
     Attributes:
         metrics: The same counts, under the same names except for ``storage_bytes``.

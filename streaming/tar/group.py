@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import eq
 
@@ -86,7 +86,7 @@ def group_members(members: Members, where: Origin, *, first: int, stop: int, rep
         DuplicateKeyError: A sample has a field twice, unless ``repeats``.
         TarError: There are so many distinct extensions that the names cannot be ``key.extension``.
     """
-    uniform = _uniform(members.names) if len(members.names) else None
+    uniform = _uniform(members.names, repeats=repeats) if len(members.names) else None
     if uniform is None:
         return _group_one_by_one(members, where, first=first, stop=stop, repeats=repeats)
     keys, fields = uniform
@@ -103,7 +103,7 @@ def group_members(members: Members, where: Origin, *, first: int, stop: int, rep
     )
 
 
-def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
+def _first_sample(names: Iterable[bytes]) -> tuple[str, list[str]] | None:
     """Return key and extensions, as written, of the leading members with one key; None if they are not plain."""
     key, extensions = None, []
     for raw in names:
@@ -121,14 +121,15 @@ def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
     return key, extensions
 
 
-def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
+def _uniform(names: Names, *, repeats: bool) -> tuple[KeyLines, tuple[str, ...]] | None:
     """Return keys and fields if all samples have the fields of the first, in its order, and plain names; else None.
+
+    Neighbors with one key are two samples if ``repeats``; otherwise the result is None.
 
     Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
     extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
     """
-    leading = names[: _MAX_UNIFORM_FIELDS + 1]
-    sample = _first_sample(leading if isinstance(leading, list) else leading.tolist())
+    sample = _first_sample(names[: _MAX_UNIFORM_FIELDS + 1])
     if sample is None or len(names) % len(sample[1]):
         return None
     key, extensions = sample
@@ -145,10 +146,10 @@ def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
         if other.replace(ends[field], ends[0]) != lines:
             return None
     ends_of = None  # the names of the first and the last key, if they ascend
-    if not isinstance(names, list) and rises(firsts := names[::num_fields]):
+    if not repeats and not isinstance(names, list) and rises(firsts := names[::num_fields]):
         ends_of = firsts[[0, -1]]
     keys = KeyLines(lines, ends[0], num_samples, ends_of)
-    if ends_of is None:
+    if not repeats and ends_of is None:
         listed = lines.split(ends[0])
         if any(map(eq, listed, listed[1:])):
             return None
@@ -169,9 +170,9 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
         return False
     if lines.count(b".") != num_samples * (end.count(b".") + num_dots):
         return False
-    if lines.startswith(b"__") or b"\n__" in lines:
+    if lines.startswith(b"__") or end + b"__" in lines:  # each line but the first follows an end
         return False
-    return num_dots > 0 or not (lines.startswith(b".") or b"\n." in lines)
+    return num_dots > 0 or not (lines.startswith(b".") or end + b"." in lines)
 
 
 def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int, repeats: bool) -> PackedLayout:

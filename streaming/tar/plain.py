@@ -8,7 +8,7 @@ else, and of a member that nobody reads yet only the header is touched.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from struct import Struct
 from typing import Any
 
@@ -28,6 +28,8 @@ _HEADER = Struct("<100s24x11sc20xc100x5s83xc")  # name, size and the byte after 
 _PLAIN = [[closed, kind, b"ustar", b"\0"] for closed in (b"\0", b" ") for kind in (b"0", b"\0")]
 _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
 """Of the octal digits of a size; such a number is exact in a float64."""
+_ALIKE = ((124, 136), (156, 157), (257, 262), (345, 346))
+"""What a plain header is known by: size and the byte after it, kind, magic, first of the prefix."""
 
 
 def read_plain(raw: NDArray[np.uint8]) -> Members | None:
@@ -39,8 +41,15 @@ def read_plain(raw: NDArray[np.uint8]) -> Members | None:
         walk.go(raw.size)
     if walk.at == raw.size:
         return walk.members()
-    places = _periodic(walk.places, raw.size) if len(walk.places) == _FIRST else None
-    return None if places is None else _members(raw, places)
+    steps = _period(walk.places, raw.size) if len(walk.places) == _FIRST else None
+    if steps is None:
+        return None
+    period = len(steps)
+    places = np.add.outer(np.arange(0, raw.size, sum(steps)), walk.places[:period])
+    found = None
+    if walk.sizes[period:] == walk.sizes[:-period]:
+        found = _alike(raw, places, walk.sizes[:period])
+    return _members(raw, places.reshape(-1)) if found is None else found
 
 
 class _Walk:
@@ -82,15 +91,39 @@ class _Walk:
         )  # fmt: skip
 
 
-def _periodic(first: list[int], end: int) -> Int64Array | None:
-    """Return the places of headers up to ``end`` if the steps between the ``first`` ones repeat; else None."""
+def _period(first: list[int], end: int) -> list[int] | None:
+    """Return the steps between the ``first`` headers that repeat, up to ``end``; None if they do not."""
     steps = [b - a for a, b in pairwise(first)]
     for period in range(1, _FIRST // 2 + 1):
-        if steps[period:] == steps[:-period]:
-            *inner, length = accumulate(steps[:period])
-            if end % length == 0:
-                return np.add.outer(np.arange(0, end, length), [0, *inner]).reshape(-1)
+        if steps[period:] == steps[:-period] and end % sum(steps[:period]) == 0:
+            return steps[:period]
     return None
+
+
+def _alike(raw: NDArray[np.uint8], places: Int64Array, sizes: list[int]) -> Members | None:
+    """Return the members if all headers are like those of the first period, which are plain; None if they are not.
+
+    Few bytes of each are compared, as bytes: any calculation takes longer.
+
+    Args:
+        raw: The chunk.
+        places: Where headers are, int64 [n, p]: n periods of p members.
+        sizes: Sizes of the members of a period.
+    """
+    num_periods = len(places)
+    steps = (raw.size // num_periods,)
+    names: NDArray[Any] = np.empty(places.shape, "S100")
+    for column, place in enumerate(places[0].tolist()):
+        for low, high in _ALIKE:
+            column_bytes = np.ndarray((num_periods,), f"V{high - low}", raw, place + low, steps).tobytes()
+            if column_bytes != column_bytes[: high - low] * num_periods:
+                return None
+        names[:, column] = np.ndarray((num_periods,), "S100", raw, place, steps)
+    headers = places.reshape(-1)
+    return Members(
+        names=names.reshape(-1), headers=headers, data=headers + BLOCK_BYTES,
+        sizes=np.tile(np.array(sizes, np.int64), num_periods), end=raw.size, ended=False,
+    )  # fmt: skip
 
 
 def _members(raw: NDArray[np.uint8], places: Int64Array) -> Members | None:

@@ -31,7 +31,7 @@ from streaming.batches.collate import default_collate, empty_like
 from streaming.batches.jagged import checked_jagged
 from streaming.device.copiers import Copied, CpuCopier, CudaCopier, map_tensors
 from streaming.engine.weigh import tensor_bytes, weigh
-from streaming.engine.workers.fork_server import ForkServer
+from streaming.engine.workers.pool import WorkerPool
 from streaming.errors import ConfigError
 from streaming.integrations.gpu_decoders import DaliSource, arrays, code_streams
 from streaming.remote import wire
@@ -107,7 +107,7 @@ def test_every_form_by_columns_and_by_rows(url: str, transform: Any) -> None:
 
 
 def test_worker_processes_build_them_in_their_slots(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
+    monkeypatch.setattr(WorkerPool, "start_if_up", lambda *_: True)  # else threads may build the first batches
     account = Account()
     with DataLoader(dataset(url, transform=dict), 4, jagged=ALL, num_workers=1) as loader:
         loader.page_lock(account)
@@ -165,7 +165,7 @@ def parts_of(batch: dict[str, Any]) -> list[torch.Tensor]:
 def test_a_prefetcher_copies_every_form_out_of_page_locked_memory(
     url: str, monkeypatch: pytest.MonkeyPatch, device: str, num_workers: int
 ) -> None:
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
+    monkeypatch.setattr(WorkerPool, "start_if_up", lambda *_: True)  # else threads may build the first batches
     copier: Any = CpuCopier() if device == "cpu" else CudaCopier(torch.device("cuda", torch.cuda.current_device()))
     if device == "cpu":
         copier.page_locker = Account()

@@ -22,7 +22,9 @@ from tars import tar_bytes
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
 from streaming.tar import TarScanner, iter_samples, parse_chunk
-from streaming.tar.blocks import split_name
+from streaming.tar.blocks import Origin, split_name
+from streaming.tar.fast import read_members
+from streaming.tar.group import _group_one_by_one, group_members
 from streaming.tar.keys import pack_keys
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -215,6 +217,25 @@ def test_uniform_path_agrees_with_the_rule(names: list[str]) -> None:
     samples = of_layout(archive)
     assert [key for key, _ in samples] == [key for key, _ in itertools.groupby(key for key, _ in wanted)]
     assert sorted((key, field) for key, fields in samples for field in fields) == sorted(wanted)
+
+
+@given(
+    keys=st.lists(st.text(st.sampled_from("ab./_"), min_size=1, max_size=3), min_size=1, max_size=8),
+    fields=st.sampled_from([["jpg"], ["jpg", "cls"]]),
+)
+@example(keys=["a", "b", "b", "c"], fields=["jpg", "cls"])
+@example(keys=["a", "b", "b", "c"], fields=["jpg"])
+@example(keys=["ab", "__", "b"], fields=["jpg"])
+@settings(deadline=None)
+def test_neighbors_with_one_key_are_two_samples_if_they_may(keys: list[str], fields: list[str]) -> None:
+    files = [(f"{key}.{field}", b"x") for key in keys for field in fields]
+    chunk = b"".join(tar_bytes([file])[:1024] for file in files)
+    members = read_members(chunk, Origin())
+    found = group_members(members, Origin(), first=0, stop=members.end, repeats=True).unpacked()
+    exact = _group_one_by_one(members, Origin(), first=0, stop=members.end, repeats=True).unpacked()
+    assert (found.keys, found.fields) == (exact.keys, exact.fields)
+    assert np.array_equal(found.starts, exact.starts)
+    assert np.array_equal(found.sizes, exact.sizes)
 
 
 NEARLY_ALIKE = [

@@ -58,6 +58,8 @@ RUN_ELSEWHERE = {
     "cost": "test_balance.py::test_a_cost_function_gets_lengths_of_pieces",
     "engine": "test_optimize_ray.py::test_a_killed_node_costs_its_own_work_only",
     "workers": "test_optimize.py::test_what_cannot_be_sent_is_named",
+    "share": "test_crops.py::test_center_is_that_of_resize_256_and_center_crop_224",
+    "size": "test_crops.py::test_part_that_is_scaled_down_is_close_to_that_of_all",
     "upright": "test_upright.py::test_both_byte_orders_and_the_way_to_leave_it",
     "client": "test_forks.py::test_a_child_reads_after_its_parent_has_read",
     "duplicate_keys": "test_cures.py::keys_that_come_twice",

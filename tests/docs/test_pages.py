@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from folders import ROOT
+from page_blocks import blocks
 from PIL import Image
 
 import infra
@@ -64,9 +65,9 @@ def dead_links(page: Path) -> list[str]:
 def code(page: Path) -> Iterator[ast.AST]:
     """The Python of a page: its blocks, and what of its text parses (``…`` may stand for anything)."""
     text = page.read_text()
-    for _, language, block in _FENCED.findall(text):
-        if language == "python":
-            yield ast.parse(block)
+    for block in blocks(text):
+        if block.language == "python" and "theirs" not in block.words:  # of another package
+            yield ast.parse(block.code)
     for span in re.findall(r"`([^`\n]+)`", _FENCED.sub("", text)):
         try:
             yield ast.parse(re.sub(r"\(…, |, …(?=\))", lambda gap: gap[0].strip("…, "), span).replace("…", "..."))

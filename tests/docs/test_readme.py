@@ -6,56 +6,14 @@ A block is left out only by a comment with the reason right before it: ``<!-- no
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from folders import ROOT
-from page_blocks import Block, blocks
+from page_blocks import PYTHON, SHELL, Block, blocks, commands, run_python, run_shell
 
 README = ROOT / "README.md"
-PYTHON = frozenset({"python"})
-SHELL = frozenset({"bash", "console", "sh"})
 PROSE = frozenset({"text"})
-
-
-def commands(block: Block) -> str:
-    """The shell script of a block: all of it, or what follows the prompts of a console."""
-    if block.language != "console":
-        return block.code
-    kept: list[str] = []
-    goes_on = False
-    for line in block.code.splitlines():
-        if line.startswith("$ ") or goes_on:
-            kept.append(line.removeprefix("$ ") if not goes_on else line)
-            goes_on = line.endswith("\\")
-    return "\n".join(kept) + "\n"
-
-
-def run_shell(block: Block, folder: Path) -> None:
-    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    script = "set -euo pipefail\n" + commands(block)
-    ran = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, f"README.md:{block.line}\n{block.code}\n{ran.stdout}\n{ran.stderr}"
-
-
-def run_python(block: Block, names: dict[str, object]) -> None:
-    code = "\n" * (block.line - 1) + block.code
-    try:
-        exec(compile(code, str(README), "exec"), names)
-    except Exception as error:
-        error.add_note(f"in the block at README.md:{block.line}")
-        raise
 
 
 def test_every_block_names_a_known_language() -> None:
@@ -74,9 +32,9 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fo
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(README.read_text()):
         if block.excuse is None and block.language in PYTHON:
-            run_python(block, names)
+            run_python(block, names, README)
         elif block.excuse is None and block.language in SHELL:
-            run_shell(block, tmp_path)
+            run_shell(block, tmp_path, README)
 
 
 def test_blocks_are_found_with_their_excuses() -> None:
@@ -110,9 +68,9 @@ prose between
 
 def test_a_failing_block_fails(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"README\.md:7"):
-        run_shell(Block(language="bash", line=7, code="false | true\n", excuse=None), tmp_path)
+        run_shell(Block(language="bash", line=7, code="false | true\n", excuse=None), tmp_path, README)
     with pytest.raises(ZeroDivisionError):
-        run_python(Block(language="python", line=7, code="1 / 0\n", excuse=None), {})
+        run_python(Block(language="python", line=7, code="1 / 0\n", excuse=None), {}, README)
 
 
 def test_an_open_block_is_an_error() -> None:

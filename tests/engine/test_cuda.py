@@ -15,7 +15,7 @@ import torch
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
 from streaming.device.copiers import Copied, CudaCopier, CudaPageLocker
-from streaming.engine.workers.fork_server import ForkServer
+from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import Memory
 
 pytestmark = [
@@ -44,7 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaders wait for their worker processes: else threads may build the first batches."""
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)
+    monkeypatch.setattr(WorkerPool, "start_if_up", lambda *_: True)
 
 
 def is_right(batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
 from streaming.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
 from streaming.engine.groups import BatchGroups
-from streaming.engine.workers.fork_server import ForkServer
+from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, Memory
 
 
@@ -106,12 +106,9 @@ class Watching(CpuCopier):
 
 
 @pytest.mark.usefixtures("one_fork_server")
-def test_under_the_prefetcher_worker_batches_are_locked_and_else_none(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
+def test_under_the_prefetcher_worker_batches_are_locked_and_else_none(url: str) -> None:
     copier = Watching()
-    with DataLoader(StreamingDataset(url, shuffle=False), 10, num_workers=2) as loader:
+    with DataLoader(StreamingDataset(url, shuffle=False), 10, num_workers=2, num_threads=0) as loader:
         assert not any(copier.account.holds(batch["npy"]) for batch in loader)
         prefetcher = DevicePrefetcher(loader, "cpu", depth=2, copier=copier)
         for number, batch in enumerate(prefetcher):
@@ -195,7 +192,7 @@ def test_the_cuda_locker_registers_the_very_range_and_says_when_it_cannot() -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_copies_straight_from_the_ring(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
+    monkeypatch.setattr(WorkerPool, "start_if_up", lambda *_: True)  # else threads may build the first batches
 
     class Noting(CudaCopier):
         pinned: list[bool] = []  # noqa: RUF012  of this test alone

@@ -378,7 +378,9 @@ def test_workers_build_what_is_not_trivial_and_draw_the_same(compressed: SampleS
     options: dict[str, Any] = {"batch_size": 16, "epoch_size": 160, "device_mesh": mesh_of(1, 0)}
     drawn = []
     for num_workers in (1, 3):
-        with DataLoader(compressed.open(transform=pid_and_draw), num_workers=num_workers, **options) as loader:
+        with DataLoader(
+            compressed.open(transform=pid_and_draw), num_workers=num_workers, num_threads=0, **options
+        ) as loader:
             batches = list(loader)
         assert all(os.getpid() not in batch["pid"].tolist() for batch in batches)
         drawn.append([batch["drawn"].tolist() for batch in batches])

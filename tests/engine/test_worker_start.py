@@ -1,18 +1,31 @@
-"""While the first worker processes start, which takes seconds, batches come all the same."""
+"""While the first worker processes start, which takes seconds, batches come all the same, and are the same."""
 
 from __future__ import annotations
 
+import logging
 import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, StreamingDataset
-from streaming.engine.workers.fork_server import ForkServer
+from streaming import DataLoader, Mixture, StreamingDataset
+from streaming.engine.workers import stand_in
+from streaming.engine.workers.processes import Processes, Worker
+from streaming.errors import ConfigError, DecodeError, WorkerDiedError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")  # that it starts is said by each test itself
+
+SEEN: list[int] = []
+"""What a function of this module does here is seen; what it does in a process is not."""
 
 
 @pytest.fixture
@@ -23,37 +36,334 @@ def numbers(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_batches_do_not_wait_for_processes_that_start(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads build what needs no code of the user, until the fork server has imported what workers need."""
-    starting = True
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: starting)
+class Held:
+    """Worker processes start, but say nothing until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.let_go = threading.Event()
+        meet = Processes._meet
+
+        def wait_and_meet(processes: Processes, worker: Worker) -> None:
+            self.let_go.wait(60)
+            meet(processes, worker)
+
+        monkeypatch.setattr(Processes, "_meet", wait_and_meet)
+
+    def first(self, batches: Iterator[Any], count: int) -> list[Any]:
+        """The first batches, built without a process."""
+        self.let_go.clear()
+        return [next(batches) for _ in range(count)]
+
+    def rest(self, loader: DataLoader, batches: Iterator[Any]) -> list[Any]:
+        """The rest, once a process is up."""
+        self.let_go.set()
+        if loader.batches_left < len(loader):
+            assert pool_of(loader).is_up(60)
+        return list(batches)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(monkeypatch)
+    yield held
+    held.let_go.set()
+
+
+def where(sample: dict[str, Any]) -> dict[str, Any]:
+    SEEN.append(sample["json"]["number"])
+    return {**sample, "pid": os.getpid(), "thread": threading.get_ident()}
+
+
+def pool_of(loader: Any) -> Any:
+    return loader._loop._machinery.crew.builder._pool
+
+
+def pids(loader: DataLoader) -> list[int]:
+    found: list[int] = pool_of(loader).pids
+    return found
+
+
+def everything(batches: list[dict[str, Any]]) -> list[Any]:
+    return [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        for batch in batches
+    ]
+
+
+def test_threads_build_what_needs_no_code_of_the_user(
+    numbers: Path, held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "streaming.engine.builders")
     with DataLoader(StreamingDataset(numbers), batch_size=4) as loader:
         expected = list(loader)
     with DataLoader(StreamingDataset(numbers), batch_size=4, num_workers=1) as loader:
         batches = iter(loader)
-        found = [next(batches) for _ in range(5)]
+        found = held.first(batches, 5)
         assert pids(loader) == []
-        starting = False
-        found += batches
+        found += held.rest(loader, batches)
         assert len(pids(loader)) == 1
+        assert 5 <= loader.metrics()["batches_before_workers"] < 20
+    assert everything(found) == everything(expected)
+    (told,) = [record.getMessage() for record in caplog.records if "until worker processes" in record.getMessage()]
+    assert int(told.split()[0]) == loader.metrics()["batches_before_workers"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_asking_thread_builds_what_does(numbers: Path, held: Held, num_workers: int) -> None:
+    with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=num_workers) as loader:
+        batches = iter(loader)
+        first = held.first(batches, 5)
+        later = held.rest(loader, batches)
+        assert loader.metrics()["batches_before_workers"] == 5
+        again = list(loader)
+        assert loader.metrics()["batches_before_workers"] == 5, "the processes are kept"
+        for batch in first:
+            assert set(batch["pid"].tolist()) == {os.getpid()}
+            assert set(batch["thread"].tolist()) == {threading.get_ident()}
+        assert {pid for batch in (*later, *again) for pid in batch["pid"].tolist()} <= set(pids(loader))
+
+
+def test_no_batch_is_built_here_if_that_is_ruled_out(numbers: Path, held: Held) -> None:
+    threading.Timer(0.5, held.let_go.set).start()
+    for options in ({"transform": where}, {"decode": {"json": lambda _: os.getpid()}}, {}):
+        dataset = StreamingDataset(numbers, **options)
+        with DataLoader(dataset, 4, num_workers=1, num_threads=0) as loader:
+            batches = list(loader)
+            assert loader.metrics()["batches_before_workers"] == 0
+            if options:
+                found = {int(pid) for batch in batches for pid in batch.get("pid", batch["json"])}
+                assert found == set(pids(loader))
+
+
+def test_what_a_function_does_to_itself_nobody_sees_here(numbers: Path, held: Held) -> None:
+    class Counting:
+        seen = 0
+
+        def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+            self.seen += 1
+            self.opened = threading.Lock()  # as a file would: with it, it cannot be sent any more
+            return {**sample, "seen": self.seen}
+
+    counting = Counting()
+    with DataLoader(StreamingDataset(numbers, transform=counting), 4, num_workers=1) as loader:
+        batches = iter(loader)
+        assert [batch["seen"].tolist()[-1] for batch in held.first(batches, 2)] == [4, 8]
+        held.rest(loader, batches)
+        list(loader)
+    assert counting.seen == 0
+
+
+def seed_all() -> None:
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002  global generators are the point
+    torch.manual_seed(3)
+
+
+def drawn_by_all() -> list[float]:
+    return [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
+
+
+class Augmenting:
+    """Draws from all there is."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(5)
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        drawn = [*drawn_by_all(), self.own.random(), rng.random()]
+        return {**sample, "drawn": np.array(drawn)}
+
+
+@pytest.mark.parametrize("kind", ["one set", "mixture"])
+def test_draws_are_the_same_and_those_of_the_training_untouched(numbers: Path, held: Held, kind: str) -> None:
+    def loader() -> DataLoader:
+        one = StreamingDataset(numbers, transform=Augmenting())
+        return DataLoader(one if kind == "one set" else Mixture({"a": one}), 4, num_workers=1, epoch_size=80)
+
+    held.let_go.set()
+    with loader() as there:
+        expected = everything(list(there))
+    seed_all()
+    training = drawn_by_all()
+    seed_all()
+    with loader() as here:
+        batches = iter(here)
+        found = held.first(batches, 6)
+        assert drawn_by_all() == training
+        found += held.rest(here, batches)
+    assert everything(found) == expected
+
+
+def test_a_state_and_another_epoch_begin_without_processes_too(numbers: Path, held: Held) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(StreamingDataset(numbers, transform=Augmenting()), 4, num_workers=2)
+
+    held.let_go.set()
+    with loader() as one:
+        expected = everything(list(one))
+        second = everything(list(one))
+    with loader() as one:
+        batches = iter(one)
+        found = held.first(batches, 3)
+        state = one.state_dict()
         del batches
-    assert [batch["json"] for batch in found] == [batch["json"] for batch in expected]
-    assert [batch["__key__"] for batch in found] == [batch["__key__"] for batch in expected]
+    with loader() as one:
+        one.load_state_dict(state)
+        batches = iter(one)
+        found += held.first(batches, 4)
+        found += held.rest(one, batches)
+        assert everything(found) == expected
+        assert everything(list(one)) == second
 
 
-def test_the_users_code_waits_for_processes(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have reasons to want one, and draws its random numbers there."""
-    monkeypatch.setattr(ForkServer, "is_starting", lambda _: True)
-
-    def where(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"pid": os.getpid()}
-
-    for options in ({"transform": where}, {"decode": {"json": lambda _: os.getpid()}}):
-        with DataLoader(StreamingDataset(numbers, **options), batch_size=4, num_workers=1) as loader:  # type: ignore[arg-type]
-            found = {int(pid) for batch in loader for pid in batch.get("pid", batch.get("json"))}
-            assert found == set(pids(loader))
-            assert os.getpid() not in found
+def failing(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["json"]["number"] in {3, 17, 40}:
+        raise ValueError(f"no {sample['json']['number']}")
+    return sample
 
 
-def pids(loader: DataLoader) -> list[int]:
-    return loader._loop._machinery.crew.builder._pool.pids
+def test_errors_and_bad_samples_are_the_same(numbers: Path, held: Held) -> None:
+    found = []
+    for count in (0, 8):
+        with DataLoader(StreamingDataset(numbers, transform=failing, max_bad_samples=10), 4, num_workers=1) as loader:
+            batches = iter(loader)
+            got = held.first(batches, count)
+            got += held.rest(loader, batches)
+            now: dict[str, Any] = loader.metrics()
+            found.append((everything(got), now["bad_samples"], now["bad"]))
+    assert found[0] == found[1]
+    assert found[0][1] == 3
+    texts = []
+    for is_up in (True, False):
+        dataset = StreamingDataset(numbers, transform=failing, on_error="raise", shuffle=False)
+        with DataLoader(dataset, 4, num_workers=1) as loader:
+            if is_up:
+                held.let_go.set()
+            else:
+                held.let_go.clear()
+            with pytest.raises(DecodeError, match="no 3") as caught:
+                list(loader)
+            held.let_go.set()
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def test_what_cannot_be_sent_is_refused_at_once_and_a_batch_that_cannot_is_one_here_too(
+    numbers: Path, held: Held
+) -> None:
+    lock = threading.Lock()
+    with (
+        DataLoader(StreamingDataset(numbers, transform=lambda _: {"is": lock.locked()}), 4, num_workers=1) as loader,
+        pytest.raises(ConfigError, match="cannot be sent to worker processes"),
+    ):
+        next(iter(loader))
+    with (
+        DataLoader(StreamingDataset(numbers), 4, num_workers=1, collate_fn=lambda _: threading.Lock()) as loader,
+        pytest.raises(TypeError, match="pickle"),
+    ):
+        next(iter(loader))
+    held.let_go.set()
+
+
+def test_a_thread_beside_the_training_does_not_build(numbers: Path, held: Held) -> None:
+    """It would change, under the training's hands, the generators from which that draws."""
+    found: list[int] = []
+
+    def read() -> None:
+        with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+            found.extend(pid for batch in loader for pid in batch["pid"].tolist())
+
+    threading.Timer(0.3, held.let_go.set).start()
+    beside = threading.Thread(target=read)
+    beside.start()
+    beside.join()
+    assert found
+    assert os.getpid() not in found
+
+
+def test_batches_lie_in_the_ring_and_are_no_tensors_of_inference(numbers: Path, held: Held) -> None:
+    def floats(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"x": torch.full((300,), float(sample["json"]["number"]))}
+
+    with DataLoader(StreamingDataset(numbers, transform=floats), 4, num_workers=1) as loader, torch.inference_mode():
+        batches = iter(loader)
+        kept = held.first(batches, 3)
+        copies = [batch["x"].clone() for batch in kept]
+        assert loader.metrics()["ring_slots_in_use"] == 3
+        assert not any(batch["x"].is_inference() for batch in kept)
+        kept += held.rest(loader, batches)
+        for batch, copy in zip(kept, copies, strict=False):
+            assert torch.equal(batch["x"], copy)
+
+
+def test_a_process_that_would_act_otherwise_or_hold_much_does_not_stand_in(
+    numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> set[int]:
+        threading.Timer(0.3, held.let_go.set).start()
+        with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+            return {pid for batch in loader for pid in batch["pid"].tolist()}
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert os.getpid() not in run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    held.let_go.clear()
+    monkeypatch.setattr(stand_in, "_MOST_COPIED_BYTES", 100)
+    caplog.set_level(logging.INFO, "streaming.engine.workers.stand_in")
+    assert os.getpid() not in run()
+    assert "too much for another copy in this process" in caplog.text
+
+
+def test_closing_while_processes_start_takes_no_time_and_a_run_may_begin_again(numbers: Path, held: Held) -> None:
+    with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+        for _ in range(3):
+            began_s = time.monotonic()
+            batches = iter(loader)
+            assert len(held.first(batches, 1)) == 1
+            del batches
+            loader.set_epoch(0)
+            assert time.monotonic() - began_s < 10
+        (before,) = pool_of(loader)._processes.all()
+        batches = iter(loader)
+        next(batches)
+        assert pool_of(loader)._processes.all() == [before], "they go on starting meanwhile"
+        held.let_go.set()
+
+
+def test_a_server_that_is_killed_while_processes_start_is_replaced(numbers: Path, held: Held) -> None:
+    with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=2) as loader:
+        batches = iter(loader)
+        found = held.first(batches, 2)
+        server = pool_of(loader).server_pid
+        os.kill(server, signal.SIGKILL)
+        found += held.rest(loader, batches)
+        assert pool_of(loader).server_pid != server
+    assert sorted(number["number"] for batch in found for number in batch["json"]) == list(range(80))
+
+
+def dies_elsewhere(pid: int) -> Any:
+    if os.getpid() != pid:
+        os._exit(3)
+    return where
+
+
+class DiesElsewhere:
+    """Loads here, and ends any other process that it is sent to."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return sample
+
+    def __reduce__(self) -> Any:
+        return dies_elsewhere, (self.pid,)
+
+
+def test_processes_that_never_come_up_are_an_error_after_the_batches_without_them(numbers: Path) -> None:
+    with DataLoader(StreamingDataset(numbers, transform=DiesElsewhere()), 4, num_workers=1) as loader:
+        with pytest.raises(WorkerDiedError, match=r"do not start: .*exited with code 3"):
+            all(not threading.Event().wait(0.3) for _ in loader)
+        assert loader.metrics()["worker_restarts"] >= 3

@@ -77,7 +77,7 @@ def test_workers_and_ring_are_counted(samples: SampleSet, tmp_path: Path) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
         return sample
 
-    with DataLoader(samples.open(transform=dying), batch_size=16, num_workers=1) as loader:
+    with DataLoader(samples.open(transform=dying), batch_size=16, num_workers=1, num_threads=0) as loader:
         kept = list(loader)
         now = loader.metrics()
         assert now["worker_restarts"] == 1

@@ -59,8 +59,8 @@ WAITING = {
     "the-first-batch-prefetched": State(options={"prefetch": True}, silent=True, left=STORE),
     "the-consumer-hangs": State(options={"transform": "hangs", "num_threads": 0}),
     "a-builder-hangs": State(options={"transform": "hangs", "num_threads": 2}, left=BUILD),
-    "a-worker-hangs": State(options={"transform": "hangs", "num_workers": 2}),
-    "a-worker-computes": State(options={"transform": "computes", "num_workers": 1}),
+    "a-worker-hangs": State(options={"transform": "hangs", "num_workers": 2, "num_threads": 0}),
+    "a-worker-computes": State(options={"transform": "computes", "num_workers": 1, "num_threads": 0}),
 }
 BETWEEN = {
     "threads": State(options={}, waits=False),
@@ -69,7 +69,7 @@ BETWEEN = {
     "workers": State(options={"num_workers": 2}, waits=False),
     "a-thread-hangs": State(options={"transform": "hangs", "num_threads": 2}, waits=False, left=BUILD),
     "a-worker-hangs-prefetched": State(
-        options={"transform": "hangs", "num_workers": 2, "prefetch": True}, waits=False
+        options={"transform": "hangs", "num_workers": 2, "num_threads": 0, "prefetch": True}, waits=False
     ),
 }  # fmt: skip
 

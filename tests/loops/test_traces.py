@@ -154,7 +154,9 @@ SETS: dict[str, Callable[[SampleSet, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1, "num_threads": 0}], ids=str
+)
 @pytest.mark.parametrize("kind", SETS)
 def test_a_step_follows_from_its_chunks(
     samples: SampleSet, documents: str, tmp_path: Path, kind: str, options: dict[str, int]
@@ -173,7 +175,7 @@ def test_a_step_follows_from_its_chunks(
     assert "consumer" in lanes
     assert any(lane.startswith("fetch ") for lane in lanes)
     assert {file.lane(event) for event in file.of("X", "your step") + file.of("X", "next batch")} == {"consumer"}
-    if kind == "set" and options == {"num_workers": 1}:
+    if kind == "set" and "num_workers" in options:
         built = [event for event in file.of("X", "build") if file.lane(event).startswith("worker ")]
         assert len(built) >= 5
         for event in built:  # the worker's clock is ours: it builds while its thread waits for it

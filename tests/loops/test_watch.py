@@ -204,7 +204,7 @@ def test_a_users_function_that_hangs_in_a_thread_is_named(
 
 def test_a_users_function_that_hangs_in_a_worker_is_named(samples: SampleSet, reports: Reports, pipe: Path) -> None:
     dataset = samples.open(shuffle=False, transform=hang_once(pipe, 37))
-    with DataLoader(dataset, batch_size=16, num_workers=2, stall_report_s=0.3) as loader:
+    with DataLoader(dataset, batch_size=16, num_workers=2, num_threads=0, stall_report_s=0.3) as loader:
         text = stall(loader, reports, let_go(pipe), 4, words="hanging_transform")
     assert re.search(
         r"worker \d+ \(pid \d+, alive\) builds batch 2 for \d+\.\d s, at sample 6 of 16: '00037' of "
@@ -225,7 +225,7 @@ def test_a_decoder_that_hangs_in_a_worker_is_named_with_its_sample(
         return int(data)
 
     dataset = samples.open(shuffle=False, decode={"cls": hanging_decoder}, fields=("cls",))
-    with DataLoader(dataset, batch_size=64, num_workers=1, stall_report_s=0.3) as loader:
+    with DataLoader(dataset, batch_size=64, num_workers=1, num_threads=0, stall_report_s=0.3) as loader:
         text = stall(loader, reports, let_go(pipe), words="hanging_decoder")
     where = r"at sample 38 of 64: '00037' of \S+; in hanging_decoder, \S+test_watch.py:\d+"
     assert re.search(rf"worker \d+ \(pid \d+, alive\) builds batch 0 for \d+\.\d s, {where}", text)
@@ -242,7 +242,7 @@ def test_a_worker_that_was_stopped_is_named(samples: SampleSet, reports: Reports
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
 
     with DataLoader(
-        samples.open(shuffle=False, transform=stopping), batch_size=64, num_workers=1, stall_report_s=0.3
+        samples.open(shuffle=False, transform=stopping), batch_size=64, num_workers=1, num_threads=0, stall_report_s=0.3
     ) as loader:
         text = stall(loader, reports, go_on, words="stopped by")
     assert re.search(r"worker \d+ \(pid \d+, stopped by a signal\) builds batch 0 .* in an unknown place", text)

@@ -207,3 +207,14 @@ def test_images_of_several_kinds_become_one_field(tmp_path: Path, caplog: pytest
     assert not caplog.records
     same = StreamingDataset(str(tmp_path / "same"))
     assert {name for number in range(6) for name in same[number] if name[0] != "_"} == {"cls", "jpeg", "json"}
+
+
+def test_images_beside_folders_of_classes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("in/cat/1.png", "in/dog/1.png", "flat/2.png", "flat/3.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(picture())
+    assert run("convert", tmp_path / "flat", tmp_path / "flat-out").exit_code == 0
+    assert "no folder of a class" not in caplog.text
+    found = run("convert", tmp_path / "in", tmp_path / "flat", tmp_path / "out", "--from", "images")
+    assert found.exit_code == 0, found.output
+    assert "2 of 4 images are in no folder of a class, such as 2.png" in caplog.text

@@ -28,7 +28,7 @@ FOREIGN_OPTIONS = {
     "multiprocessing_context": "torch's DataLoader, and ours for ordinary data sets",
     "num_cpus": "ray",
     "resources": "ray",
-    **dict.fromkeys(("camera", "charset", "filename", "geolocation", "microphone"), "headers of HTTP"),
+    **dict.fromkeys(("bytes", "camera", "charset", "filename", "geolocation", "microphone"), "headers of HTTP"),
 }
 
 

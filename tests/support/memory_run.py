@@ -132,7 +132,7 @@ def loader_of(
     )
     return DataLoader(
         dataset, BATCH_SIZE, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size,
-        prefetch_factor=prefetch_factor,
+        prefetch_factor=prefetch_factor, num_threads=0 if num_workers else None,  # who counts waits for all workers
     )  # fmt: skip
 
 

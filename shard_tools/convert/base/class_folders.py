@@ -104,6 +104,13 @@ class ClassFolders(ABC):
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
         names = sorted({one.class_name for one in files if one.class_name is not None})
         self.class_names = names
+        lost = [one for one in files if one.class_name is None]
+        if names and lost:
+            _log.warning(
+                "%s: %d of %d %s are in no folder of a class, such as %s, and get none: batches have None there. Put "
+                "them into a folder, or convert them by themselves",
+                redact(spec), len(lost), len(files), self.kind, lost[0].file.name,
+            )  # fmt: skip
         self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
         self.shuffle_seed = options.shuffle_seed
         if self.shuffle_seed is None and len(names) > 1 and not options.keep_order:

@@ -8,7 +8,7 @@ import mmap
 import os
 import resource
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
@@ -107,7 +107,7 @@ class Arena:
         self.fd = -1
         self._extents, self.memory = self._reserve(shared=shared)
         self.view = memoryview(self.memory)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._closed = False
 
     def _reserve(self, *, shared: bool) -> tuple[Extents, mmap.mmap]:
@@ -147,6 +147,11 @@ class Arena:
         memory = mmap.mmap(-1, capacity, flags=flags)
         want_huge_pages(memory)
         return memory
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other process sees it, and a forked child has a copy of its own."""
+        return self.fd < 0
 
     @property
     def used_bytes(self) -> int:
@@ -192,7 +197,7 @@ class Arena:
                 ``unmap_file`` then.
         """
         self._remap(start, num_bytes, mmap.MAP_PRIVATE, fd, offset)
-        if _libc().madvise(self._address + start, _pages(num_bytes), _MADV_POPULATE_READ):
+        if _libc().madvise(self.address + start, _pages(num_bytes), _MADV_POPULATE_READ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap_file(self, start: int, num_bytes: int) -> None:
@@ -206,15 +211,26 @@ class Arena:
             return
         size = _pages(num_bytes)
         copy = _mapped(_libc().mmap(None, size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
-        ctypes.memmove(copy, self._address + start, num_bytes)
-        _mapped(_libc().mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self._address + start))
+        ctypes.memmove(copy, self.address + start, num_bytes)
+        _mapped(_libc().mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.address + start))
+
+    def keep_only(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Give everything back to the system but ``ranges``: first byte, in whole pages, and size of each.
+
+        Nothing else may be read any more. Only for a private arena.
+        """
+        at = 0
+        for start, num_bytes in (*sorted(ranges), (self._extents.capacity, 0)):
+            if at < start:
+                self._remap(at, start - at, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            at = start + _pages(num_bytes)
 
     def _remap(self, start: int, num_bytes: int, flags: int, fd: int, offset: int) -> None:
         size = _pages(num_bytes)
         if self.fd >= 0 or start % PAGE_BYTES or start + size > self._extents.capacity:
             raise ValueError(f"bytes {start}-{start + size} of this arena cannot be mapped (shared: {self.fd >= 0})")
         flags |= _MAP_FIXED | MAP_NORESERVE
-        _mapped(_libc().mmap(self._address + start, size, _READ_WRITE, flags, fd, offset))
+        _mapped(_libc().mmap(self.address + start, size, _READ_WRITE, flags, fd, offset))
 
     def close(self, *, keep_mapped: bool = False) -> None:
         """Release the memory. Views held by others keep their pages until they are gone.

@@ -12,6 +12,7 @@ from typing import Any
 
 from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.lent import Lender
 from streaming.engine.memory.mapped import FileMaps, NoMaps
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
@@ -42,6 +43,7 @@ class Unit:
         wanted: What to fetch.
         start: Start of its bytes in the arena.
         skew_bytes: Padding before them that also belongs to it.
+        is_mapped: They are mapped from a file.
         num_bytes: Size of its allocation: as given by ``room``, or the whole range until its need is known.
         users: Number of pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, successfully or not.
@@ -57,6 +59,7 @@ class Unit:
     start: int
     num_bytes: int
     skew_bytes: int = 0
+    is_mapped: bool = False
     users: int = 0
     ready: bool = False
     take_apart: TakeApart | None = None
@@ -122,7 +125,8 @@ class ChunkStore:
     themselves, and notify it when a unit becomes ready.
 
     Attributes:
-        limit_bytes: How much of the arena to use.
+        limit_bytes: How much of the arena to use, beside what only users' views keep.
+        lender: Cuts views for users.
         room: Sizes of units of which only some fields are read, if known beforehand. Other units are allocated the
             whole range, and shrink to what they need after the fetch.
         failure: Exception with which the thread that keeps the units' bytes unchanged ended; None: none. The consumer
@@ -142,6 +146,7 @@ class ChunkStore:
         self.changed = changed
         self._fetch = fetch
         self._maps = maps
+        self.lender = Lender(arena, fetch)
         self._apart = apart
         self.limit_bytes = arena.budget_bytes
         self.room: Mapping[UnitKey, int] = {}
@@ -227,7 +232,7 @@ class ChunkStore:
             return
         with self.arena.view[unit.start : unit.start + unit.num_bytes] as data:
             try:
-                unit.first_row = self.rows.add(take_apart(data), unit.start)
+                self._found(unit, take_apart(data))
             except Exception as error:  # noqa: BLE001  the consumer gets it, at its place
                 _note(unit, error)
 
@@ -248,6 +253,7 @@ class ChunkStore:
             # Invariant: no fetch begins, and results that arrive now are not entered, so the memory may be freed
             self._closed = True
         self._threads.stop(_STOP_S)
+        self.lender.close(keeps_arena=self.abandoned)
         self.arena.close(keep_mapped=self.abandoned)
         self._maps.close()
         self._maps.fail = _ignore  # so that nothing of a closed run waits for the garbage collector
@@ -258,6 +264,7 @@ class ChunkStore:
             self.changed.notify_all()
 
     def _allocate(self, num_bytes: int) -> int | None:
+        self._free_returned()
         start = self._try_allocate(num_bytes)
         while start is None and self._cold:
             self._drop(self._cold.popitem(last=False)[1])
@@ -266,9 +273,14 @@ class ChunkStore:
         return start
 
     def _try_allocate(self, num_bytes: int) -> int | None:
-        if self.arena.used_bytes + num_bytes > self.limit_bytes:
+        if self.arena.used_bytes - self.lender.kept_bytes + num_bytes > self.limit_bytes:
             return None
         return self.arena.allocate(num_bytes)
+
+    def _free_returned(self) -> None:
+        for wanted, start, place in self.lender.freed():
+            self._maps.unmap(wanted, start)
+            self.arena.free(*place)
 
     def _retire(self, unit: Unit) -> None:
         if self.retain and (unit.first_row >= 0 or unit.take_apart is not None):
@@ -278,8 +290,9 @@ class ChunkStore:
 
     def _drop(self, unit: Unit) -> None:
         self._units.remove(unit)
-        self._maps.unmap(unit.wanted, unit.start)
-        self.arena.free(unit.start - unit.skew_bytes, unit.skew_bytes + unit.num_bytes)
+        if self.lender.release(unit.start):
+            self._maps.unmap(unit.wanted, unit.start)
+            self.arena.free(unit.start - unit.skew_bytes, unit.skew_bytes + unit.num_bytes)
         if unit.first_row >= 0:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
 
@@ -321,7 +334,8 @@ class ChunkStore:
         """Fetch the bytes of a unit to their place in the arena."""
         place = slice(unit.start, unit.start + unit.num_bytes)
         with self._metrics.timed("fetch_s", unit.told), self.arena.view[place] as out:
-            if self._maps.map(unit.wanted, unit.start, out):
+            unit.is_mapped = self._maps.map(unit.wanted, unit.start, out)
+            if unit.is_mapped:
                 self._metrics.count("mapped_bytes", unit.num_bytes)
                 return self._apart(unit.wanted)
             return self._fetch(unit.wanted, out)
@@ -335,7 +349,15 @@ class ChunkStore:
             skew = unit.skew_bytes
             self.arena.shrink(unit.start - skew, skew + unit.num_bytes, skew + found.num_bytes)
             unit.num_bytes = found.num_bytes
-            unit.first_row = self.rows.add(found, unit.start)
+            self._found(unit, found)
+
+    def _found(self, unit: Unit, layout: UnitLayout) -> None:
+        unit.first_row = self.rows.add(layout, unit.start)
+        is_whole = unit.num_bytes == unit.wanted.num_bytes and not layout.damage
+        self.lender.add(
+            unit.wanted, unit.start, skew_bytes=unit.skew_bytes, num_bytes=unit.num_bytes, is_whole=is_whole,
+            is_mapped=unit.is_mapped,
+        )  # fmt: skip
 
 
 def _note(unit: Unit, error: BaseException) -> None:

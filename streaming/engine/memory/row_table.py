@@ -37,14 +37,16 @@ class RowTable:
                 if name not in self._fields:
                     self._fields[name] = self._column()
             columns = {name: column for column, name in enumerate(layout.fields)}
-            all_starts = layout.starts + base
-            all_sizes = np.where(layout.starts < 0, -1, layout.sizes)
             for name, (starts, sizes) in self._fields.items():
-                if name in columns:
-                    starts[rows] = all_starts[:, columns[name]]
-                    sizes[rows] = all_sizes[:, columns[name]]
-                else:
+                column = columns.get(name)
+                if column is None:
                     sizes[rows] = -1
+                    continue
+                there = layout.starts[:, column]
+                np.add(there, base, out=starts[rows])
+                sizes[rows] = layout.sizes[:, column]
+                if there.min(initial=0) < 0:
+                    sizes[rows][there < 0] = -1
             self._damage.update((first + number, error) for number, error in layout.damage.items())
         return first
 

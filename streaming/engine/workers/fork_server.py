@@ -55,6 +55,8 @@ class ServerClosedError(Exception):
 class ForkServer:
     """The parent's end: starts a server process at once, which is ready after about a second. Thread-safe."""
 
+    _is_over = False
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_ready = False
@@ -82,8 +84,8 @@ class ForkServer:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Tell whether the process is running."""
-        return self._process.poll() is None
+        """Tell whether the process is running, and takes requests."""
+        return not self._is_over and self._process.poll() is None
 
     def is_starting(self) -> bool:
         """Tell whether it is still importing what workers need; no worker can be up before that."""
@@ -124,6 +126,7 @@ class ForkServer:
             try:
                 socket.send_fds(self._control, [_REQUEST.pack(what, number) + preload.encode()], [sock.fileno()])
             except OSError as error:
+                self._is_over = True  # its socket ends before the process does: whoever asks now needs another one
                 raise ServerClosedError(str(error)) from error
 
     def status(self, number: int, *, kill: bool = False) -> int | None:
@@ -197,10 +200,16 @@ class SharedServer:
             self._knows_forks = True
             in_children(self, SharedServer._leave_behind)
         with self._lock:
-            if self._server is None or self._path != sys.path or not self._server.is_alive():
-                self._server, self._path, self._users = ForkServer(), list(sys.path), 0
+            before, is_over = self._server, self._server is not None and not self._server.is_alive()
+            if before is None or is_over or self._path != sys.path:
+                server = self._server = ForkServer()
+                self._path, self._users = list(sys.path), 0
+            else:
+                server = before
             self._users += 1  # the server lives while it has users: the last one's `give_back` ends it
-            return self._server
+        if before is not None and is_over:
+            before.close()
+        return server
 
     def give_back(self, server: ForkServer) -> bool:
         """Remove one user; the last one ends the server, as does every user of a server that was replaced.

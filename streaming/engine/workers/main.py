@@ -19,7 +19,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -33,13 +33,13 @@ import torch
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draw_watch import DrawWatch
 from streaming.batches.draws import ALL_GENERATORS, BatchDraws, seed_generators
-from streaming.batches.rows import Rows
+from streaming.batches.rows import DecodedRow, Rows
 from streaming.decode import use_one_thread
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.in_progress import STACK_SIGNAL
 from streaming.engine.workers.portable import received
 from streaming.engine.workers.ring import Slot, SlotWriter
-from streaming.engine.workers.transport import WireRows, error_to_wire, pack, rows_from_wire
+from streaming.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
 
 Kind = Literal["setup", "hello", "order", "substitute", "next", "report", "go on", "abort", "done", "failed", "aborted"]
@@ -170,6 +170,45 @@ def _be_killed_first() -> None:
         file.write(_OOM_SCORE)
 
 
+class SlotBuilder:
+    """Build batches in slots, such that what functions draw follows from the samples alone. For one thread.
+
+    Nothing else may draw from the generators of the process meanwhile.
+
+    Args:
+        recipe: How to build.
+        place: Receives the row that is being decoded.
+
+    Attributes:
+        watch: Watches what functions draw from.
+    """
+
+    def __init__(self, recipe: Recipe, place: DecodedRow) -> None:
+        self._recipe, self._place = recipe, place
+        functions = recipe.functions_of_user
+        self.watch = DrawWatch(functions)
+        self._watches = bool(functions)
+
+    def build(
+        self, rows: Rows, valid: npt.NDArray[np.bool_] | None, slot: Slot, seed: int | None,
+        substitutes: Callable[[int], Iterator[Rows]], report: BadSampleReport,
+    ) -> Parcel:  # fmt: skip
+        """Return the batch of ``rows``, with its memory in ``slot``; the other arguments are those of a ``Builder``."""
+        self._place[0] = -1
+
+        def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
+            writer = SlotWriter(slot)
+            draws = BatchDraws(seed or 0, rows.positions, seeds, self.watch.own)
+            builder = BatchBuilder(self._recipe, substitutes, report, writer.allocate, self._place, draws)
+            return builder.build(rows, valid), writer
+
+        if seed is None or not self._watches:
+            batch, writer = attempt(frozenset(), report)
+        else:
+            batch, writer = self.watch.build(attempt, report)
+        return pack(batch, rows, writer)
+
+
 class _Worker:
     """The state of one worker."""
 
@@ -186,16 +225,13 @@ class _Worker:
         faulthandler.register(STACK_SIGNAL, fds[1], all_threads=False)
         self._broken: ConfigError | None = None
         try:
-            self._recipe: Recipe = pickle.loads(blob)  # noqa: S301  our parent's own functions
+            self._builder = SlotBuilder(pickle.loads(blob), self._row)  # noqa: S301  our parent's own functions
         except Exception as error:  # noqa: BLE001  process boundary: the parent gets it with the first batch
             self._broken = ConfigError(
                 f"decode, transform or collate_fn does not load in a worker process: {type(error).__name__}: {error}. "
                 f"Import what it needs inside it, or use num_workers=0"
             )
             self._broken.__cause__ = error
-        functions = [] if self._broken is not None else self._recipe.functions_of_user
-        self._watch = DrawWatch(functions)
-        self._watches = bool(functions)
         self._found: dict[int, list[WireRows | None]] = {}
         channel.send((HELLO, os.getpid()))
 
@@ -228,28 +264,14 @@ class _Worker:
             slot.follow()
             rows = rows_from_wire(order.rows, self._memory, self._view)
             self._found.clear()
-            self._row[0] = -1
-            batch, writer = self._built(order, rows, slot)
-            return DONE, pack(batch, rows, writer), (begun_s, time.perf_counter())
+            parcel = self._builder.build(rows, order.valid, slot, order.seed, self._substitutes, self._report)
+            return DONE, parcel, (begun_s, time.perf_counter())
         except _AbortedError:
             return (ABORTED,)
         except ChannelClosedError:
             raise
         except BaseException as error:  # noqa: BLE001  process boundary: the parent gets it
             return FAILED, error_to_wire(error, _where(rows))
-
-    def _built(self, order: BatchOrder, rows: Rows, slot: Slot) -> tuple[Any, SlotWriter]:
-        """Return the batch, and the writer of its slot."""
-
-        def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
-            writer = SlotWriter(slot)
-            draws = BatchDraws(order.seed or 0, rows.positions, seeds, self._watch.own)
-            builder = BatchBuilder(self._recipe, self._substitutes, report, writer.allocate, self._row, draws)
-            return builder.build(rows, order.valid), writer
-
-        if order.seed is None or not self._watches:
-            return attempt(frozenset(), self._report)
-        return self._watch.build(attempt, self._report)
 
     def _substitutes(self, row: int) -> Iterator[Rows]:
         """Yield the parent's substitutes, each sent only once; a batch that is built again gets the same ones."""

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,12 @@ from streaming.engine.workers.main import (
     describe_rows,
 )
 from streaming.engine.workers.portable import dumps, fingerprint
-from streaming.engine.workers.processes import Processes, Worker
+from streaming.engine.workers.processes import MAX_DEATHS, Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
+from streaming.engine.workers.stand_in import StandInWorker, as_in_a_process
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.errors import ConfigError, WorkerDiedError
 from streaming.storage import redact
-
-MAX_DEATHS = 3
-"""Workers that may die from one batch: allows for a stray kill and a moment of low memory, but not for a habit."""
 
 _LISTED = 16
 
@@ -65,7 +64,6 @@ class _Job:
     batch: int
     num_reported: int = 0
     deaths: list[str] = field(default_factory=list)
-    failed_starts: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _worker: Worker | None = None
     _given_up: bool = False
@@ -73,6 +71,10 @@ class _Job:
     def told(self) -> dict[str, Any]:
         """Tell what is built, for whoever watches."""
         return {"batch": self.batch, "samples": len(self.rows.keys)}
+
+    def is_wanted(self) -> bool:
+        """Tell whether nobody has given it up."""
+        return not self._given_up
 
     def begin(self, worker: Worker) -> None:
         """Note that ``worker`` has the job now."""
@@ -133,7 +135,12 @@ class WorkerPool:
         self._metrics = metrics or Metrics()
         self._metrics.add("worker_restarts", 0)
         self._sent = self._fingerprint()
-        self._processes = Processes(num_workers, self._pickled(dumps), arena.fd, len(arena.memory), server)
+        self._pickle = self._pickled(dumps)
+        self._processes = Processes(
+            num_workers, self._pickle, arena.fd, len(arena.memory), server,
+            replaced=partial(self._metrics.add, "worker_restarts"),
+        )  # fmt: skip
+        self._stand_in: StandInWorker | None = None
         self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -165,14 +172,67 @@ class WorkerPool:
         now = self._fingerprint()
         if now == self._sent or now != self._fingerprint():  # or it is another one each time that it is pickled
             return False
-        self._sent = now
-        self._processes.renew(self._pickled(dumps))
+        self._sent, self._pickle, self._stand_in = now, self._pickled(dumps), None
+        self._processes.renew(self._pickle)
         return True
 
-    def start_if_up(self) -> bool:
-        """Start the processes unless they are running; tell whether they are up, or never will be."""
+    def start_if_up(self, tell: Callable[[], None] | None = None) -> bool:
+        """Start the processes unless they are running; tell whether one is up, or none ever will be.
+
+        If not, ``tell`` is called once that is so, in any thread.
+        """
         self._processes.start()
-        return not self._processes.are_starting()
+        return self._processes.when_up(tell)
+
+    def is_up(self, patience_s: float = 0.0) -> bool:
+        """Wait so long until a process is up, or none ever will be; tell whether that is so."""
+        return self._processes.is_up(patience_s)
+
+    def can_stand_in(self) -> bool:
+        """Tell whether the calling thread can build, with functions of its own, what a process of the pool would.
+
+        Only the main one: beside any other, the training may draw from the generators of the process.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if self._stand_in is None:
+            self._stand_in = StandInWorker.of(self._pickle)
+        return self._stand_in is not None
+
+    def build_here(
+        self,
+        rows: Rows,
+        valid: npt.NDArray[np.bool_] | None,
+        substitutes: Substitutes,
+        report: BadSampleReport,
+        *,
+        seed: int,
+        batch: int = -1,
+    ) -> Any:
+        """Return what ``build`` does, made in the calling thread. Only if ``can_stand_in``.
+
+        Nothing else may draw from the generators of the process meanwhile.
+        """
+        stand_in = self._stand_in
+        if stand_in is None:
+            raise AssertionError("nobody has asked whether this process can stand in")
+        with as_in_a_process():
+            slot = self._ring.take()
+            try:
+                parcel = stand_in.build(rows, valid, substitutes, report, seed=seed, batch=batch, slot=slot)
+            except BaseException:  # what its frames hold may lie in the slot
+                self._ring.discard(slot)
+                raise
+            try:
+                unpacked = self._unpacked(parcel, slot, rows)
+            except _BatchFailedError as failed:
+                raise failed.error from None
+        return self._recipe.finished(unpacked)
+
+    def dismiss_stand_in(self) -> None:
+        """Let go of the functions that this process had to itself, unless they are running."""
+        if self._stand_in is not None and not self._stand_in.describe():
+            self._stand_in = None
 
     def build(
         self,
@@ -217,6 +277,7 @@ class WorkerPool:
         """
         for job in self._jobs.copy():
             job.give_up()
+        self._processes.wake()
 
     def describe(self) -> list[str]:
         """Return what each worker is doing, and who holds the ring's slots, for people; from any thread."""
@@ -224,7 +285,8 @@ class WorkerPool:
         building = sum(worker.work is not None for worker in workers)
         kept = max(0, self._ring.num_taken - building)
         ring = f"ring: {self._ring.num_free} slots free, {building} being built in, {kept} hold batches not let go of"
-        return [*map(_state_of, workers), ring]
+        stand_in = self._stand_in
+        return [*(() if stand_in is None else stand_in.describe()), *map(_state_of, workers), ring]
 
     def close(self) -> None:
         """End the processes, even in the middle of a batch; calls of ``build`` in progress raise RuntimeError."""
@@ -234,19 +296,11 @@ class WorkerPool:
         """Record how the worker died, and replace it.
 
         Raises:
-            WorkerDiedError: Too many died from this batch, or before they received it.
+            WorkerDiedError: Too many died from this batch.
         """
-        how = self._processes.replace(worker)
-        self._metrics.add("worker_restarts")
-        deaths = job.deaths if worker.pid is not None else job.failed_starts
-        deaths.append(how)
-        if len(deaths) < MAX_DEATHS:
+        job.deaths.append(self._processes.replace(worker))
+        if len(job.deaths) < MAX_DEATHS:
             return
-        if worker.pid is None:
-            raise WorkerDiedError(
-                f"decode workers do not start: {'; '.join(deaths)}. Their output on stderr says why; "
-                f"num_workers=0 works without them"
-            )
         rows = job.rows
         listed = ", ".join(
             f"{redact(url)} {key!r}" for url, key in list(zip(rows.urls, rows.keys, strict=True))[:_LISTED]
@@ -264,7 +318,9 @@ class WorkerPool:
     def _done(self, job: _Job) -> Any:
         """Return the batch, without ``finish``; see ``build``."""
         while True:
-            worker = self._processes.take()
+            worker = self._processes.take(job.is_wanted)
+            if worker is None:
+                raise GivenUpError
             worker.work = BatchWork(job.batch, job.rows.keys, job.rows.urls)
             job.begin(worker)
             batch: Any = None
@@ -278,7 +334,6 @@ class WorkerPool:
             except BaseException:  # in the middle of a message, such as KeyboardInterrupt
                 with suppress(RuntimeError):  # closed meanwhile
                     self._processes.replace(worker, kill=True)
-                    self._metrics.add("worker_restarts")
                 raise
             if not job.end():
                 self._processes.retire(worker)
@@ -298,8 +353,6 @@ class WorkerPool:
             ChannelClosedError: The worker has died.
             _BatchFailedError: The batch cannot be built.
         """
-        if worker.pid is None:
-            self._processes.meet(worker)
         slot = self._ring.take()
         try:
             self._send_order(worker, job, slot)
@@ -400,7 +453,7 @@ def _state_of(worker: Worker) -> str:
     name = f"worker {worker.number}"
     work, pid = worker.work, worker.pid
     if pid is None:
-        return f"{name} starts" if work is None else f"{name} starts; then it {work.describe()}"
+        return f"{name} starts"
     name += f" (pid {pid}, {state_of(pid)})"
     if work is None:
         return f"{name} is idle"

@@ -50,6 +50,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return np.ascontiguousarray(obj).__reduce_ex__(5)
         if type(obj) is np.memmap:
             return _reduce_memmap(obj)
+        if type(obj) is memoryview and obj.format == "B" and obj.contiguous:
+            return _view, (PickleBuffer(obj),)
         return super().reducer_override(obj)
 
 
@@ -175,6 +177,11 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_gr
         memory = np.frombuffer(bytearray(memory), np.uint8)
     tensor = tensor_on(memory, shape, dtype)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _view(memory: Any) -> memoryview:
+    """Return bytes that were sent as a view, which keeps their memory alive."""
+    return memoryview(memory).toreadonly()
 
 
 def _reduce_memmap(array: Any) -> Any:

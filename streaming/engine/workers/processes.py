@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from streaming.engine.threads.jobs import still_alive
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, ServerClosedError
 from streaming.engine.workers.in_progress import BatchWork, SharedProgress
 from streaming.engine.workers.main import HELLO, SETUP
+from streaming.errors import WorkerDiedError
 from streaming.monitor import Monitor
 from streaming.platforms import how_it_ended
+
+MAX_DEATHS = 3
+"""Workers that may die from one batch, or before they are up, one after the other: allows for a stray kill and a moment
+of low memory, but not for a habit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +34,8 @@ class Worker:
         pid: None until its first answer.
         work: The batch it builds; None while it is free.
         progress: Shared memory in which it reports its progress.
+        before: How those ended, in words, that it replaces, and that were never up.
+        waiting: The thread that waits until it is up.
     """
 
     number: int
@@ -34,6 +44,8 @@ class Worker:
     pid: int | None = None
     work: BatchWork | None = None
     progress: SharedProgress = field(default_factory=SharedProgress)
+    before: tuple[str, ...] = ()
+    waiting: threading.Thread | None = None
 
     def close(self) -> None:
         """Release the resources that this process holds for it."""
@@ -44,17 +56,22 @@ class Worker:
 class Processes:
     """``num_workers`` processes behind one fork server. Thread-safe.
 
+    A worker is idle, and can be taken, once it is up. Until then a thread of its own waits for it, and replaces it if
+    it dies.
+
     Args:
         num_workers: Number of processes.
         recipe: The pickled recipe, for each of them.
         arena_fd: File descriptor of the arena.
         arena_bytes: Size of its address range.
         server: A fork server shared with others, which the caller closes; None: the one that all pools share.
+        replaced: Called, in any thread, for each worker that is replaced.
     """
 
     def __init__(
-        self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int, server: ForkServer | None = None
-    ) -> None:
+        self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int, server: ForkServer | None = None, *,
+        replaced: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._num_workers = num_workers
         self._arena_bytes = arena_bytes
         self._setup = (SETUP, recipe, arena_bytes)
@@ -66,6 +83,9 @@ class Processes:
         self._owns_server = server is None
         self._closed = False
         self._owner_pid = os.getpid()
+        self._replaced = replaced
+        self._failure: WorkerDiedError | None = None
+        self._tell: Callable[[], None] | None = None
 
     @property
     def server_pid(self) -> int | None:
@@ -87,49 +107,60 @@ class Processes:
         """
         with self._changed:
             self._check_open()
-            while len(self._workers) < self._num_workers:  # afterwards each of num_workers is idle or one caller's
+            while len(self._workers) < self._num_workers:  # afterwards each of num_workers comes, is idle, or in use
                 self._spawn()
 
     def renew(self, recipe: bytes) -> None:
         """End all workers, none of which may be in use, and give another recipe to those that start from now on."""
         with self._changed:
+            # From here on nobody starts with the earlier recipe. All that did are retired: nobody can take one.
             self._setup = (SETUP, recipe, self._arena_bytes)
-            idle, self._idle = self._idle, []  # nobody can take a worker that has the earlier recipe
-        for worker in idle:
+            earlier, self._idle = list(self._workers.values()), []
+        for worker in earlier:
             self.retire(worker)
 
-    def are_starting(self) -> bool:
-        """Tell whether no worker can be up yet, because the server is still importing what they need."""
-        server = self._server
-        return server is not None and server.is_starting()
+    def when_up(self, tell: Callable[[], None] | None) -> bool:
+        """Have ``tell`` called, in any thread, once a worker is up, or none will ever be, instead of those before it.
 
-    def take(self) -> Worker:
+        Returns:
+            Whether that is so already; then it is not called.
+        """
+        with self._changed:
+            # Whoever brings the first worker up calls what stands here then.
+            self._tell = None if self._is_up() else tell
+            return self._is_up()
+
+    def is_up(self, patience_s: float = 0.0) -> bool:
+        """Wait so long until a worker is up, or none will ever be; tell whether that is so."""
+        with self._changed:
+            # What is told was so under the lock; a worker may die at any time after that.
+            return self._changed.wait_for(self._is_up, patience_s)
+
+    def take(self, is_wanted: Callable[[], bool] = lambda: True) -> Worker | None:
         """Take a free worker for this caller alone; follow with ``give_back`` or ``replace``.
 
-        Blocks until one is free.
+        Blocks until one is free; returns None once none ``is_wanted``: see ``wake``.
 
         Raises:
             RuntimeError: The pool is closed, or was closed while waiting.
+            WorkerDiedError: ``MAX_DEATHS`` died before they were up, each in the place of the one before.
         """
         with self._changed:
-            while True:
+            while is_wanted():
+                failure, self._failure = self._failure, None  # told once: the next caller starts others
+                if failure is not None:
+                    raise failure
                 self.start()
                 if self._idle:
-                    break
+                    return self._idle.pop()  # the most recently used: its caches are warm
                 self._changed.wait()
-            return self._idle.pop()  # the most recently used: its caches are warm
+            return None
 
-    def meet(self, worker: Worker) -> None:
-        """Send a new worker what it needs, and wait until it is up.
-
-        Raises:
-            ChannelClosedError: It has died.
-        """
-        worker.channel.send(self._setup, [self._arena_fd, worker.progress.fd])
-        (kind, pid), _ = worker.channel.receive()
-        if kind != HELLO:
-            raise ChannelClosedError(f"expected {HELLO!r}, got {kind!r}")
-        worker.pid = pid
+    def wake(self) -> None:
+        """Have all who wait in ``take`` look again whether a worker is wanted."""
+        with self._changed:
+            # Whoever waits looks after this at what has made it unwanted.
+            self._changed.notify_all()
 
     def give_back(self, worker: Worker) -> None:
         """Put back a worker, which is free again."""
@@ -154,20 +185,21 @@ class Processes:
         with self._changed:
             self._workers.pop(worker.number, None)
             self._check_open()
-            self._spawn()  # as many as before, the new one idle; a pool closed meanwhile gets none
-            self._changed.notify()
+            self._spawn()  # as many as before, the new one coming; a pool closed meanwhile gets none
+        self._replaced()
         return _how_it_ended(worker.pid, status)
 
     def retire(self, worker: Worker) -> None:
-        """Kill a worker without replacing it until one is needed. It is dead when this returns, if it was up."""
+        """Kill a worker without replacing it until one is needed. It is dead when this returns, if the server is up."""
+        with self._changed:
+            self._workers.pop(worker.number, None)  # one too few until the next `take`, which starts another
+            self._changed.notify()
         worker.channel.shut()
         server = self._server
         if server is not None:
             _end(server, worker, kill=True)
-        worker.close()
-        with self._changed:
-            self._workers.pop(worker.number, None)  # one too few until the next `take`, which starts another
-            self._changed.notify()
+        if worker.pid is not None:  # otherwise it is the thread that waits for it who does
+            worker.close()
 
     def close(self) -> None:
         """End all workers, even in the middle of a batch. Whoever talks to one gets ChannelClosedError."""
@@ -178,37 +210,91 @@ class Processes:
             workers, self._workers = list(self._workers.values()), {}
             idle, self._idle = self._idle, []
             server, self._server = self._server, None
+            self._tell = None
             self._changed.notify_all()
         for worker in workers:
             worker.channel.shut()
         for worker in idle:
             worker.close()
+        still_alive([worker.waiting for worker in workers if worker.waiting is not None])
         if server is None or (self._owns_server and not SHARED.give_back(server)):
             return
         for worker in workers:
             _end(server, worker, kill=worker not in idle)
 
+    def _is_up(self) -> bool:
+        return self._failure is not None or any(worker.pid is not None for worker in self._workers.values())
+
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the worker pool is closed")
 
-    def _spawn(self) -> None:
+    def _spawn(self, before: tuple[str, ...] = ()) -> None:
         """Start one more worker, in a new server if there is none or it has ended; call with the lock held."""
         server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
-        worker = Worker(number=next(NUMBERS), channel=Channel(ours))
+        worker = Worker(number=next(NUMBERS), channel=Channel(ours), before=before)
         try:
             with theirs:
                 try:
                     server.spawn(worker.number, theirs)
                 except ServerClosedError:
-                    with suppress(ServerClosedError):  # then the worker's socket ends, which whoever takes it notices
+                    with suppress(ServerClosedError):  # then the worker's socket ends, which its thread notices
                         self._start_server().spawn(worker.number, theirs)
+            name = f"shardstream-worker-{worker.number}"
+            worker.waiting = threading.Thread(target=self._meet, args=(worker,), name=name, daemon=True)
+            worker.waiting.start()
         except BaseException:
             worker.close()
             raise
         self._workers[worker.number] = worker
-        self._idle.append(worker)
+
+    def _meet(self, worker: Worker) -> None:
+        """Send a new worker what it needs, and wait until it is up; replace it if it dies before that."""
+        try:
+            worker.channel.send(self._setup, [self._arena_fd, worker.progress.fd])
+            (kind, pid), _ = worker.channel.receive()
+        except ChannelClosedError:
+            self._start_again(worker)
+            return
+        if kind != HELLO:
+            raise AssertionError(f"expected {HELLO!r}, got {kind!r}")
+        with self._changed:
+            if self._is_gone(worker):
+                worker.close()
+                return
+            # From here on whoever takes it is the only one to talk to it.
+            worker.pid = pid
+            self._idle.append(worker)
+            tell, self._tell = self._tell, None
+            self._changed.notify_all()
+        if tell is not None:
+            tell()
+
+    def _start_again(self, worker: Worker) -> None:
+        with self._changed:
+            # A worker that was given up, or whose pool is closed, is not replaced, and not waited for.
+            is_gone, server = self._is_gone(worker), self._server
+        status = None if is_gone or server is None else server.status(worker.number)
+        worker.close()
+        tell = None
+        with self._changed:
+            if self._is_gone(worker):
+                return
+            del self._workers[worker.number]
+            before = (*worker.before, _how_it_ended(None, status))
+            if len(before) < MAX_DEATHS:
+                self._spawn(before)  # as many as before
+            else:
+                self._failure = _not_starting(before)  # one too few; who takes one gets this, and tries again later
+                tell, self._tell = self._tell, None
+                self._changed.notify_all()
+        self._replaced()
+        if tell is not None:
+            tell()
+
+    def _is_gone(self, worker: Worker) -> bool:
+        return self._closed or worker.number not in self._workers
 
     def _start_server(self) -> ForkServer:
         if self._owns_server and self._server is not None:
@@ -217,9 +303,16 @@ class Processes:
         return self._server
 
 
+def _not_starting(deaths: tuple[str, ...]) -> WorkerDiedError:
+    return WorkerDiedError(
+        f"decode workers do not start: {'; '.join(deaths)}. Their output on stderr says why; "
+        f"num_workers=0 works without them"
+    )
+
+
 def _end(server: ForkServer, worker: Worker, *, kill: bool) -> None:
-    """End a worker whose channel is shut; waits only if it was up, since otherwise the server may not be up either."""
-    if worker.pid is None:
+    """End a worker whose channel is shut; waits for that unless the server is still starting."""
+    if worker.pid is None and server.is_starting():
         server.kill(worker.number)
     else:
         server.status(worker.number, kill=kill)

@@ -1,0 +1,348 @@
+"""Lend the bytes of chunks to users as views: ``decode={"jpg": "view"}``.
+
+Views are cut straight from the arena, from chunks that match their checksums. A second, private map of the same pages
+would keep users' writes apart, but costs more than a copy once its bytes are read (docs/design/0064). So:
+
+- A user may keep views for as long as they like. All views of a chunk, and slices, arrays and tensors over them, keep
+  one object alive; until it has gone, the place of the chunk is not used again. That counts in ``memory_limit``; beyond
+  a part of it, copies are given.
+- A user may write to a view: it is read-only, but ``torch.frombuffer`` ignores that. So bytes that were lent are never
+  given to anybody again unchecked. If they come again (in the next epoch, as a substitute, as padding), the chunk is
+  compared with its checksums; while somebody has views of it, a copy is made first and given. A chunk that was written
+  to is fetched again.
+- Memory of chunks is private to this process, and maps of files are copy-on-write: no write reaches a file.
+- Before a fork, and at the end, chunks of mapped files are copied in place, because their files may change afterwards.
+
+The finalizer of that object runs in any thread, whenever Python likes, and so takes no lock: it appends to a deque,
+which is emptied by those who fetch and lend.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streaming.arguments import format_bytes
+from streaming.engine.memory.arena import Arena
+from streaming.fetch.read import FetchRange, matches_sums
+from streaming.forks import before_forks, in_children
+from streaming.types import Int64Array
+
+_log = logging.getLogger(__name__)
+
+_FORK_WAIT_S = 2.0
+"""How long a fork waits for another thread that is lending, which takes microseconds."""
+_EMPTY = memoryview(b"")
+
+
+class _Memory:
+    """The bytes of a chunk, for NumPy: every view of them keeps this object alive, and with it the arena's memory."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_arena")
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
+        self._arena = arena.view[:0]
+        place = arena.address + start, True
+        self.__array_interface__ = {"data": place, "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A chunk in the arena.
+
+    Attributes:
+        wanted: The chunk.
+        start: Its first byte.
+        skew_bytes: Padding before it that belongs to its place.
+        num_bytes: Its size.
+        is_lendable: All of it is here and matches checksums that can be compared again.
+        is_mapped: It was mapped from a file.
+        given: Bytes that were lent, by their start; whoever has them may have changed them.
+        whole: All its bytes, from which views are cut; None: nobody has views, as far as is known here.
+        memory: What all views keep alive; None: nothing was lent, or all of it has come back.
+        num_loans: Objects like ``memory`` that have not come back.
+        is_dropped: The store does not need it any more.
+    """
+
+    wanted: FetchRange
+    start: int
+    skew_bytes: int
+    num_bytes: int
+    is_lendable: bool
+    is_mapped: bool
+    given: set[int] = field(default_factory=set)
+    whole: memoryview | None = None
+    memory: weakref.ref[_Memory] | None = None
+    num_loans: int = 0
+    is_dropped: bool = False
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """First byte and size of its place, with padding."""
+        return self.start - self.skew_bytes, self.skew_bytes + self.num_bytes
+
+    @property
+    def has_views(self) -> bool:
+        """Whether anybody has views; ``whole`` is given up to find out."""
+        self.whole = None
+        return self.memory is not None and self.memory() is not None
+
+
+class Lender:
+    """Cut views from the chunks of an arena. Thread-safe.
+
+    Args:
+        arena: The arena.
+        fetch: Fetches a chunk, as for the arena, into other memory.
+
+    Attributes:
+        limit_bytes: Upper bound on the chunks of which there are views; beyond it, copies are given.
+        kept_bytes: Bytes of the arena that only views keep.
+    """
+
+    def __init__(self, arena: Arena, fetch: Callable[[FetchRange, memoryview], object]) -> None:
+        self.limit_bytes = self.kept_bytes = 0
+        self._lent_bytes = 0
+        self._arena = arena
+        self._fetch = fetch
+        self._lock = threading.RLock()  # the garbage collector may close a loader in any thread
+        self._starts: list[int] = []
+        self._places: dict[int, _Place] = {}
+        self._lent: set[_Place] = set()
+        self._free: list[_Place] = []
+        self._returned: deque[_Place] = deque()
+        self._closed = self._may_end = self._has_lacked = self._has_told = False
+        self._pid = os.getpid()
+        before_forks(self, Lender._part_before_fork)
+        in_children(self, Lender._leave_behind)
+
+    # --- of the store ---
+
+    def add(
+        self, wanted: FetchRange, start: int, *, skew_bytes: int, num_bytes: int, is_whole: bool, is_mapped: bool
+    ) -> None:
+        """Note that a chunk lies in the arena from ``start`` on.
+
+        Args:
+            wanted: The chunk.
+            start: Its first byte in the arena.
+            skew_bytes: Padding before it.
+            num_bytes: What is here of it.
+            is_whole: That is all of it, and undamaged.
+            is_mapped: It was mapped from a file.
+        """
+        is_lendable = is_whole and bool(wanted.sums) and self._arena.is_private
+        with self._lock:
+            # Every place in _starts is in _places: its chunk stays until release().
+            insort(self._starts, start)
+            self._places[start] = _Place(wanted, start, skew_bytes, num_bytes, is_lendable, is_mapped)
+
+    def release(self, start: int) -> bool:
+        """Note that the store does not need a chunk any more; return whether its place can be used again now.
+
+        Otherwise ``freed`` names the chunk when its last view has gone.
+        """
+        if start not in self._places:
+            return True
+        with self._lock:
+            # From here on nothing is lent of it.
+            place = self._places.pop(start)
+            del self._starts[bisect_right(self._starts, start) - 1]
+            place.whole = None
+            self._take_back()
+            if not place.num_loans:
+                return True
+            place.is_dropped = True
+            self.kept_bytes += place.room[1]
+            return False
+
+    def freed(self) -> list[tuple[FetchRange, int, tuple[int, int]]]:
+        """Return chunks of which the last view has gone, the first byte of each, and the place that it took.
+
+        Each is named once, after ``release``.
+        """
+        if not self._returned and not self._free:
+            return []
+        with self._lock:
+            # What is taken from _free counts as kept no more: the caller frees it.
+            self._take_back()
+            free, self._free = self._free, []
+            self.kept_bytes -= sum(place.room[1] for place in free)
+        return [(place.wanted, place.start, place.room) for place in free]
+
+    def _take_back(self) -> None:
+        """Count what finalizers have returned."""
+        while self._returned:
+            try:
+                place = self._returned.popleft()
+            except IndexError:  # the garbage collector has closed this loader in between
+                return
+            place.num_loans -= 1
+            if not place.num_loans:
+                self._lent.discard(place)
+                self._lent_bytes -= place.room[1]
+                if place.is_dropped:
+                    self._free.append(place)
+
+    # --- of builders ---
+
+    def lend(self, starts: Int64Array, sizes: Int64Array) -> list[memoryview | None]:
+        """Return bytes of chunks that the store holds, as read-only views; None where a size is negative.
+
+        Args:
+            starts: int64 [n], first byte of each in the arena.
+            sizes: int64 [n].
+        """
+        found: list[memoryview | None] = []
+        copied: list[tuple[int, _Place, int, int]] = []
+        with self._lock:
+            # The places asked for stay as they are: the store holds their chunks for the caller.
+            self._may_end = True
+            known, places = self._starts, self._places
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+                if size <= 0:
+                    found.append(None if size < 0 else _EMPTY)
+                    continue
+                place = places[known[bisect_right(known, start) - 1]]
+                bytes_of = place.whole
+                if bytes_of is None or start in place.given:
+                    bytes_of = self._ready(place, start)
+                if bytes_of is None:
+                    copied.append((len(found), place, start, size))
+                    found.append(None)
+                    continue
+                place.given.add(start)
+                found.append(bytes_of[start - place.start : start - place.start + size])
+        for row, copy in zip((row for row, *_ in copied), self._copies([one[1:] for one in copied]), strict=True):
+            found[row] = memoryview(copy)
+        return found
+
+    def _ready(self, place: _Place, start: int) -> memoryview | None:
+        """Return all bytes of a place, to cut from them what begins at ``start``; None: only a copy may be given."""
+        if self._closed or not place.is_lendable:
+            self._has_lacked = True
+            return None
+        if start in place.given and not self._is_intact(place):
+            return None
+        if place.whole is not None:
+            return place.whole
+        memory = None if place.memory is None else place.memory()
+        if memory is None:
+            if not self._has_room(place):
+                self._has_lacked = True
+                return None
+            memory = _Memory(self._arena, place.start, place.num_bytes)
+            place.memory = weakref.ref(memory)
+            # It needs neither the lock nor this object, which may be gone by then.
+            weakref.finalize(memory, self._returned.append, place).atexit = False
+            self._lent_bytes += 0 if place.num_loans else place.room[1]
+            place.num_loans += 1
+            self._lent.add(place)
+        place.whole = memoryview(np.asarray(memory))  # type: ignore[arg-type]
+        return place.whole
+
+    def _is_intact(self, place: _Place) -> bool:
+        """Tell whether what was lent of a place has come back unchanged; then it can be lent again."""
+        if place.has_views or not self._matches(place):
+            return False
+        place.given.clear()
+        return True
+
+    def _matches(self, place: _Place) -> bool:
+        return matches_sums(place.wanted, self._arena.view[place.start : place.start + place.num_bytes])
+
+    def _has_room(self, place: _Place) -> bool:
+        """Tell whether there may be views of a place; if need be, after those that nobody has are given up."""
+        if place.num_loans:
+            return True
+        if self._may_end and self._lent_bytes + place.room[1] > self.limit_bytes:
+            self._may_end = False  # once for all that are lent together
+            self._give_up_unused()
+        return self._lent_bytes + place.room[1] <= self.limit_bytes
+
+    def _copies(self, wanted: list[tuple[_Place, int, int]]) -> list[bytes]:
+        """Return copies of bytes that nobody has changed: the place, start and size of each."""
+        if self._has_lacked and not self._has_told:
+            self._tell_of_copies()
+        copies = [bytes(self._arena.view[start : start + size]) for _, start, size in wanted]
+        for place in {place for place, start, _ in wanted if start in place.given}:
+            if self._matches(place):  # after the copies were made, which nobody can change any more
+                continue
+            again = memoryview(bytearray(place.num_bytes))
+            self._fetch(place.wanted, again)
+            for row, (of, start, size) in enumerate(wanted):
+                if of is place:
+                    copies[row] = bytes(again[start - place.start : start - place.start + size])
+            self._mend(place, again)
+        return copies
+
+    def _mend(self, place: _Place, again: memoryview) -> None:
+        """Restore what users have changed of a place, unless they still have views of it."""
+        with self._lock:
+            # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after.
+            if not self._closed and not place.is_dropped and not place.has_views:
+                self._arena.view[place.start : place.start + place.num_bytes] = again
+                place.given.clear()
+
+    def _give_up_unused(self) -> None:
+        """Take back the places of which nobody has views."""
+        for place in list(self._lent):
+            place.whole = None
+        self._take_back()
+
+    def _tell_of_copies(self) -> None:
+        self._has_told = True
+        _log.warning(
+            'decode "view": some views show copies. Views are cut from memory where batches are built in this process, '
+            "from chunks that are read whole and have a checksum, up to %s of chunks (half of what memory_limit gives "
+            "them, or less if the order needs more of it). To get fewer copies raise memory_limit, keep fewer batches, "
+            "or use num_workers=0",
+            format_bytes(self.limit_bytes),
+        )
+
+    # --- of what outlives the arena, or this process ---
+
+    def close(self, *, keeps_arena: bool) -> None:
+        """Make what users keep independent of files, and free the rest of the arena's memory. Nothing is lent any more.
+
+        Args:
+            keeps_arena: Some thread still reads from the arena.
+        """
+        with self._lock:
+            # Whoever lends after this gives copies.
+            self._closed = True
+            self._part()
+            if self._lent and not keeps_arena:
+                self._arena.keep_only([place.room for place in self._lent])
+
+    def _part(self) -> None:
+        """Copy, in place, what users have of files: these may change as soon as nobody holds them."""
+        self._give_up_unused()
+        for place in self._lent:
+            if place.is_mapped:
+                with suppress(OSError):  # no memory: it stays a private map
+                    self._arena.copy_file(*place.room)
+
+    def _part_before_fork(self) -> None:
+        """Make what a forked child will have independent of its parent: private memory is, maps of files are not."""
+        if self._lent and os.getpid() == self._pid:
+            is_held = self._lock.acquire(timeout=_FORK_WAIT_S)
+            try:
+                self._part()
+            finally:
+                if is_held:
+                    self._lock.release()
+
+    def _leave_behind(self) -> None:
+        """Forget, in a forked child, the arena of its parent: views stay as they are, and return nothing."""
+        self._lock, self._closed = threading.RLock(), True
+        self._places, self._starts, self._lent = {}, [], set()

@@ -1,0 +1,89 @@
+"""Build batches in this process as a worker process would, while none is up."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.arguments import format_bytes
+from streaming.batches.build import BadSampleReport, Recipe
+from streaming.batches.rows import Rows
+from streaming.engine.threads.stacks import where_is
+from streaming.engine.workers.in_progress import BatchWork
+from streaming.engine.workers.main import SlotBuilder
+from streaming.engine.workers.ring import Slot
+from streaming.engine.workers.transport import Parcel
+
+_MOST_COPIED_BYTES = 64 << 20
+"""Functions that hold more than this are not copied: memory for seconds, which ``memory_limit`` does not count."""
+_log = logging.getLogger(__name__)
+
+
+class StandInWorker:
+    """Stand in for a worker process: the same batches from the same bytes of the same functions. For one thread.
+
+    Functions are copies, as a process has them: what they do to themselves, or to globals of the main script, nobody
+    else sees. Batches lie in slots of the ring, and everything in them has been pickled. The calling thread waits for
+    the batch, so it does not draw from the generators of the process; their state is restored afterwards.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._work: tuple[int, BatchWork] | None = None
+        self._row = [-1]
+        self._builder = SlotBuilder(recipe, self._row)
+
+    @classmethod
+    def of(cls, recipe: bytes) -> StandInWorker | None:
+        """Return one with functions from a pickle; None if a worker process would act otherwise, or would fail."""
+        if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
+            return None  # what functions make would have another type, or lie elsewhere
+        if len(recipe) > _MOST_COPIED_BYTES:
+            _log.info(
+                "transform, decode and collate_fn hold %s: too much for another copy in this process, so the first "
+                "batches wait for worker processes", format_bytes(len(recipe)),
+            )  # fmt: skip
+            return None
+        try:
+            return cls(pickle.loads(recipe))  # noqa: S301  pickled by this process
+        except Exception:  # noqa: BLE001  a user's class that does not load: worker processes report it
+            return None
+
+    def build(
+        self, rows: Rows, valid: npt.NDArray[np.bool_] | None, substitutes: Callable[[int], Iterator[Rows]],
+        report: BadSampleReport, *, seed: int, batch: int, slot: Slot,
+    ) -> Parcel:  # fmt: skip
+        """Return the batch of ``rows``, as a worker process packs it in ``slot``."""
+        self._work = threading.get_ident(), BatchWork(batch, rows.keys, rows.urls, self._row)
+        try:
+            with self._builder.watch.kept():
+                return self._builder.build(rows, valid, slot, seed, substitutes, report)
+        finally:
+            self._work = None
+
+    def describe(self) -> list[str]:
+        """Describe what is being built, for people; from any thread."""
+        working = self._work
+        if working is None:
+            return []
+        thread, work = working
+        return [f"the thread that asks for batches {work.describe()}, until a worker is up; in {where_is(thread)}"]
+
+
+@contextmanager
+def as_in_a_process() -> Iterator[Any]:
+    """Leave the modes of torch that the loop may be in, and compute on one thread: sums depend on their number."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,123 @@
+"""The pages for newcomers run as they stand: the tutorial, launchers, stores, and both columns of "coming from"."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folders import ROOT
+from page_blocks import PYTHON, SHELL, Block, blocks, run_python, run_shell
+from PIL import Image
+
+import shard_tools
+
+COMING_FROM = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+PEERS = {"webdataset": "webdataset", "torch": "torch", "datasets": "datasets"}
+"""Pages whose left column runs where this package is installed."""
+
+
+def run_block(block: Block, page: Path, folder: Path, names: dict[str, object]) -> bool:
+    """Run a block unless it has an excuse; whether it has run."""
+    if block.excuse is None and block.language in PYTHON:
+        run_python(block, names, page)
+    elif block.excuse is None and block.language in SHELL:
+        run_shell(block, folder, page)
+    else:
+        return False
+    return True
+
+
+def jpeg(number: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (48, 32), (number % 250, 90, 30)).save(out, "JPEG")
+    return out.getvalue()
+
+
+class Pairs:
+    """A map-style dataset of pairs, as torch's loader takes it."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, at: int) -> tuple[np.ndarray, int]:
+        return np.full((4, 4), at, dtype=np.float32), at % 10
+
+
+def write_inputs(folder: Path) -> None:
+    """Four shards of images with classes, and a table of texts."""
+    with shard_tools.ShardWriter(f"{folder}/train/{{:06d}}.tar", max_samples=32) as writer:
+        for number in range(128):
+            writer.write({"__key__": f"{number:06d}", "jpg": jpeg(number), "cls": number % 10})
+    with (folder / "table.jsonl").open("w") as table:
+        for number in range(100):
+            table.write(json.dumps({"text": f"text {number}", "tokens": number}) + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the peers
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
+def test_both_columns_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    write_inputs(tmp_path)
+    found = list(blocks(page.read_text()))
+    peer = PEERS.get(page.stem)
+    theirs = [block for block in found if "theirs" in block.words]
+    assert theirs
+    assert any("ours" in block.words for block in found)
+    assert all((block.excuse is None) == (peer is not None) for block in theirs)
+    if peer is not None and find_spec(peer) is None:
+        pytest.skip(f"{peer} is not installed here")
+    rows: list[int] = []
+
+    def train_step(first: object, second: object) -> None:
+        assert len(first) == len(second)  # type: ignore[arg-type]  # a tensor, or a list
+        rows.append(len(first))  # type: ignore[arg-type]
+
+    seen: list[tuple[bool, int]] = []
+    names = {"__name__": "__main__", "train_step": train_step, "dataset": Pairs()}
+    for block in found:
+        rows.clear()
+        if run_block(block, page, tmp_path, names):
+            seen.append(("ours" in block.words, sum(rows)))
+    assert max(count for ours, count in seen if ours) >= 64
+
+
+def test_all_peers_have_a_page() -> None:
+    assert {page.stem for page in COMING_FROM} == {*PEERS, "mosaic", "litdata", "energon"}
+    for page in COMING_FROM:
+        assert "\n## Traps\n" in page.read_text(), page
+        assert page.read_text().count("\n|") > 10, page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["tutorial", "launchers", "stores"])
+def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, names = ROOT / "docs" / f"{page}.md", dict[str, object]({"__name__": "__main__"})
+    assert sum(run_block(block, path, tmp_path, names) for block in blocks(path.read_text())) > 0
+
+
+def test_words_of_a_fence_are_kept() -> None:
+    (block,) = blocks("```python theirs\nx = 1\n```\n")
+    assert block == Block(language="python", line=2, code="x = 1\n", excuse=None, words=("theirs",))
+
+
+def test_each_rule_of_tuning_has_a_figure_of_the_file_that_it_links_to() -> None:
+    page = ROOT / "docs" / "tuning.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for _, rule, figure in rows:
+        link = re.search(r"\]\((\.\./benchmarks/[^)#]+)", figure)
+        if link is None:
+            assert "shard_tools plan" in figure, rule
+            continue
+        there = (page.parent / link[1]).resolve().read_text()
+        numbers = re.findall(r"\d[\d,]*(?:\.\d+)?", figure.partition(" ([")[0])
+        assert numbers, rule
+        assert [number for number in numbers if number not in there] == [], rule
