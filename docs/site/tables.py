@@ -139,6 +139,7 @@ def decoders() -> Made:
         by_decoder.setdefault(_says(decoder), []).append(name)
     names = [(_codes(found), said) for said, found in by_decoder.items()]
     names += [(f"`{mode}`, `{mode}:224x224`", _image(mode)) for mode in images.MODES]
+    names += [(f"`rgb8:{word}224x224`, and so any mode", _says(make)) for word, make in images.CROPS.items()]
     names.append(("`array:uint16`, `array:uint16->int64`, `array:float32:3x224x224`", _says(registry.arrays.array)))
     names.append(("`auto`", "By extension, as in the table below."))
     extensions: dict[str, list[str]] = {}

@@ -320,6 +320,10 @@ def center_crop(
     return replace(images, part=CenterPart(size=size, share=share))
 
 
+CROPS: dict[str, Callable[..., ImageDecoder | RandomCropDecoder]] = {"crop": random_crop, "center": center_crop}
+"""What makes the decoder of a part, by the word before its size."""
+
+
 def parse_image_spec(spec: str) -> ImageDecoder | RandomCropDecoder | None:
     """Return the decoder of an image mode, such as ``"rgb8"``; None if ``spec`` is none.
 
@@ -334,15 +338,7 @@ def parse_image_spec(spec: str) -> ImageDecoder | RandomCropDecoder | None:
         return None
     if not match[3]:
         return image(match[1])
-    make: Callable[..., ImageDecoder | RandomCropDecoder] = _MAKERS[match[2]]
-    return make(match[1], (int(match[3]), int(match[4])))
-
-
-_MAKERS: dict[str | None, Callable[..., ImageDecoder | RandomCropDecoder]] = {
-    None: image,
-    "crop": random_crop,
-    "center": center_crop,
-}
+    return CROPS.get(match[2], image)(match[1], (int(match[3]), int(match[4])))
 
 
 def has_one_shape(decoder: object) -> TypeGuard[ImageDecoder | RandomCropDecoder]:
