@@ -5,6 +5,7 @@ calls it and adds context to its errors. No torch, no pickle, and nothing that r
 """
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors
+from streaming.decode.crops import PixelBox, RandomPart
 from streaming.decode.images import (
     ImageDecoder,
     RandomCropDecoder,
@@ -40,7 +41,9 @@ __all__ = [
     "FieldSpec",
     "ImageDecoder",
     "NpzDecoder",
+    "PixelBox",
     "RandomCropDecoder",
+    "RandomPart",
     "RawFields",
     "array",
     "center_crop",
