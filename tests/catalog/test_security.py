@@ -139,6 +139,7 @@ def test_no_source_file_calls_what_runs_data() -> None:
         "pickle.loads": {
             "streaming/engine/workers/main.py",
             "streaming/engine/workers/portable.py",  # a data set, from the training process to its own workers
+            "streaming/engine/workers/stand_in.py",  # functions that this process has pickled
             "streaming/engine/workers/transport.py",
             "streaming/engine/workers/channel.py",
             "streaming/remote/reader.py",  # what Ray itself carried between actors of one job
