@@ -182,7 +182,8 @@ class PlanReader:
         units: Units = (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
         crew, store = self._machinery.open(self._make)
         store.limit_bytes, store.retain = demand.limit_bytes, demand.retains
-        store.lender.limit_bytes = demand.lent_bytes
+        settings = self._settings(crew)
+        store.lender.limit_bytes = demand.lent_bytes if settings.recipe.lends else 0
         store.room = {self.source.chunk(number).key: size for number, size in demand.pieces.items()}
         if store.is_held:
             with store.changed:
@@ -191,7 +192,7 @@ class PlanReader:
             _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)
         pipeline = Pipeline(
             plan=plan, dp_rank=self.dp_rank, units=units, source=self.source, store=store,
-            settings=self._settings(crew), metrics=self._metrics, report=self._report,
+            settings=settings, metrics=self._metrics, report=self._report,
         )  # fmt: skip
         return self._machinery.serves(pipeline)
 
