@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from streaming.storage.adapters.object_errors import AnswerError, NoConnectionError
 from streaming.storage.base.adapter import Sink, copy_piece
-from streaming.storage.base.urls import secrets_of
+from streaming.storage.base.urls import hidden_in, secrets_of
 
 _MOST_PIECE_BYTES = 1 << 20
 _LEAST_PIECE_BYTES = 64 << 10
@@ -36,7 +36,6 @@ _HEAD_PIECE_BYTES = 4 << 10
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_SAID_BYTES = 16 << 10
 """How much of the explanation of an error is read."""
-_LEAST_SECRET = 4
 _MOST_KEPT = 64
 _KEPT_S = 30.0
 """Servers close idle connections after 5 to 75 s, most of them. Whether this one did is seen before the next use."""
@@ -271,7 +270,8 @@ def ask(server: Server, request: Request) -> RangeAnswer:
 def _announced(connection: Connection, head: _Head, request: Request) -> int:
     """Return the length of the range that an answer says it brings."""
     if head.status in _IS_ERROR:
-        raise AnswerError(head.status, _without(_said(connection, head), secrets_of(request.url)))
+        # An error page may repeat the URL that was asked for.
+        raise AnswerError(head.status, hidden_in(_said(connection, head), secrets_of(request.url)))
     if head.status not in {200, 206}:
         raise LeftError
     found = _RANGE.fullmatch(head.headers.get("content-range", "")) if head.status == 206 else None
@@ -327,13 +327,6 @@ def _said(connection: Connection, head: _Head) -> str:
                 break
             said += room[: count or 0]
     return said.decode("utf-8", "replace")
-
-
-def _without(text: str, secrets: set[str]) -> str:
-    """Return ``text`` without secrets: an error page may repeat the URL that was asked for."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "…") if len(secret) >= _LEAST_SECRET else text
-    return text
 
 
 class RangeAnswer:

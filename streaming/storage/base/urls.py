@@ -90,18 +90,22 @@ def secrets_of(url: str) -> set[str]:
     return {text for one in found for text in (one, unquote(one)) if text}
 
 
+def hidden_in(text: str, secrets: Collection[str]) -> str:
+    """Return ``text`` with each secret replaced, wherever it stands; very short ones stay."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "…") if len(secret) >= _LEAST_SECRET else text
+    return text
+
+
 def without_secrets(error: BaseException, secrets: Collection[str]) -> BaseException:
     """Return ``error``, as the cause of one of ours, without the secrets in its text and in URLs there.
 
     If it holds any, a stand-in with the same name, place and causes replaces it, since what keeps its text differs
     from type to type.
     """
-    hidden = sorted((one for one in secrets if len(one) >= _LEAST_SECRET), key=len, reverse=True)
 
     def shown(text: str) -> str:
-        for secret in hidden:
-            text = text.replace(secret, "…")
-        return redact_text(text)
+        return redact_text(hidden_in(text, secrets))
 
     def safe(found: BaseException | None) -> BaseException | None:
         if found is None:
