@@ -32,6 +32,8 @@ from shard_tools.running.progress import Progress
 from shard_tools.write.keys import WRONG_NAMES, SeenKeys, check_key
 from shard_tools.write.writer import UnmarkedWriter, is_full, make_record
 from streaming.errors import ConfigError, DataError, first_of
+from streaming.index.layout import UNFINISHED_FILE
+from streaming.storage import Storage, join_url, split_url
 
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
@@ -90,19 +92,21 @@ def write_elsewhere(
     """Write all shards from ``first_shard`` on, which begins with record ``start``; return the number of all records.
 
     Raises:
-        ConfigError: The source cannot be read from its middle.
+        ConfigError: The source cannot be read from its middle, or a call does not see the target.
         DuplicateKeyError: Two records have the same key.
     """
     num_records = _count(reader, executor, progress)
+    place = split_url(target.pattern)[0]
+    shared = [(Storage(target.storage_options), join_url(place or ".", UNFINISHED_FILE))]  # which is there by now
     if isinstance(reader, Foreseeable):
         sizes = _sizes(reader.outlines(start))
         shards = _cut(_new(sizes, known_keys), target.options, start, first_shard)
         parts = ((shard, reader.part(shard.start, shard.start + shard.num_samples)) for shard in shards)
-        written = ordered(executor, partial(_write_part, target), parts, _AHEAD)
+        written = ordered(executor, partial(_write_part, target), parts, _AHEAD, shared=shared)
     else:
         sizes = _measured(reader, executor, range(start, num_records))
         shards = _cut(_new(sizes, known_keys), target.options, start, first_shard)
-        written = ordered(executor, partial(_write_shard, target, reader), shards, _AHEAD)
+        written = ordered(executor, partial(_write_shard, target, reader), shards, _AHEAD, shared=shared)
     next_shard = first_shard
     for shard, num_bytes, noted in written:
         next_shard = shard.number + 1

@@ -47,10 +47,28 @@ def _open_ray(workers: int) -> Iterator[Executor]:
         yield executor
 
 
+Shared = Sequence[tuple["Storage", str]]
+"""Files, each with its store, that calls elsewhere must see as this process does."""
+
+
 def ordered(
-    executor: Executor, function: Callable[[_T], _R], items: Iterable[_T], ahead: int
+    executor: Executor, function: Callable[[_T], _R], items: Iterable[_T], ahead: int, *, shared: Shared = ()
 ) -> Generator[_R, None, None]:
-    """Map ``items`` in order, with at most ``ahead`` of them in progress or ready."""
+    """Map ``items`` in order, with at most ``ahead`` of them in progress or ready.
+
+    Args:
+        executor: Where the calls run.
+        function: What is called.
+        items: The items.
+        ahead: See above.
+        shared: Files that are looked for before each call, if they are local and exist: a disk of another machine would
+            look empty.
+
+    Raises:
+        ConfigError: A call does not see one of them.
+    """
+    there = tuple((storage, url) for storage, url in shared if scheme_of(url) == "file" and storage.exists(url))
+    function = _Seeing(function, there) if there else function
     pending: deque[Future[_R]] = deque()
     try:
         for item in items:
@@ -155,7 +173,7 @@ class Calls:
     progress: Progress = field(default_factory=NoProgress)
 
     def map(
-        self, call: Callable[[_T, Progress], _R], items: Iterable[_T], *, shared: Sequence[tuple[Storage, str]] = ()
+        self, call: Callable[[_T, Progress], _R], items: Iterable[_T], *, shared: Shared = ()
     ) -> Generator[_R, None, None]:
         """Map ``items`` in order, at most ``2 * workers`` ahead of the consumer.
 
@@ -166,8 +184,7 @@ class Calls:
         Args:
             call: Called with an item and a progress.
             items: The items.
-            shared: Files, each with its store, that calls elsewhere must see as this process does: those that are
-                local and exist are looked for before each, since a disk of another machine would look empty.
+            shared: Files that calls elsewhere must see; as for :func:`ordered`.
 
         Raises:
             ConfigError: A call does not see one of them.
@@ -175,8 +192,8 @@ class Calls:
         if self.executor is None:
             yield from map_ordered(lambda item: call(item, self.progress), items, self.workers)
             return
-        there = tuple((storage, url) for storage, url in shared if scheme_of(url) == "file" and storage.exists(url))
-        with closing(ordered(self.executor, _Elsewhere(call, there), items, 2 * self.workers)) as results:
+        calls = ordered(self.executor, _Elsewhere(call), items, 2 * self.workers, shared=shared)
+        with closing(calls) as results:
             for result, num_bytes, num in results:
                 self.progress.advance(num_bytes=num_bytes, num=num)
                 yield result
@@ -203,9 +220,21 @@ class _Elsewhere:
     """A call whose report comes back with its result."""
 
     call: Callable[[Any, Progress], Any]
-    shared: tuple[tuple[Storage, str], ...]
 
     def __call__(self, item: Any) -> tuple[Any, int, int]:
+        tally = _Tally()
+        result = self.call(item, tally)
+        return result, tally.num_bytes, tally.num
+
+
+@dataclass(frozen=True, slots=True)
+class _Seeing:
+    """A call that is refused where files are not seen."""
+
+    function: Callable[[Any], Any]
+    shared: tuple[tuple[Storage, str], ...]
+
+    def __call__(self, item: Any) -> Any:
         for storage, url in self.shared:
             if not storage.exists(url):
                 raise ConfigError(
@@ -213,6 +242,4 @@ class _Elsewhere:
                     "work on it: with --engine ray, all nodes must see the same files. Use a shared disk or an object "
                     "store, or --engine local"
                 )
-        tally = _Tally()
-        result = self.call(item, tally)
-        return result, tally.num_bytes, tally.num
+        return self.function(item)

@@ -17,8 +17,10 @@ from verb_cases import NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
 from shard_tools.cli import cli
 from shard_tools.columns.compute import ComputeOptions, compute_column
 from shard_tools.columns.target import ColumnTarget
+from shard_tools.convert import convert
 from shard_tools.running.engine import Calls
 from shard_tools.sets.copy import copy
+from shard_tools.sets.rewrite.reshard import reshard
 from shard_tools.stats.run import StatsOptions, stats
 from streaming.errors import ConfigError
 from streaming.storage import Storage
@@ -117,20 +119,25 @@ def test_a_disk_that_another_machine_does_not_see_is_named(verb: str, tmp_path: 
     assert not (tmp_path / "scattered").exists()
 
 
-def test_a_target_that_another_machine_does_not_see_is_named(mini_s3: MiniS3Server, tmp_path: Path) -> None:
-    bucket = mini_s3.create_bucket(fresh_name())
-    storage = Storage(mini_s3.storage_options)
-    write_good(f"{bucket}/good", storage)
+@pytest.mark.parametrize("verb", [copy, convert, reshard])
+def test_a_target_that_another_machine_does_not_see_is_named_before_work_is_lost(
+    verb: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_good(f"{tmp_path}/good", Storage())
 
     def hide() -> Callable[[], None]:
         os.rename(tmp_path / "out", tmp_path / "hidden")
-        return lambda: os.rename(tmp_path / "hidden", tmp_path / "out")
+
+        def show() -> None:
+            if (tmp_path / "out").exists():  # what was written there meanwhile
+                os.rename(tmp_path / "out", tmp_path / "scattered")
+            os.rename(tmp_path / "hidden", tmp_path / "out")
+
+        return show
 
     with pytest.raises(ConfigError, match="all nodes must see the same files"):
-        copy(
-            f"{bucket}/good/", f"{tmp_path}/out", storage_options=mini_s3.storage_options, target_options={},
-            executor=OtherMachine(hide),
-        )  # fmt: skip
+        verb(f"{tmp_path}/good/", f"{tmp_path}/out", executor=OtherMachine(hide))
+    assert not (tmp_path / "scattered").exists()
     assert list((tmp_path / "out").glob("*.tar")) == []
 
 
