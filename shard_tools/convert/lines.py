@@ -85,8 +85,6 @@ class LineFiles(CountedFiles):
         Raises:
             ConfigError: It is compressed.
         """
-        if _is_packed(file):
-            raise refuse_packed(file)
         if self._seed is not None:
             places = _line_table(file, self._storage)
             return FileCount(num_records=len(places), marks=np.zeros((1, 3), np.int64), places=places)
@@ -98,7 +96,7 @@ class LineFiles(CountedFiles):
                 at, num_lines = at + len(line), num_lines + 1
                 yield line
 
-        with open_stored(file, self._storage) as stream:
+        with _open_to_count(file, self._storage) as stream:
             for _ in _units(lines(), self._unit):
                 num_records += 1
                 marks.add(num_records, at, num_lines)
@@ -141,6 +139,17 @@ class LineFiles(CountedFiles):
 
 def _is_packed(file: SourceFile) -> bool:
     return file.name.lower().endswith(PACKED)
+
+
+def _open_to_count(file: SourceFile, storage: Storage) -> BinaryIO:
+    """Open a file that is to be read by several processes.
+
+    Raises:
+        ConfigError: It is compressed.
+    """
+    if _is_packed(file):
+        raise refuse_packed(file)
+    return open_stored(file, storage)
 
 
 def _units(lines: Iterator[bytes], unit: str, num_before: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -273,10 +282,8 @@ class CsvFiles(CountedFiles):
         Raises:
             ConfigError: It is compressed.
         """
-        if _is_packed(file):
-            raise refuse_packed(file)
         marks, num_records = Marker(), 0
-        with open_stored(file, self._storage) as stream:
+        with _open_to_count(file, self._storage) as stream:
             lines = _CountedLines(stream, file.url, self._errors)
             for _ in self._rows(lines, file):
                 num_records += 1
