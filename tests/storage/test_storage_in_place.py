@@ -397,16 +397,21 @@ def test_the_deadline_bounds_an_answer_that_trickles() -> None:
         ended.set()
 
 
+def exit_code_of_a_child(storage: Storage, url: str, through_obstore: list[Any]) -> int:
+    """0 if a forked child reads the right bytes in place."""
+    if not (pid := os.fork()):
+        code = 1
+        with suppress(BaseException):
+            code = 0 if bytes(storage.read(url, 9, 9 + MIB)) == DATA[9 : 9 + MIB] and not through_obstore else 2
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def test_a_forked_child_makes_connections_of_its_own(through_obstore) -> None:
     with Web(lambda _, head: answer_to(head)) as web:
         storage, url = Storage(QUICK), f"{web.url}/x"
         storage.read(url, 0, MIB)
-        if not (pid := os.fork()):
-            code = 1
-            with suppress(BaseException):
-                code = 0 if bytes(storage.read(url, 9, 9 + MIB)) == DATA[9 : 9 + MIB] and not through_obstore else 2
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert exit_code_of_a_child(storage, url, through_obstore) == 0
         assert web.num_connections == 2
         assert bytes(storage.read(url, 3, 3 + MIB)) == DATA[3 : 3 + MIB]
         assert web.num_connections == 2
@@ -415,12 +420,7 @@ def test_a_forked_child_makes_connections_of_its_own(through_obstore) -> None:
 def test_a_forked_child_signs_by_a_client_of_its_own(mini_s3, url: str, through_obstore) -> None:
     storage = Storage(mini_s3.storage_options)
     storage.read(url, 0, MIB)
-    if not (pid := os.fork()):
-        code = 1
-        with suppress(BaseException):
-            code = 0 if bytes(storage.read(url, 9, 9 + MIB)) == DATA[9 : 9 + MIB] and not through_obstore else 2
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert exit_code_of_a_child(storage, url, through_obstore) == 0
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY", "AWS_PROXY_URL"])
