@@ -16,6 +16,7 @@ from shard_tools.convert.base.files import find_files, open_each
 from shard_tools.convert.lines import SUFFIXES, read_lines
 from shard_tools.functions.produce import Given, ReadHere
 from shard_tools.functions.set_inputs import SetInputs, opened
+from shard_tools.running.engine import Shared
 from shard_tools.running.functions import digest_of
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage, redact
@@ -36,6 +37,10 @@ class Inputs(Protocol):
 
     def describe(self, number: int) -> str:
         """Name one for errors."""
+
+    @property
+    def shared(self) -> Shared:
+        """Files that processes on other machines must see, to read them."""
 
     @property
     def read(self) -> Callable[[Any], Iterator[Given]]:
@@ -142,6 +147,7 @@ class ListInputs:
     def __init__(self, values: Any) -> None:
         self._values = values
         self.read: Callable[[Any], Iterator[Given]] = ReadHere()
+        self.shared: Shared = ()
 
     def __len__(self) -> int:
         return len(self._values)

@@ -16,6 +16,7 @@ from shard_tools.convert.journal import carry_notes
 from shard_tools.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
 from shard_tools.functions.produce import Given, Produce
 from shard_tools.functions.run import FunctionReport, Running, pack_made
+from shard_tools.running.engine import Shared
 from shard_tools.running.functions import identity_of, imported
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import BadList
@@ -31,7 +32,7 @@ from streaming.filters.select import late_names
 from streaming.index.columns import KEY
 from streaming.index.sample_table import SampleTable
 from streaming.index.where import unknown_column
-from streaming.storage import Storage, redact
+from streaming.storage import Storage, redact, split_url
 from streaming.tar.blocks import is_meta
 from streaming.types import Int64Array
 
@@ -146,7 +147,9 @@ def _selected(
         urls=shards.urls, index_url=options.index_url, storage_options=storage_options,
         scanned=shards.scanned is not None,
     )  # fmt: skip
-    inputs = SampleInputs(taken=taken, urls=shards.urls, fingerprint=shards.chunks.fingerprint, read=read)
+    inputs = SampleInputs(
+        taken=taken, urls=shards.urls, fingerprint=shards.chunks.fingerprint, read=read, storage=storage
+    )
     return inputs, {name: column.version for name, column in sorted(late.items())}
 
 
@@ -161,12 +164,16 @@ class SampleInputs:
         urls: The shards.
         fingerprint: Of the source's chunk table.
         read: How they are read.
+        storage: Their store.
     """
 
     def __init__(
-        self, *, taken: Taken, urls: tuple[str, ...], fingerprint: str, read: Callable[[Any], Iterator[Given]]
-    ) -> None:
+        self, *, taken: Taken, urls: tuple[str, ...], fingerprint: str, read: Callable[[Any], Iterator[Given]],
+        storage: Storage,
+    ) -> None:  # fmt: skip
         self.taken, self.urls, self.read = taken, urls, read
+        of_folders = {split_url(url)[0]: url for url in urls}
+        self.shared: Shared = [(storage, url) for url in of_folders.values()]
         self._facts: dict[str, object] = {
             "kind": "shards", "num_inputs": taken.num_samples, "fingerprint": fingerprint, "samples": taken.digest(),
         }  # fmt: skip

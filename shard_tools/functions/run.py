@@ -14,7 +14,7 @@ from shard_tools.convert.pack import Destination, PackingRun
 from shard_tools.functions.inputs import Inputs, as_inputs
 from shard_tools.functions.produce import Produce
 from shard_tools.functions.source import ON_ERROR, FunctionSource, Policy
-from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES, open_engine
+from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES, Shared, open_engine
 from shard_tools.running.functions import identity_of, why_not_sent
 from shard_tools.running.parts import ExecutorRunner, HereRunner, Runner
 from shard_tools.running.processes import DEFAULT_MEMORY_BYTES, ProcessRunner
@@ -108,8 +108,8 @@ class Running:
         )
 
     @contextlib.contextmanager
-    def runner(self, work: Produce) -> Iterator[Runner]:
-        """Open what runs ``work``.
+    def runner(self, work: Produce, shared: Shared) -> Iterator[Runner]:
+        """Open what runs ``work``, for which processes elsewhere must see the files ``shared``.
 
         Raises:
             ConfigError: The work cannot be sent to other processes.
@@ -121,7 +121,7 @@ class Running:
             workers = self.workers or DEFAULT_WORKERS["ray"]
             with open_engine("ray", workers) as executor:
                 assert executor is not None  # noqa: S101  of Ray
-                yield ExecutorRunner(work, executor, _CALLS_AHEAD * workers)
+                yield ExecutorRunner(work, executor, _CALLS_AHEAD * workers, shared)
             return
         memory_bytes = DEFAULT_MEMORY_BYTES if self.memory is None else parse_bytes(self.memory, name="memory")
         try:
@@ -243,7 +243,7 @@ def pack_made(
     See :func:`optimize`, which says what is raised.
     """
     started = time.monotonic()
-    with running.runner(work) as runner:
+    with running.runner(work, inputs.shared) as runner:
         source = FunctionSource(
             inputs=inputs, runner=runner, columns=tuple(work.columns), policy=running.policy(), progress=progress,
             name=work.name,

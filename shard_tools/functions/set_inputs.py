@@ -8,6 +8,7 @@ from typing import Any
 
 import streaming
 from shard_tools.functions.produce import Given
+from shard_tools.running.engine import Shared
 from streaming.batches.bad_file import shown_url
 from streaming.errors import NotFoundError
 
@@ -61,6 +62,7 @@ class SetInputs:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.read: Callable[[Any], Iterator[Given]] = _ReadSet(dataset=dataset)
+        self.shared: Shared = ()
 
     def __len__(self) -> int:
         return len(self._dataset)

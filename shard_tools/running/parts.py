@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shard_tools.running.engine import ordered
+from shard_tools.running.engine import Shared, ordered
 from streaming.errors import WorkerDiedError
 
 _PART_INPUTS = 4096
@@ -111,10 +111,12 @@ class ExecutorRunner:
         work: The work.
         executor: The executor.
         ahead: Calls in progress or ready.
+        shared: Files that calls must see; as for :func:`~shard_tools.running.engine.ordered`.
     """
 
-    def __init__(self, work: Work, executor: Executor, ahead: int) -> None:
+    def __init__(self, work: Work, executor: Executor, ahead: int, shared: Shared = ()) -> None:
         self._far = _Far(work)
+        self._shared = shared
         self._executor, self._ahead = executor, ahead
         self._pace = Pace(_FAR_S, _FAR_BYTES)
 
@@ -124,7 +126,8 @@ class ExecutorRunner:
         """Yield the items. Where a call did not survive, its inputs are tried one by one, to find the one at fault."""
         while start < stop:
             calls: deque[tuple[int, int]] = deque()
-            results = ordered(self._executor, self._far, self._calls(part, start, stop, skip, calls), self._ahead)
+            given = self._calls(part, start, stop, skip, calls)
+            results = ordered(self._executor, self._far, given, self._ahead, shared=self._shared)
             try:
                 for metas, sizes, data, seconds in results:
                     start, num_inputs = sum(calls[0]), calls.popleft()[1]

@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from shard_tools.cli import cli
 from shard_tools.columns.compute import ComputeOptions, compute_column
 from shard_tools.columns.target import ColumnTarget
 from shard_tools.convert import convert
+from shard_tools.functions.mapped import map_set
+from shard_tools.functions.run import Running
 from shard_tools.running.engine import Calls
 from shard_tools.sets.copy import copy
 from shard_tools.sets.rewrite.reshard import reshard
@@ -117,6 +120,21 @@ def test_a_disk_that_another_machine_does_not_see_is_named(verb: str, tmp_path: 
         VERBS[verb](str(base), storage, workers=3, executor=OtherMachine(hide))
     assert "all nodes must see the same files" in str(raised.value)
     assert not (tmp_path / "scattered").exists()
+
+
+def test_a_source_of_map_that_another_machine_does_not_see_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of the index, nor of the function."""
+    write_good(f"{tmp_path}/good", Storage())
+
+    def hide() -> Callable[[], None]:
+        os.rename(tmp_path / "good", tmp_path / "hidden")
+        return lambda: os.rename(tmp_path / "hidden", tmp_path / "good")
+
+    monkeypatch.setattr("shard_tools.functions.run.open_engine", lambda *_: nullcontext(OtherMachine(hide)))
+    with pytest.raises(ConfigError, match=r"good/.*all nodes must see the same files"):
+        map_set(f"{tmp_path}/good/", f"{tmp_path}/out", "builtins:dict", running=Running(engine="ray", on_error="drop"))
 
 
 @pytest.mark.parametrize("verb", [copy, convert, reshard])
