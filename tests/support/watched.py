@@ -31,7 +31,8 @@ class Watched(Executor):
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         counting = self._counting.setdefault(id(function), _Counting(function, self._folder))
         self.num_calls += 1
-        name = getattr(getattr(function, "func", function), "__name__", "")
+        inner: Any = getattr(function, "function", function)  # what a look for shared files is put before
+        name = getattr(getattr(inner, "func", inner), "__name__", "")
         executor = self.mortal if not self._name or name == self._name else self.mortal._inner
         return executor.submit(counting, *args, **kwargs)
 
