@@ -176,7 +176,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
     assert told.rstrip().endswith(b"KeyboardInterrupt")
-    assert told.count(b"Traceback") == 1
+    assert told.count(b"\nKeyboardInterrupt") == 1  # of this process; its workers end without a word
     assert not psutil.wait_procs(children, 10)[1]
     assert list(target.glob("_shardstream/unfinished*"))
     assert run(slow, range(1000), target, max_bytes=50_000, workers=2).num_resumed_samples > 0

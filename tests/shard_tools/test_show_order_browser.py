@@ -49,10 +49,11 @@ def test_the_keyboard_turns_steps_and_opens_reasons(shown: Shown, tab: NEW_TAB) 
     for key, title in (("n", "Step 31"), ("n", "Step 32"), ("p", "Step 31")):
         page.keyboard.press(key)
         page.get_by_role("heading", name=f"{title} of epoch 0").wait_for()
+        page.wait_for_load_state()  # the heading comes before the script that listens to keys
     assert "token" not in page.url
     page.keyboard.press("j")
     page.keyboard.press("Enter")
-    assert page.locator("li.row >> nth=0").locator("dl.why").is_visible()
+    page.locator("li.row >> nth=0").locator("dl.why").wait_for()
     assert "are cut into 4 equal parts" in page.inner_text("dl.why >> nth=0")
     page.keyboard.press("j")
     assert page.evaluate("document.activeElement.closest('li').id") == "row-1"
