@@ -44,6 +44,7 @@ PAGES = (
     "docs/troubleshooting",
     "docs/tuning",
     "docs/faq",
+    "examples/README",
     "docs/every-option",
     "docs/every-decoder",
     "docs/every-command",
