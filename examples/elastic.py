@@ -89,7 +89,8 @@ def start_node(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
         f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d "
         f"--rdzv-endpoint 127.0.0.1:{port} --rdzv-id lesson --local-addr 127.0.0.1 --rdzv-conf {hurry}"
     )
-    torchrun = [sys.executable, *command.split(), __file__, "--rank", "--out", str(folder)]
+    own = ["--log-dir", str(folder / "torchrun"), __file__, "--rank", "--out", str(folder)]
+    torchrun = [sys.executable, *command.split(), *own]
     # Without the first, torch 2.13 has the process that is left wait for an address of those that are gone.
     environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with (folder / f"node-{number}.log").open("w") as log:

@@ -45,6 +45,7 @@ PAGES = (
     "docs/tuning",
     "docs/faq",
     "examples/README",
+    "examples/look_at_a_data_set.ipynb",
     "docs/every-option",
     "docs/every-decoder",
     "docs/every-command",
