@@ -21,7 +21,7 @@ from streaming.batches.rows import Rows
 from streaming.counters import Metrics
 from streaming.decode import ArrayDecoder, decodes_images, gives_bytes, integer, raw, text, view
 from streaming.engine.memory.arena import Arena
-from streaming.engine.threads.pace import Lap, Pace
+from streaming.engine.threads.pace import Lap, WorkerPace
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.pool import WorkerPool
@@ -362,7 +362,7 @@ class Crew:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
-        helps: bool = True, pace: Pace | None = None,
+        helps: bool = True, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False

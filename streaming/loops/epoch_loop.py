@@ -19,7 +19,7 @@ from streaming.engine.memory.mapped import maps_of
 from streaming.engine.pipeline import Settings
 from streaming.engine.reading import PlanReader
 from streaming.engine.source import Source
-from streaming.engine.threads.pace import Pace
+from streaming.engine.threads.pace import WorkerPace
 from streaming.epochs.iterator import Loop, Run, Stage, staged
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError
@@ -369,7 +369,7 @@ def _sample_in_shard(dataset: Source, number: int) -> int:
 
 
 def _open_store(
-    source: Source, config: LoopConfig, rooms: Rooms, metrics: Metrics, pace: Pace
+    source: Source, config: LoopConfig, rooms: Rooms, metrics: Metrics, pace: WorkerPace
 ) -> tuple[Crew, ChunkStore]:
     """Return the builders of batches and the chunk store, for all runs."""
     keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order

@@ -9,7 +9,7 @@ from functools import partial
 
 from streaming.counters import Metrics
 from streaming.engine.builders import Crew
-from streaming.engine.threads.pace import Pace
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings
@@ -174,7 +174,7 @@ class StreamedLoop(BaseLoop[_Window]):
         return self._machinery.serves(stream)
 
 
-def _open_crew(config: LoopConfig, metrics: Metrics, pace: Pace) -> tuple[Crew, _Window]:
+def _open_crew(config: LoopConfig, metrics: Metrics, pace: WorkerPace) -> tuple[Crew, _Window]:
     """Return the builders of batches, for all runs."""
     arena_bytes = min(int(config.memory.limit_bytes * _ARENA_SHARE), budget.READ_AHEAD_BYTES)
     crew = open_crew(config, arena_bytes, metrics, pace)

@@ -20,7 +20,7 @@ from streaming.counters import Metrics
 from streaming.decode import resolve_decoders
 from streaming.engine.builders import is_parallel
 from streaming.engine.threads import pace
-from streaming.engine.threads.pace import Pace
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.processes import Processes, Worker
 
@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, clocks: Clocks, num_workers: int, num_threads: int = 2, num_cores: int = 2) -> None:
         self.clocks, self.metrics = clocks, Metrics()
-        self.pace = Pace(self.metrics, num_workers, num_threads, num_cores)
+        self.pace = WorkerPace(self.metrics, num_workers, num_threads, num_cores)
 
     def _pass(self, wall_s: float, cpu_s: float) -> None:
         self.clocks.wall_s += wall_s

@@ -29,7 +29,7 @@ Lap = tuple[float, float]
 """When some work began: by the clock, and in CPU time of its thread."""
 
 
-class Pace:
+class WorkerPace:
     """Say once, in the log, if a loader's worker processes are slower than its threads would be. Thread-safe.
 
     What threads would build is what those of the first batches did, on as many cores as there are; functions that may

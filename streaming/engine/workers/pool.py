@@ -18,7 +18,7 @@ from streaming.batches.rows import Rows
 from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
-from streaming.engine.threads.pace import Pace
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.threads.stacks import state_of
 from streaming.engine.workers.channel import ChannelClosedError
 from streaming.engine.workers.fork_server import ForkServer
@@ -130,7 +130,7 @@ class WorkerPool:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing, metrics: Metrics | None = None,
-        server: ForkServer | None = None, pace: Pace | None = None,
+        server: ForkServer | None = None, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         if num_workers < 1:
             raise ConfigError(f"num_workers: a pool needs at least one worker, got {num_workers}")
@@ -139,7 +139,7 @@ class WorkerPool:
         self._ring = ring
         self._metrics = metrics or Metrics()
         self._metrics.add("worker_restarts", 0)
-        self.pace = pace or Pace(self._metrics, num_workers, 0, 1)
+        self.pace = pace or WorkerPace(self._metrics, num_workers, 0, 1)
         self._sent = self._fingerprint()
         self._pickle = self._pickled(dumps)
         self._processes = Processes(
