@@ -17,9 +17,10 @@ MARGIN = 1.25
 """Processes must be slower than threads by so much, by both clocks, before it is said."""
 LEAST_SAMPLES = 32
 LEAST_HERE_S = 0.05
-"""CPU time that threads must have been seen building for."""
+"""Samples that threads must have been seen building, and CPU time for which."""
 LEAST_THERE_S = 1.0
-"""Time that each worker process must have been seen building for."""
+LEAST_THERE = 8
+"""Time for which worker processes must have been seen building, and batches that they built: of each, on average."""
 _WARMS_UP = 1
 """Batches of a thread or process that do not count: they load libraries, and touch memory for the first time."""
 WAITS = 0.5
@@ -81,7 +82,7 @@ class WorkerPace:
         seen = self._seen.snapshot()
         if seen.get("here_cpu_s", 0.0) < LEAST_HERE_S or seen["here"] < LEAST_SAMPLES:
             self.is_open = False
-        elif seen["there"] >= LEAST_SAMPLES and seen["there_s"] >= LEAST_THERE_S * self._num_workers:
+        elif early <= -LEAST_THERE * self._num_workers and seen["there_s"] >= LEAST_THERE_S * self._num_workers:
             self.is_open = False
             if next(self._ends) == 0:
                 self._conclude(seen)
