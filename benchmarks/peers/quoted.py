@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from environments import OURS, PEERS
+from environments import LIMIT, OURS, PEERS
 from report import LEAST_BATCHES, Case, Figures, Packs, document, number, outcome
 from sets import SETS
 
@@ -24,7 +24,8 @@ ROWS = {
     "large": "samples of 20 MB, bytes",
     "packs-8k": "documents to packs of 8,192, million tokens/s",
 }
-VIEWS = "shardstream_views"
+OTHER_WAYS = {"shardstream_views": "as views", "shardstream_cut": "rows cut when written"}
+"""Ours that do as little as the fastest peer does."""
 NAMES = {"mosaic": "Mosaic", "energon": "Energon", "spdl": "SPDL", "torchdata": "StatefulDataLoader"}
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 Rates = Mapping[Case, float]
@@ -46,10 +47,11 @@ def whole(results: Mapping[str, Any], _: Rates | None = None) -> str:
     packs = Packs(
         sets=tuple(name for name, one in SETS.items() if one.length),
         rules={peer.name: peer.packing.rule for peer in PEERS.values() if peer.packing is not None},
-        kin=tuple(peer.name for peer in PEERS.values() if peer.of == OURS),
+        cutters=tuple(peer.name for peer in PEERS.values() if peer.packing is not None and peer.packing.cuts),
     )
+    kin = tuple(peer.name for peer in PEERS.values() if peer.of == OURS and peer.name != LIMIT)
     titles = {peer.name: peer.title for peer in PEERS.values()}
-    return document(results, {name: one.title for name, one in SETS.items()}, titles, OURS, packs)
+    return document(results, {name: one.title for name, one in SETS.items()}, titles, OURS, packs, kin, LIMIT)
 
 
 def rates(results: Mapping[str, Any]) -> dict[Case, float]:
@@ -120,8 +122,12 @@ def cell(name: str, known: Rates) -> str:
         return ""
     scale = 1e6 if SETS[name].length else 1
     text = f"{number(ours / scale)}{ratios(known, ours)}"
-    views = max((rate for case, rate in known.items() if case.peer == VIEWS), default=None)
-    return text if views is None else f"{text}; as views {number(views / scale)}{ratios(known, views)}"
+    for peer, way in OTHER_WAYS.items():
+        rate = max((rate for case, rate in known.items() if case.peer == peer), default=None)
+        if rate is not None:
+            fastest = best_ratio(known, peer)
+            text += f"; {way} {number(rate / scale)}" + (f" ({fastest})" if fastest else "")
+    return text
 
 
 def ratios(known: Rates, ours: float) -> str:
@@ -134,9 +140,9 @@ def ratios(known: Rates, ours: float) -> str:
     return f" ({'; '.join(told.values())})" if told else ""
 
 
-def best_ratio(known: Rates) -> str:
-    """Our rate without views against the fastest peer: ``1.9 x SPDL``; empty: not measured."""
-    ours = max((rate for case, rate in known.items() if case.peer == OURS), default=None)
+def best_ratio(known: Rates, contestant: str = OURS) -> str:
+    """The rate of one of ours against the fastest peer: ``1.9 x SPDL``; empty: not measured."""
+    ours = max((rate for case, rate in known.items() if case.peer == contestant), default=None)
     peers = [case for case in known if PEERS[case.peer].home != OURS]
     if ours is None or not peers:
         return ""

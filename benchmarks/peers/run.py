@@ -313,8 +313,9 @@ def main() -> None:
     if args.retry:
         results.forget_flawed()
     args.peers = prepare(bench, args, results)
-    results.content["machine"] = common.machine()
-    results.content["commit"] = commit()
+    if any(results.wants(case, args.rounds - 1) for case in cases(args)):
+        results.content["machine"] = common.machine()
+        results.content["commit"] = commit()
     results.save()
     if args.prepare:
         return
