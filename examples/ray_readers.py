@@ -13,6 +13,7 @@ Data that all nodes can reach, please: a bucket, or on one machine a folder.
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def main(folder: Path, epochs: int) -> None:
     """Start actors, train, and count what the trainers got."""
     num_samples = write_set(folder / "train")
     url = str((folder / "train").absolute())
-    ray.init(log_to_driver=False)
+    ray.init(os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False)
     trainers = [Trainer.remote() for _ in range(2)]
     print(f"two readers and two trainers on {len(ray.nodes())} node(s)", flush=True)
 
