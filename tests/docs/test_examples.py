@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -158,6 +159,26 @@ def test_torchrun_goes_on_with_one_of_two_nodes_and_every_sample_counts_once(for
     assert teams[-1][0] == "1"
     assert 97 <= int(teams[-2][2]) < int(teams[-1][2]) == 4 * 57
     assert "missing: 0, doubled: 0\neach of 1,797 samples, in each of 4 epochs: True" in said
+
+
+def test_the_count_of_the_elastic_job_notices_what_is_missing_or_doubled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = runpy.run_path(str(EXAMPLES / "elastic.py"))
+    names["count"].__globals__["EPOCHS"] = 1
+
+    def counted(*last: str) -> bool:
+        for name, step, keys in (("1-0", 1, ["0000"]), ("1-1", 1, ["0001"]), ("1-0", 2, ["0002"]), ("2-0", 2, last)):
+            line = json.dumps({"step": step, "epoch": 0, "keys": keys, "loss": 1.0})
+            with (tmp_path / f"seen-{name}.jsonl").open("a" if step == 2 and name == "1-0" else "w") as file:
+                file.write(f"{line}\n" + '{"step": 3, "ep' * (name == "2-0"))  # killed while writing
+        return bool(names["count"](tmp_path, 4))
+
+    assert counted("0002", "0003")
+    assert not counted("0003")
+    assert not counted("0002", "0003", "0001")
+    assert "missing: 1, doubled: 0" in (said := capsys.readouterr().out)
+    assert "missing: 0, doubled: 1" in said
 
 
 @pytest.mark.slow
