@@ -161,6 +161,7 @@ def test_torchrun_goes_on_with_one_of_two_nodes_and_every_sample_counts_once(for
     assert "missing: 0, doubled: 0\neach of 1,797 samples, in each of 4 epochs: True" in said
 
 
+@pytest.mark.slow
 def test_the_count_of_the_elastic_job_notices_what_is_missing_or_doubled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
