@@ -59,6 +59,7 @@ FOREIGN_FLAGS = {
     "--force-reinstall": "pip",
     "--hard-dereference": "tar",
     "--install": "wsl, on Windows",
+    "--shm-size": "docker",
     "--sort": "tar, and reshard",
     "--sparse": "tar",
     "--transform": "tar",
