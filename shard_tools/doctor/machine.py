@@ -93,7 +93,7 @@ def look_at_machine(cache_dir: str | None) -> Machine:
         cache_left_bytes=shutil.disk_usage(there).free,
         is_cache_writable=os.access(there, os.W_OK),
         is_home_writable=os.access(_nearest(os.path.expanduser("~/.cache/shardstream")), os.W_OK),
-        start_method=multiprocessing.get_start_method(),
+        start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
     )
 
 

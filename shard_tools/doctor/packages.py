@@ -190,7 +190,7 @@ def troubles_of(packages: Sequence[PackageState]) -> list[tuple[str, str]]:
             cure = f"`pip install -U '{wanted}'`"
             found.append((f"{one.name} {one.version}{whose} is older than {one.least}, which is needed", cure))
         elif not one.version and not one.extras:
-            why = ": training needs it, shard_tools does not" if one.name == "torch" else ""
+            why = ": training needs it, the commands do not" if one.name == "torch" else ""
             found.append((f"{one.name} is not installed{why}", f"`pip install '{wanted}'`"))
     if _version(RIVAL):
         cure = f"`pip uninstall {RIVAL}`, then `pip install --force-reinstall {NAME}`; they need separate environments"
@@ -202,7 +202,7 @@ def why_not_started(error: BaseException) -> str:
     """Say why the command line cannot be imported, where packages are to blame; "": they are not."""
     found = troubles_of(look_at_packages(imports=True))
     listed = "".join(f"\n- {what}; {cure}" for what, cure in found)
-    return f"shard_tools cannot start: {type(error).__name__}: {error}{listed}" if found else ""
+    return f"the commands cannot start: {type(error).__name__}: {error}{listed}" if found else ""
 
 
 def _is_there(module: str) -> bool:

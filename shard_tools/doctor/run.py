@@ -61,7 +61,7 @@ def doctor(
         progress: Receives each part that was looked at.
 
     Raises:
-        ConfigError: An option or a URL is not one.
+        ConfigError: An option of the store is not one.
     """
     progress = progress or NoProgress()
     progress.start(total_bytes=None, total=3)

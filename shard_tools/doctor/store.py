@@ -87,7 +87,7 @@ def look_at_store(
         index_url: Location of the index, if not beside the shards.
 
     Raises:
-        ConfigError: An option or a URL is not one.
+        ConfigError: An option of the store is not one.
     """
     storage = Storage(_PATIENCE | dict(storage_options or {}))
     seen: dict[str, object] = {"url": without_home(", ".join(map(redact, urls)))}

@@ -39,7 +39,7 @@ from streaming.storage import redact
 _MAX_BAD_SAMPLES = 0.001  # as in training
 _CALLS_AHEAD = 2  # for each one in progress elsewhere
 _ELSEWHERE = {
-    "output_dir": "give it as the third argument, or write target=…",
+    "output_dir": "give it as the third argument",
     "num_workers": "write workers=…",
     "chunk_bytes": "write max_bytes=…",
     "chunk_size": "write max_samples=…",

@@ -71,7 +71,7 @@ MOSAIC = Library(
         "merge_index": "`shard_tools index` over all shards makes one index",
         "dataframe_to_mds": _CONVERT,
         "dataframeToMDS": _CONVERT,
-        "base": "names of ours are in streaming and shard_tools themselves",
+        "base": "our names stand in streaming itself and in shard_tools",
         "text": _ONE_SET,
         "vision": _ONE_SET,
         "multimodal": _ONE_SET,

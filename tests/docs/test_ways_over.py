@@ -30,7 +30,7 @@ from streaming.errors import OptionError
 FOREIGN = [library for library in LIBRARIES if library.name]
 NAMED = [(library, name) for library in LIBRARIES for name in library.names]
 _OURS = re.compile(r"(?<!`)\b((?:streaming|shard_tools|infra)(?:\.\w+)+)")
-_NO_REPLACEMENT = re.compile(r"^(leave it out|write |give |join |torch's own |sets are |samples are |names of ours )")
+_NO_REPLACEMENT = re.compile(r"^(leave it out|write |give |join |torch's own |sets are |samples are |our names )")
 
 
 def asked(package: str, name: str) -> BaseException:
@@ -167,7 +167,7 @@ OPTIONS: list[tuple[Callable[..., object], str, str]] = [
     (ShardWriter, "out", "give the shards as the first argument"),
     (ShardWriter, "size_limit", "write max_bytes=…"),
     (ShardWriter, "maxcount", "write max_samples=…"),
-    (optimize, "output_dir", "write target=…"),
+    (optimize, "output_dir", "give it as the third argument"),
     (optimize, "chunk_bytes", "write max_bytes=…"),
     (optimize, "num_workers", "write workers=…"),
     (optimize, "worker", "did you mean 'workers'"),
