@@ -99,11 +99,14 @@ def _of_compute(machine: Machine, ranks_here: int) -> list[Trouble]:
             )
         )
     if machine.descriptors < _LEAST_DESCRIPTORS:
+        may_raise = machine.most_descriptors >= _LEAST_DESCRIPTORS
         found.append(
             Trouble(
                 kind="descriptors",
                 what=f"a process may have {counted(machine.descriptors, 'descriptor')} open",
-                cure=f"`ulimit -n {min(machine.most_descriptors, 65_536)}` before it starts",
+                cure=f"`ulimit -n {min(machine.most_descriptors, 65_536)}` before it starts"
+                if may_raise
+                else "have the hard limit raised: LimitNOFILE of systemd, `--ulimit` of Docker, limits.conf",
             )
         )
     return found

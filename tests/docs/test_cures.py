@@ -63,6 +63,7 @@ FOREIGN_FLAGS = {
     "--sort": "tar, and reshard",
     "--sparse": "tar",
     "--transform": "tar",
+    "--ulimit": "docker",
 }
 FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA", "HF_DATASETS_CACHE": "datasets"}
 

@@ -148,6 +148,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         ("memory", {"memory_bytes": 32 << 30}, 8, '8 loaders may buffer up to 32.0 GiB .*memory_limit="2048MiB"'),
         ("shm", {"shm_bytes": 64 << 20}, 1, r"/dev/shm has 64.0 MiB.*--shm-size=8g"),
         ("descriptors", {"descriptors": 256}, 1, "256 descriptors open; `ulimit -n 65536`"),
+        ("descriptors", {"descriptors": 256, "most_descriptors": 512}, 1, "have the hard limit raised"),
         ("disk", {"cache_left_bytes": 1 << 20}, 1, "1.0 MiB are free at /scratch"),
     ],
 )
