@@ -161,6 +161,42 @@ def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
     chunks.close()
 
 
+def test_what_the_first_batch_waits_for_has_the_network_to_itself() -> None:
+    """Also before what an earlier run has left; the others come when there is a first batch."""
+    store, changed, asked = Store(), threading.Condition(), list[int]()
+
+    def fetch(wanted: FetchRange, out: memoryview) -> UnitLayout:
+        asked.append(wanted.byte_start // (2 * MIB))
+        return store.fetch(wanted, out)
+
+    chunks = ChunkStore(
+        fetch=fetch, arena=Arena(1024 * MIB), num_threads=80, metrics=Metrics(), changed=changed, maps=mapped.NoMaps()
+    )
+    with changed:
+        chunks.begin()
+        earlier = [chunks.admit(wanted(number, 2 * MIB)) for number in range(10)]
+    store.wait(2)
+    with changed:
+        chunks.begin()
+        units = [chunks.admit(wanted(number, 2 * MIB), is_awaited=number < 20) for number in range(8, 80)]
+    store.wait(12)
+    for _ in range(12):
+        store.answers.release()
+    store.wait(0)
+    assert sorted(asked) == [0, 1, *range(8, 20)]
+    store.answers.release()
+    store.wait(1)
+    with changed:
+        chunks.go_on()
+    store.wait(64 - 2)
+    for _ in range(80):
+        store.answers.release()
+    with changed:
+        assert changed.wait_for(lambda: all(unit is not None and unit.ready for unit in earlier + units), 60)
+    assert len(asked) == len({*asked}) == 80
+    chunks.close()
+
+
 def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
     """Of two units that there is room for; those that nobody needs are kept, and give way to others."""
     damage = ChecksumError("damaged")
@@ -258,8 +294,8 @@ def checked_stores(monkeypatch: pytest.MonkeyPatch) -> set[ChunkStore]:
     found = set[ChunkStore]()
 
     def checked(step: Callable[..., Any]) -> Callable[..., Any]:
-        def stepped(store: ChunkStore, *given: Any) -> Any:
-            result = step(store, *given)
+        def stepped(store: ChunkStore, *given: Any, **how: Any) -> Any:
+            result = step(store, *given, **how)
             if not store._closed:
                 check(store)
             found.add(store)
