@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from streaming import DataLoader, ShuffleConfig
 from streaming.counters import Metrics
 from streaming.engine.memory import mapped
-from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents, Ranges
+from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents, MergedRanges
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
 from streaming.fetch.layout import UnitLayout
@@ -74,7 +74,7 @@ def test_all_that_is_given_back_is_one_range_again() -> None:
 
 @given(st.integers(0, 2**32))
 def test_ranges_are_the_numbers_in_them(seed: int) -> None:
-    dice, ranges, numbers = random.Random(seed), Ranges(), set[int]()
+    dice, ranges, numbers = random.Random(seed), MergedRanges(), set[int]()
     for _ in range(40):
         start, stop = sorted(dice.sample(range(30), 2))
         if dice.random() < 0.5 or numbers & set(range(start, stop)):

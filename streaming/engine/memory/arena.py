@@ -32,7 +32,7 @@ _HIGHEST_BYTES = (32 << 20) - (64 << 10)
 _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
-class Ranges:
+class MergedRanges:
     """Keep half-open ranges of whole numbers sorted and merged. Not thread-safe.
 
     Attributes:
@@ -78,7 +78,7 @@ class Extents:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = 0
-        self._free = Ranges()
+        self._free = MergedRanges()
         self.grow(capacity)
 
     @property
@@ -131,7 +131,7 @@ class Arena:
         self.peak_bytes = 0
         self.fd = -1
         self._extents, self.memory = self._reserve(shared=shared)
-        self._idle = Ranges()
+        self._idle = MergedRanges()
         """Free pages that were in use, and have not been returned to the system."""
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
