@@ -277,4 +277,5 @@ class Site:
 
     def named(self, info: ObjectInfo) -> ObjectInfo:
         """Return ``info`` under the primary's name."""
-        return replace(info, url=self.back(info.url))
+        url = self.back(info.url)
+        return info if url == info.url else replace(info, url=url)

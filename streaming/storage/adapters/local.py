@@ -127,6 +127,7 @@ class LocalAdapter:
         with _os_errors(url, "listing"):
             for directory, _, names in os.walk(root, onerror=_unless_missing, followlinks=True):
                 below = os.path.relpath(directory, root)
+                above = join_url(base, *([] if below == "." else [shown(below)]), "")
                 for name in names:
                     if name.startswith(_TEMPORARY):
                         continue
@@ -136,11 +137,8 @@ class LocalAdapter:
                         continue
                     if not stat.S_ISREG(status.st_mode):
                         continue
-                    path = name if below == "." else f"{below}/{name}"
-                    info = ObjectInfo(
-                        url=join_url(base, shown(path)), size_bytes=status.st_size, version=_version(status)
-                    )
-                    found.append(info)
+                    url = above + shown(name)
+                    found.append(ObjectInfo(url=url, size_bytes=status.st_size, version=_version(status)))
         return found
 
     def put(self, url: str, data: memoryview) -> None:
