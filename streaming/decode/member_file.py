@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from streaming.decode.registry import decode_field
-from streaming.errors import ConfigError
-from streaming.storage import ChangedError
+from streaming.errors import ChecksumError, ConfigError, IndexMismatchError
+from streaming.storage import ChangedError, redact
 from streaming.types import Decoder, ReadBuffer, override
 
 BLOCK_BYTES = 128 << 10
@@ -203,6 +203,7 @@ def decode_member(decoder: Decoder, member: Member, *, url: str, key: str, field
 
     Raises:
         ChecksumError: The member is damaged.
+        IndexMismatchError: The shard was replaced by one that differs.
         DecodeError: It is as it was written, and does not decode; see ``decode_field``.
         BaseException: Whatever reading raised, of which the sample knows nothing.
     """
@@ -220,5 +221,14 @@ def decode_member(decoder: Decoder, member: Member, *, url: str, key: str, field
         failure = file.failure
     if failure is not None and not isinstance(failure, ChangedError):
         raise failure
-    whole = member.read(0, member.num_bytes, whole=True)
+    try:
+        whole = member.read(0, member.num_bytes, whole=True)
+    except ChecksumError as error:
+        if failure is None:
+            raise
+        raise IndexMismatchError(
+            f"{redact(url)}: the shard was replaced while it was being read, and is not the one that the index "
+            f"describes: field {field!r} of sample {key!r} has other bytes. Restore it, or write shards under new "
+            f"names and index them"
+        ) from error
     return decode_field(decoder, whole, url=url, key=key, field=field)
