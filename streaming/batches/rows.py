@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from streaming.decode import Member
+from streaming.decode import DistantMember
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
 from streaming.types import Int64Array, ReadBuffer
@@ -86,12 +86,12 @@ class Rows:
             return False
         return any(bool(((where.starts < 0) & (where.sizes >= 0)).any()) for where in self.fields.values())
 
-    def member(self, where: FieldRange, i: int) -> Member | None:
+    def member(self, where: FieldRange, i: int) -> DistantMember | None:
         """Return the field of row i if it is distant."""
         if where.starts[i] >= 0 or where.sizes[i] < 0 or self.read_distant is None or self.chunk_ids is None:
             return None
         read = partial(self.read_distant, int(self.chunk_ids[i]))
-        return Member.at(read, ~int(where.starts[i]), int(where.sizes[i]))
+        return DistantMember.at(read, ~int(where.starts[i]), int(where.sizes[i]))
 
     def lent(self, where: FieldRange) -> list[memoryview | None]:
         """Return one field of some rows as views that users may keep, or as views of copies; None if it is missing."""

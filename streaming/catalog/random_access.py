@@ -17,7 +17,7 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
-from streaming.decode import Member, decode_field, decode_member, raw
+from streaming.decode import DistantMember, decode_field, decode_member, raw
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
@@ -223,7 +223,7 @@ class _Piece:
     layout: UnitLayout
     first: int
 
-    def sample(self, number: int, dataset: Readable, chunk: int) -> tuple[str, dict[str, bytes | Member]]:
+    def sample(self, number: int, dataset: Readable, chunk: int) -> tuple[str, dict[str, bytes | DistantMember]]:
         """Return key and fields of a sample inside the chunk, those that the dataset reads.
 
         Raises:
@@ -232,13 +232,13 @@ class _Piece:
         row, wanted = number - self.first, dataset.fields
         if row in self.layout.damage:
             raise self.layout.damage[row]
-        fields: dict[str, bytes | Member] = {}
+        fields: dict[str, bytes | DistantMember] = {}
         for column, name in enumerate(self.layout.fields):
             start, size = int(self.layout.starts[row, column]), int(self.layout.sizes[row, column])
             if start == -1 or (wanted is not None and name not in wanted):
                 continue
             if start < 0:
-                fields[name] = Member.at(partial(dataset.read_distant, chunk), ~start, size)
+                fields[name] = DistantMember.at(partial(dataset.read_distant, chunk), ~start, size)
             else:
                 fields[name] = self.data[start : start + size]
         return self.layout.keys[row], fields
@@ -251,12 +251,12 @@ def _read(dataset: Readable, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
         return bytes(out[: layout.num_bytes]), layout
 
 
-def _decode(dataset: Decodable, url: str, key: str, fields: Mapping[str, bytes | Member], number: int) -> Sample:
+def _decode(dataset: Decodable, url: str, key: str, fields: Mapping[str, bytes | DistantMember], number: int) -> Sample:
     sample: Sample = {"__key__": key, "__url__": url}
     for name in sorted(fields):
         decoder = dataset.decoder_of(name, number)
         data = fields[name]
-        if isinstance(data, Member):
+        if isinstance(data, DistantMember):
             sample[name] = decode_member(decoder, data, url=url, key=key, field=name)
             continue
         sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)

@@ -15,7 +15,7 @@ from streaming.decode.images import (
     random_crop,
     use_one_thread,
 )
-from streaming.decode.member_file import Member, MemberFile, Outcome, decode_member, together
+from streaming.decode.member_file import DistantMember, MemberFile, Outcome, decode_member, together
 from streaming.decode.registry import (
     DecodeSpec,
     FieldDecoder,
@@ -39,10 +39,10 @@ __all__ = [
     "ArrayDecoder",
     "DecodeSpec",
     "Decoder",
+    "DistantMember",
     "FieldDecoder",
     "FieldSpec",
     "ImageDecoder",
-    "Member",
     "MemberFile",
     "NpzDecoder",
     "Outcome",

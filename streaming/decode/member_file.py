@@ -36,7 +36,7 @@ class ReadRange(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class DistantMember:
     """A member that was left in the store.
 
     Attributes:
@@ -70,7 +70,7 @@ class MemberFile(io.RawIOBase):
         failure: What a read raised, after which the file has no more bytes; None: nothing.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: DistantMember) -> None:
         super().__init__()
         self.failure: BaseException | None = None
         self._member = member
@@ -195,7 +195,7 @@ def together(jobs: Sequence[Callable[[], _T]], num_threads: int = READS_AT_ONCE)
     return [one for one in found if one is not None]
 
 
-def decode_member(decoder: Decoder, member: Member, *, url: str, key: str, field: str) -> object:
+def decode_member(decoder: Decoder, member: DistantMember, *, url: str, key: str, field: str) -> object:
     """Return what ``decoder`` makes of a distant member, of which it reads what it needs.
 
     Nothing tells whether parts have the right bytes. So if they do not decode, or the shard was replaced, the member is

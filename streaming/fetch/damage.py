@@ -65,9 +65,10 @@ def layout_by_table(
     starts = np.array([columns[name][0] for name in names], np.int64).reshape(-1, len(rows)).T
     sizes = np.array([columns[name][1] for name in names], np.int64).reshape(-1, len(rows)).T
     places = np.where(starts < 0, -1, pieces.located(starts))
-    for column, name in enumerate(names if distant is not None else ()):
-        stay = distant.among(name, sizes[:, column]) if distant is not None else []
-        places[stay, column] = ~starts[stay, column]
+    if distant is not None:
+        for column, name in enumerate(names):
+            stay = distant.among(name, sizes[:, column])
+            places[stay, column] = ~starts[stay, column]
     return UnitLayout(
         keys=samples.keys[among],
         fields=names,

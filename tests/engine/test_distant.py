@@ -23,7 +23,7 @@ import streaming.batches.build as build_module
 import streaming.catalog.source as source_module
 import streaming.fetch.distant as distant_module
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
-from streaming.decode import Member, MemberFile, together
+from streaming.decode import DistantMember, MemberFile, together
 from streaming.errors import (
     ChecksumError,
     IndexMismatchError,
@@ -454,7 +454,7 @@ def test_jobs_run_together_and_keep_their_errors() -> None:
 # The file
 
 
-def _member(data: bytes, log: list[tuple[int, int]] | None = None) -> Member:
+def _member(data: bytes, log: list[tuple[int, int]] | None = None) -> DistantMember:
     def read(start: int, stop: int, *, whole: bool) -> bytes:
         assert 0 <= start < stop <= len(data)
         assert not whole
@@ -462,7 +462,7 @@ def _member(data: bytes, log: list[tuple[int, int]] | None = None) -> Member:
             log.append((start, stop))
         return data[start:stop]
 
-    return Member(read=read, num_bytes=len(data))
+    return DistantMember(read=read, num_bytes=len(data))
 
 
 _STEPS = st.lists(
@@ -502,7 +502,7 @@ def test_a_file_that_fails_ends_and_says_why() -> None:
     def read(start: int, stop: int, *, whole: bool) -> bytes:
         raise KeyboardInterrupt
 
-    with MemberFile(Member(read=read, num_bytes=100)) as file:
+    with MemberFile(DistantMember(read=read, num_bytes=100)) as file:
         assert file.read(10) == b""
         assert file.read() == b""
         assert isinstance(file.failure, KeyboardInterrupt)
