@@ -41,7 +41,7 @@ class Substitutes:
 
     def __init__(
         self, plan: Plan, chunk_starts: Int64Array | None, source: Source, store: ChunkStore,
-        fields: tuple[str, ...] | None, narrowed: Callable[[Rows], Rows], read_distant: ReadDistant | None,
+        fields: tuple[str, ...] | None, narrowed: Callable[[Rows], Rows], read_distant: ReadDistant | None = None,
     ) -> None:  # fmt: skip
         self._plan = plan
         self._chunk_starts = chunk_starts
