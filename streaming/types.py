@@ -65,6 +65,10 @@ class Decoder(Protocol):
       has a method ``with_rng(rng: numpy.random.Generator)``, which returns the decoder of one value.
     - It may be called from several threads at once, and can be pickled.
     - It may raise any exception for bytes that it cannot decode; the caller wraps it (``decode_field``).
+
+    One with the attributes ``accepts_buffer = True`` and ``reads_ranges = True`` may get, instead of large ``data``, a
+    seekable binary file of the same bytes, of which only what it reads is fetched; it returns the same. Its bytes are
+    then not compared with the index's checksum, so it should notice damage, or not say so.
     """
 
     def __call__(self, data: ReadBuffer, /) -> object:

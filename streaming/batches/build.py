@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -25,8 +25,19 @@ from streaming.batches.loss_log import DROPPED, cure_of, user_trace
 from streaming.batches.portion import Portion
 from streaming.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.batches.sequence import SequenceSlice
-from streaming.decode import FieldDecoder, decode_field, hands_out_views, raw, runs_code_of_user, view
-from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamplesError
+from streaming.decode import (
+    FieldDecoder,
+    Outcome,
+    decode_field,
+    decode_member,
+    hands_out_views,
+    is_ours,
+    raw,
+    runs_code_of_user,
+    together,
+    view,
+)
+from streaming.errors import ChecksumError, ConfigError, DataError, DecodeError, TooManyBadSamplesError
 from streaming.packing.balance import BalanceRules
 from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
@@ -285,6 +296,7 @@ class Samples(Items):
 
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
         """Return the batch, each sample made alone."""
+        builder.read_ahead(rows)
         return builder.collate([builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
 
     @override
@@ -465,6 +477,7 @@ class BatchBuilder:
         self._substitutes = substitutes
         self.report = report
         self._lost: list[str] = []  # stages in which the sample in progress, and those tried in its place, were lost
+        self._ahead: dict[tuple[int, int, str], Outcome[object]] = {}  # by identity of the rows, row and field
 
     def build(self, rows: Rows, valid: Mask) -> Any:
         """Return the batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
@@ -485,7 +498,7 @@ class BatchBuilder:
     def copied(self, rows: Rows, mask: Mask) -> Any | None:
         """Return the batch of plain columns; None: to be made row by row, where damage and user functions count."""
         recipe = self.recipe
-        if recipe.is_plain and not rows.damage and not self._draws.seeds:
+        if recipe.is_plain and not rows.damage and not self._draws.seeds and not rows.has_distant:
             try:
                 columns = recipe.items.columns(recipe, rows, self.allocate, self.place, self._draws)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
@@ -550,6 +563,23 @@ class BatchBuilder:
     def samples(self, rows: Rows) -> list[Sample]:
         """Return the decoded, transformed samples of ``rows``, not collated."""
         return [self.sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
+
+    def read_ahead(self, rows: Rows) -> None:
+        """Decode the distant fields of all rows at the same time, where no code of the user's is called."""
+        if not rows.has_distant or self._draws.seeds:
+            return
+        jobs: dict[tuple[int, int, str], Callable[[], object]] = {}
+        for i in (i for i in range(len(rows.keys)) if i not in rows.damage):
+            self._draws.begin_sample(i)
+            for name, where in rows.fields.items():
+                member = rows.member(where, i)
+                if member is None:
+                    continue
+                decoder = self.recipe.part_of(rows, i).decoders.decoder_for(name)
+                if is_ours(decoder):
+                    of = {"url": rows.urls[i], "key": rows.keys[i], "field": name}
+                    jobs[id(rows), i, name] = partial(decode_member, self._draws.bound(decoder), member, **of)
+        self._ahead = dict(zip(jobs, together(list(jobs.values())), strict=True))
 
     def sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
         """Return row i as a sample, or another one in its place."""
@@ -652,12 +682,20 @@ class BatchBuilder:
             if decoder is view:
                 (sample[name],) = rows.lent(where.of(slice(i, i + 1)))
                 continue
+            member = rows.member(where, i)
             try:
+                if member is not None:
+                    known = self._ahead.pop((id(rows), i, name), None)
+                    at = {"url": url, "key": key, "field": name}
+                    sample[name] = decode_member(decoder, member, **at) if known is None else known.get()
+                    continue
                 sample[name] = (
                     rows.memory[start : start + size]
                     if decoder is raw
                     else decode_field(decoder, rows.view[start : start + size], url=url, key=key, field=name)
                 )
+            except ChecksumError as error:
+                raise _Bad("fetch", error) from error
             except DecodeError as error:
                 raise _Bad("decode", error) from error
         functions = as_chain(part.transform)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from streaming.decode import DistantMember
 from streaming.errors import DataError
 from streaming.packing.layout import PackRows
-from streaming.types import Int64Array
+from streaming.types import Int64Array, ReadBuffer
 
 Index: TypeAlias = "Int64Array | slice"
 """Chooses rows: their numbers, or all as they are."""
@@ -17,12 +19,19 @@ Lend: TypeAlias = "Callable[[Int64Array, Int64Array], list[memoryview | None]]"
 where a size is negative."""
 
 
+class ReadDistant(Protocol):
+    """Read bytes of the shard of a chunk, of members that are in no buffer; see ``Source.read_distant``."""
+
+    def __call__(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer: ...  # noqa: D102
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldRange:
     """Location of one field for each of n rows.
 
     Attributes:
-        starts: int64 [n], first byte in the arena; meaningless if ``sizes`` is -1.
+        starts: int64 [n], first byte in the arena; ``~b`` if the field is distant: in no buffer, but from byte b on in
+            its shard; meaningless if ``sizes`` is -1.
         sizes: int64 [n], number of bytes; -1 if the sample lacks the field.
     """
 
@@ -52,6 +61,8 @@ class Rows:
         packs: The packs that the rows (documents, or pieces of them) make up, which are the rows of the batch; None:
             the rows themselves are.
         lend: Cuts views from the buffer that users may keep, for ``decode="view"``; None: they get copies.
+        chunk_ids: int64 [n], chunk of each row; only if fields may be distant.
+        read_distant: Reads distant fields; None: there are none.
     """
 
     memory: Any
@@ -65,6 +76,22 @@ class Rows:
     sources: Int64Array | None = None
     packs: PackRows | None = None
     lend: Lend | None = None
+    chunk_ids: Int64Array | None = None
+    read_distant: ReadDistant | None = None
+
+    @property
+    def has_distant(self) -> bool:
+        """Whether a field of a row is distant."""
+        if self.read_distant is None:
+            return False
+        return any(bool(((where.starts < 0) & (where.sizes >= 0)).any()) for where in self.fields.values())
+
+    def member(self, where: FieldRange, i: int) -> DistantMember | None:
+        """Return the field of row i if it is distant."""
+        if where.starts[i] >= 0 or where.sizes[i] < 0 or self.read_distant is None or self.chunk_ids is None:
+            return None
+        read = partial(self.read_distant, int(self.chunk_ids[i]))
+        return DistantMember.at(read, ~int(where.starts[i]), int(where.sizes[i]))
 
     def lent(self, where: FieldRange) -> list[memoryview | None]:
         """Return one field of some rows as views that users may keep, or as views of copies; None if it is missing."""

@@ -169,6 +169,16 @@ class JoinedSource(OneOrder):
         """Tell whether :meth:`fetch_unit` reads all of a range."""
         return self._joined[wanted.source].reads_whole(wanted)
 
+    @property
+    def has_distant(self) -> bool:
+        """See ``Source``."""
+        return any(one.has_distant for one in self._joined)
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
+        """See ``Source``."""
+        source, within = self._place(chunk_id)
+        return self._joined[source].read_distant(within, start, stop, whole=whole)
+
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Count the bytes that each chunk takes with its source's ``fields``."""
         found = np.empty(len(chunk_ids), np.int64)

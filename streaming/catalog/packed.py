@@ -74,13 +74,13 @@ class PackedSource(OneOrder):
         fits: Known fits of groups that were counted here.
     """
 
-    can_grow = has_gaps = can_be_cut = False
+    can_grow = has_gaps = can_be_cut = has_distant = False
     fields: tuple[str, ...] | None
 
     def __init__(
         self, documents: ChunkSource, groups: PackGroups, lengths_of: LengthsOf, rules: PackRules, fits: Fits
     ) -> None:
-        self.documents = documents
+        self.documents = documents.kept_whole()  # several documents are joined from memory
         self.rules = rules
         self.storage, self.cache = documents.storage, documents.cache
         self.shuffle, self.shuffle_config, self.seed = documents.shuffle, documents.shuffle_config, documents.seed
@@ -250,6 +250,10 @@ class PackedSource(OneOrder):
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Count the bytes that each group takes with these ``fields`` and this filter."""
         return self.documents.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:  # noqa: ARG002
+        """See ``Source``: nothing is left in the store."""
+        raise AssertionError(f"group {chunk_id}: read whole")
 
     def has_sample_tables(self) -> bool:
         """Tell whether slices can be read: no."""

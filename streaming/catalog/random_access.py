@@ -10,13 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
-from streaming.decode import decode_field, raw
+from streaming.decode import DistantMember, decode_field, decode_member, raw
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
@@ -24,7 +25,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.lru_cache import LruCache
 from streaming.storage import Storage
-from streaming.types import Decoder, Int64Array, Sample
+from streaming.types import Decoder, Int64Array, ReadBuffer, Sample
 
 _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
@@ -63,6 +64,9 @@ class Readable(Protocol):
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer:
+        """Return bytes of a member that ``fetch_unit`` left in the store."""
 
 
 class Decodable(Readable, Protocol):
@@ -123,7 +127,7 @@ class RandomAccess:
         found: dict[int, Sample] = {}
         for places, piece in self._pieces(dataset, chunks, inside):
             for place in places:
-                key, fields = piece.sample(int(inside[place]), dataset.fields)
+                key, fields = piece.sample(int(inside[place]), dataset, int(chunks[place]))
                 found[place] = _decode(dataset, urls[place], key, fields, int(numbers[place]))
         return [found[place] for place in range(len(numbers))]
 
@@ -136,7 +140,7 @@ class RandomAccess:
             (url,) = dataset.urls_of(chunks[:1])
             piece = self._piece(dataset, chunk, inside[0], inside[-1])
             for number in inside:
-                key, fields = piece.sample(number, dataset.fields)
+                key, fields = piece.sample(number, dataset, chunk)
                 yield _decode(dataset, url, key, fields, next(place))
 
     def table(self, dataset: Readable, shard: int) -> SampleTable | None:
@@ -219,20 +223,24 @@ class _Piece:
     layout: UnitLayout
     first: int
 
-    def sample(self, number: int, wanted: tuple[str, ...] | None) -> tuple[str, dict[str, bytes]]:
-        """Return key and fields of a sample inside the chunk, those that are wanted; None: all.
+    def sample(self, number: int, dataset: Readable, chunk: int) -> tuple[str, dict[str, bytes | DistantMember]]:
+        """Return key and fields of a sample inside the chunk, those that the dataset reads.
 
         Raises:
             DataError: It is damaged.
         """
-        row = number - self.first
+        row, wanted = number - self.first, dataset.fields
         if row in self.layout.damage:
             raise self.layout.damage[row]
-        fields = {}
+        fields: dict[str, bytes | DistantMember] = {}
         for column, name in enumerate(self.layout.fields):
-            start = int(self.layout.starts[row, column])
-            if start >= 0 and (wanted is None or name in wanted):
-                fields[name] = self.data[start : start + int(self.layout.sizes[row, column])]
+            start, size = int(self.layout.starts[row, column]), int(self.layout.sizes[row, column])
+            if start == -1 or (wanted is not None and name not in wanted):
+                continue
+            if start < 0:
+                fields[name] = DistantMember.at(partial(dataset.read_distant, chunk), ~start, size)
+            else:
+                fields[name] = self.data[start : start + size]
         return self.layout.keys[row], fields
 
 
@@ -240,14 +248,17 @@ def _read(dataset: Readable, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:
         layout = taken_apart(dataset.fetch_unit(wanted, out), out)
-    return bytes(buffer), layout
+        return bytes(out[: layout.num_bytes]), layout
 
 
-def _decode(dataset: Decodable, url: str, key: str, fields: Mapping[str, bytes], number: int) -> Sample:
+def _decode(dataset: Decodable, url: str, key: str, fields: Mapping[str, bytes | DistantMember], number: int) -> Sample:
     sample: Sample = {"__key__": key, "__url__": url}
     for name in sorted(fields):
         decoder = dataset.decoder_of(name, number)
         data = fields[name]
+        if isinstance(data, DistantMember):
+            sample[name] = decode_member(decoder, data, url=url, key=key, field=name)
+            continue
         sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
     return sample
 

@@ -17,8 +17,9 @@ from streaming.arrays import sums
 from streaming.cache import NodeCache
 from streaming.catalog.open import OpenShards
 from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
-from streaming.decode.registry import FieldDecoder
+from streaming.decode.registry import FieldDecoder, ranged_fields
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
+from streaming.fetch.distant import Distant
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import (
     Apart,
@@ -26,6 +27,7 @@ from streaming.fetch.read import (
     ShardFacts,
     apart_later,
     fetch_unit,
+    read_distant,
     reads_whole,
     size_of_unit,
 )
@@ -225,6 +227,7 @@ class ChunkSource(OfTable):
     _selection: Selection | None
     _versions: Versions
     _recent: RandomAccess
+    _has_no_distant = False
 
     @property
     def selection(self) -> Selection:
@@ -414,7 +417,7 @@ class ChunkSource(OfTable):
 
         Reads sample tables.
         """
-        if self.fields is None and not self.selection.filter:
+        if self.fields is None and not self.selection.filter and self.distant is None:
             return self.chunk_bytes[chunk_ids]
         return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
@@ -435,7 +438,29 @@ class ChunkSource(OfTable):
         if self.selection.filter:
             gap_bytes = min(gap_bytes, FILTER_GAP_BYTES)
         kept = partial(self.selection.kept, self.shards.numbers[url])
-        return ShardFacts(samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept)
+        return ShardFacts(samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept, distant=self.distant)
+
+    @property
+    def distant(self) -> Distant | None:
+        """Tells which members stay in the store, for ``read_distant``; None: none."""
+        reads = None if self._has_no_distant else ranged_fields(self.decoders)
+        return None if reads is None else Distant(reads)
+
+    def kept_whole(self) -> Self:
+        """Return the same set, in which no member is distant."""
+        made = copy.copy(self)
+        made._has_no_distant = True
+        return made
+
+    @property
+    def has_distant(self) -> bool:
+        """See ``Source``."""
+        return self.distant is not None
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
+        """See ``Source``."""
+        wanted = self.chunk(chunk_id)
+        return read_distant(self.storage, wanted, start, stop, self.samples_at(wanted.url) if whole else None)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location of a sample in its shard; None if the sample table is missing or unreadable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
@@ -287,6 +288,27 @@ def hands_out_views(decoders: FieldDecoder) -> bool:
     return isinstance(decoders, AutoFields) and any(
         hands_out_views(one) if isinstance(one, FieldDecoder) else one is values.view for one in decoders.given.values()
     )
+
+
+def ranged_fields(decoders: FieldDecoder) -> Callable[[str], bool] | None:
+    """Return what tells whether the decoder of a field ``reads_ranges``; None: none does.
+
+    Those of a user's own ``FieldDecoder`` count as if they did not.
+    """
+    return partial(_reads_ranges, decoders) if _may_read_ranges(decoders) else None
+
+
+def _may_read_ranges(decoders: object) -> bool:
+    if isinstance(decoders, AutoFields):
+        return any(map(_may_read_ranges, (*decoders.given.values(), *decoders.described.values())))
+    return getattr(decoders, "reads_ranges", False) is True
+
+
+def _reads_ranges(decoders: FieldDecoder, field: str) -> bool:
+    try:
+        return getattr(decoders.decoder_for(field), "reads_ranges", False) is True
+    except ConfigError:  # a field that is refused: who decodes it gets the error
+        return False
 
 
 def runs_code_of_user(decoders: FieldDecoder) -> bool:

@@ -224,6 +224,7 @@ class WorkerBuilder:
         self._helps = helps
         self._has_users_code = bool(recipe.functions_of_user)
         self._is_trivial = self._stands_in = False
+        self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
         self._begun_s = self._told_before = 0.0
         self.allocate: Allocate | None = None
 
@@ -261,7 +262,7 @@ class WorkerBuilder:
         seed: int | None = None, batch: int = -1,
     ) -> Any:  # fmt: skip
         """See ``Builder``."""
-        if self._is_trivial or is_trivial(self._recipe, rows.fields):
+        if self._is_only_copied(rows):
             self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
@@ -276,6 +277,14 @@ class WorkerBuilder:
             return built
         self._tell_of_before()
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def _is_only_copied(self, rows: Rows) -> bool:
+        """Tell whether this batch is only copied: a later one may have a field, to be decoded, that others lack."""
+        names = tuple(rows.fields)
+        known = self._copied.get(names)
+        if known is None:
+            known = self._copied[names] = is_trivial(self._recipe, names)
+        return known
 
     def _count_before(self) -> Lap:
         """Note that this process begins a batch because no worker process is up."""

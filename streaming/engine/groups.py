@@ -15,6 +15,7 @@ import numpy as np
 from streaming.batches.build import Mask, Recipe, RowColumns
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
+from streaming.engine.builders import is_trivial
 from streaming.engine.units import Block
 
 _GROUP_BYTES = 16 << 20
@@ -83,7 +84,8 @@ class BatchGroups:
         if rows is None:
             self._num_batches = max(1, self._num_batches // 2)
             return None
-        if any((where.sizes < 0).any() for where in rows.fields.values()):
+        # The batch that decided on groups may have lacked a field that these have, and that is decoded.
+        if not is_trivial(self._recipe, rows.fields) or any((one.sizes < 0).any() for one in rows.fields.values()):
             self._num_batches = 0
             return None
         num_bytes = sum(int(where.sizes.sum()) for where in rows.fields.values())

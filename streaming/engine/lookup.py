@@ -36,6 +36,7 @@ class Lookup:
         self.source: Any = source
         self.seed = plan.settings.seed
         self._plan, self._source, self._store, self._recipe, self._fields = plan, source, store, recipe, fields
+        self._read_distant = source.read_distant if source.has_distant else None
         self._epoch_start = plan.epoch * plan.num_samples
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
         self._damage: dict[int, DataError] = {}
@@ -94,6 +95,8 @@ class Lookup:
         urls = self._source.urls_of(chunk_ids)
         rows = Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
                     sources=sources, lend=self._store.lender.lend)  # fmt: skip
+        if self._read_distant is not None:
+            rows = replace(rows, chunk_ids=chunk_ids, read_distant=self._read_distant)
         return self._recipe.narrowed(rows)
 
     def begins(self, of: PlannedRows) -> Int64Array:
@@ -109,8 +112,9 @@ class Lookup:
     def stand_ins(self) -> Substitutes:
         """Return the samples that may take the place of lost ones of a batch; to be closed."""
         return Substitutes(
-            self._plan, self._first_numbers, self._source, self._store, self._fields, self._recipe.narrowed
-        )
+            self._plan, self._first_numbers, self._source, self._store, self._fields, self._recipe.narrowed,
+            self._read_distant,
+        )  # fmt: skip
 
     def located(self, bad: BadSample) -> BadSample:
         """Return a bad sample with its key and location, if they are known."""

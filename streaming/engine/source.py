@@ -135,6 +135,27 @@ class Source(ShardSet, Protocol):
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
 
+    @property
+    def has_distant(self) -> bool:
+        """Whether ``fetch_unit`` may leave members in the store, whose decoders read parts of them; see ``Distant``."""
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
+        """Return bytes ``[start, stop)`` of the shard of a chunk: of a distant member.
+
+        Args:
+            chunk_id: The chunk.
+            start: First byte in the shard.
+            stop: End (exclusive).
+            whole: They are all of the member, and are compared with its checksum. Parts have none.
+
+        Raises:
+            ChangedError: The shard was replaced since this process first read it. Of a whole member, its checksum tells
+                whether that matters.
+            ChecksumError: The member is damaged.
+            IndexMismatchError: The shard is missing, or differs from the one in the index.
+            StorageError: The store failed.
+        """
+
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
         """Return the locations of the samples of a present, verified range, or a function that finds them."""
 

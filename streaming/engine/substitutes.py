@@ -7,12 +7,13 @@ Their bytes come from the arena if they are there, otherwise from the store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from streaming.batches.rows import Lend, Rows
+from streaming.batches.rows import Lend, ReadDistant, Rows
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.source import Source
@@ -35,11 +36,12 @@ class Substitutes:
         store: Contents of the arena.
         fields: Fields to read; None: all.
         narrowed: Removes from rows what their sources do not read.
+        read_distant: Reads distant fields; None: there are none.
     """
 
     def __init__(
         self, plan: Plan, chunk_starts: Int64Array | None, source: Source, store: ChunkStore,
-        fields: tuple[str, ...] | None, narrowed: Callable[[Rows], Rows],
+        fields: tuple[str, ...] | None, narrowed: Callable[[Rows], Rows], read_distant: ReadDistant | None = None,
     ) -> None:  # fmt: skip
         self._plan = plan
         self._chunk_starts = chunk_starts
@@ -47,6 +49,7 @@ class Substitutes:
         self._store = store
         self._fields = fields
         self._narrowed = narrowed
+        self._read_distant = read_distant
         self._held: dict[int, list[Unit]] = {}
         self._apart: tuple[int, _Apart | None] = (-1, None)
 
@@ -124,6 +127,8 @@ class Substitutes:
         sources = self._source.source_of(chunk_ids) if self._source.names else None
         rows = Rows(memory=memory, view=view, keys=keys, urls=self._source.urls_of(chunk_ids), fields=fields,
                     damage={}, numbers=number, sources=sources, lend=lend)  # fmt: skip
+        if self._read_distant is not None:
+            rows = replace(rows, chunk_ids=chunk_ids, read_distant=self._read_distant)
         return self._narrowed(rows)
 
     def _hold(self, chunk: int) -> list[Unit]:
@@ -146,12 +151,14 @@ class Substitutes:
         rows = RowTable()
         try:
             with memoryview(memory) as out:
-                first_row = rows.add(taken_apart(self._source.fetch_unit(wanted, out), out), 0)
+                layout = taken_apart(self._source.fetch_unit(wanted, out), out)
+                data = bytes(out[: layout.num_bytes])
+            first_row = rows.add(layout, 0)
         except IndexFormatError:
             raise  # of the index, not of the chunk's bytes
         except DataError:
             return None
-        return _Apart(bytes(memory), rows, first_row)
+        return _Apart(data, rows, first_row)
 
 
 class _Apart:

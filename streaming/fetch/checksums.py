@@ -11,6 +11,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
+from streaming.fetch.distant import Distant
 from streaming.index.sample_table import SampleTable
 from streaming.types import Int64Array
 
@@ -44,13 +45,15 @@ class Sum:
 
 
 def sums_of(
-    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask = EVERY
-) -> tuple[Sum, ...]:
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask = EVERY,
+    distant: Distant | None = None,
+) -> tuple[Sum, ...]:  # fmt: skip
     """Return the checksums for samples ``[first, stop)``, in order of their first bytes.
 
     With ``fields``, only those that these fields need: of their large members, and for the others the rest of their
     spans; spans in which no sample has any of the fields are left out. With ``kept``, bool [stop - first], likewise
-    those that these samples need.
+    those that these samples need. Without those of ``distant`` members, but with the rest of their spans: it holds
+    their headers, which tell whether the shard is the one that the index describes.
 
     Empty if these samples are not whole spans.
     """
@@ -61,7 +64,7 @@ def sums_of(
     offsets = samples.record_starts[borders].tolist()
     sums = samples.span_crc32c[low:high].tolist()
     rest = samples.large.rest[low:high].tolist() or [-1] * len(sums)
-    large = _large_members(samples, first, stop, fields, kept)
+    large = _large_members(samples, first, stop, fields, kept, distant)
     beside = _has_small(samples, borders, fields, kept)
     found: list[Sum] = []
     at = 0
@@ -71,35 +74,48 @@ def sums_of(
         while at < len(large) and large[at][0] < end:
             members.append(large[at])
             at += 1
-        if beside[place] and not members:
+        needs_rest = beside[place] or any(stays for *_, stays in members)
+        if needs_rest and not members:
             found.append(Sum(ranges=((begin, end),), crc32c=sums[place], first=head, stop=tail))
-        elif beside[place]:
+        elif needs_rest:
             cuts = [begin, *(border for start, stop_, *_ in members for border in (start, stop_)), end]
             ranges = tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a < b)
             found.append(Sum(ranges=ranges, crc32c=rest[place], first=head, stop=tail))
         found += [
             Sum(ranges=((start, stop_),), crc32c=crc, first=row, stop=row + 1)
-            for start, stop_, row, crc, asked in members
+            for start, stop_, row, crc, asked, _ in members
             if asked
         ]
     return tuple(found)
 
 
-def _large_members(
-    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None, kept: Mask
-) -> list[tuple[int, int, int, int, bool]]:
-    """Return start, end, sample and CRC32C of every large member of some samples, and whether it is wanted.
+def crc_of_member(samples: SampleTable, start: int, stop: int) -> int | None:
+    """Return the CRC32C of the large member in these bytes of a shard; None if there is none."""
+    for name, sums in samples.large.fields.items():
+        starts, sizes = samples.fields[name]
+        for row in np.flatnonzero((starts == start) & (sizes == stop - start) & (sums >= 0)).tolist():
+            return int(sums[row])
+    return None
 
-    By start.
+
+def _large_members(
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None, kept: Mask, distant: Distant | None
+) -> list[tuple[int, int, int, int, bool, bool]]:
+    """Return start, end, sample and CRC32C of every large member of some samples, by start.
+
+    And whether it is read; or wanted too, but distant.
     """
     members, kept = [], np.broadcast_to(kept, stop - first)
     for name, sums in samples.large.fields.items():
         starts, sizes = samples.fields[name]
         asked = fields is None or name in fields
+        stays = set() if distant is None or not asked else set(distant.among(name, sizes[first:stop]).tolist())
         for row in (np.flatnonzero(sums[first:stop] >= 0) + first).tolist():
-            start = int(starts[row])
+            start, there = int(starts[row]), row - first in stays
             wanted = asked and bool(kept[row - first])
-            members.append((start, start + int(sizes[row]), row, int(sums[row]), wanted))
+            members.append(
+                (start, start + int(sizes[row]), row, int(sums[row]), wanted and not there, wanted and there)
+            )
     return sorted(members)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from streaming.errors import ChecksumError, DataError
 from streaming.fetch.checksums import EVERY, Mask, sums_of
+from streaming.fetch.distant import Distant
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.pieces import RangePieces
 from streaming.index.sample_table import Records, SampleTable
@@ -15,7 +16,7 @@ from streaming.index.sample_table import Records, SampleTable
 
 def narrowed(
     samples: SampleTable, rows: range, pieces: RangePieces, data: memoryview, fields: Sequence[str] | None, url: str,
-    *, kept: Mask = EVERY,
+    *, kept: Mask = EVERY, distant: Distant | None = None,
 ) -> UnitLayout | None:  # fmt: skip
     """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum confirms.
 
@@ -29,12 +30,13 @@ def narrowed(
         fields: Fields to deliver; None: all.
         url: The shard, for messages.
         kept: Which of the samples are to be delivered, bool [n].
+        distant: Members that were not read; None: none.
 
     Returns:
         None if good and bad samples cannot be distinguished: they are not whole spans, or no checksum differs.
     """
     damage: dict[int, DataError] = {}
-    for one in sums_of(samples, rows.start, rows.stop, fields, kept):
+    for one in sums_of(samples, rows.start, rows.stop, fields, kept, distant):
         got = one.found_in(pieces.parts(data, one.ranges))
         if got != one.crc32c:
             error = checksum_error(url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
@@ -42,14 +44,17 @@ def narrowed(
     is_part = fields is not None or not kept.all()
     if not damage and (not is_part or narrowed(samples, rows, pieces, data, None, url) is None):
         return None
-    return layout_by_table(samples, rows, pieces, fields, damage)
+    return layout_by_table(samples, rows, pieces, fields, damage, distant)
 
 
 def layout_by_table(
     samples: SampleTable | Records, rows: range, pieces: RangePieces, fields: Sequence[str] | None,
-    damage: Mapping[int, DataError],
+    damage: Mapping[int, DataError], distant: Distant | None = None,
 ) -> UnitLayout:  # fmt: skip
-    """Return, according to the sample table, where the fields of some samples are in the memory of ``pieces``."""
+    """Return, according to the sample table, where the fields of some samples are in the memory of ``pieces``.
+
+    And where ``distant`` ones begin in the shard.
+    """
     among = slice(rows.start, rows.stop)
     columns = {
         name: (starts[among], sizes[among])
@@ -59,10 +64,15 @@ def layout_by_table(
     names = tuple(name for name, (starts, _) in columns.items() if (starts >= 0).any())
     starts = np.array([columns[name][0] for name in names], np.int64).reshape(-1, len(rows)).T
     sizes = np.array([columns[name][1] for name in names], np.int64).reshape(-1, len(rows)).T
+    places = np.where(starts < 0, -1, pieces.located(starts))
+    if distant is not None:
+        for column, name in enumerate(names):
+            stay = distant.among(name, sizes[:, column])
+            places[stay, column] = ~starts[stay, column]
     return UnitLayout(
         keys=samples.keys[among],
         fields=names,
-        starts=np.where(starts < 0, -1, pieces.located(starts)),
+        starts=places,
         sizes=sizes,
         num_bytes=pieces.num_bytes,
         damage=damage,

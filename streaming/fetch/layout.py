@@ -17,7 +17,8 @@ class UnitLayout:
     Attributes:
         keys: The key of each sample.
         fields: The ``F`` extensions.
-        starts: int64 ``[n, F]``, first byte of each field; -1 if the sample lacks the field.
+        starts: int64 ``[n, F]``, first byte of each field; -1 if the sample lacks the field; ``~b`` (never -1) if it is
+            distant: it is not in memory, but begins at byte b of the shard.
         sizes: int64 ``[n, F]``, number of bytes.
         num_bytes: Bytes of memory in use; anything allocated beyond that is free.
         damage: Samples whose bytes differ from the index, and why; all others are intact.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
-from streaming.fetch.checksums import Mask, Sum, sums_of
+from streaming.fetch.checksums import Mask, Sum, crc_of_member, sums_of
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
+from streaming.fetch.distant import Distant
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.pieces import RangePieces, pieces_of
 from streaming.index.large_members import LARGE_BYTES
@@ -129,12 +131,15 @@ class ShardFacts:
             bytes are damaged.
         gap_bytes: Gaps from this size on are not read: about what is read in the time of one more request.
         kept: Which of samples ``[first, stop)`` of the shard are wanted, bool [n]. Others are not delivered.
+        apart: Locates the samples of a range that was read completely.
+        distant: Members that are not read; None: there are none.
     """
 
     samples: Callable[[], SampleTable | None]
     gap_bytes: int
     kept: Callable[[int, int], Mask] = lambda first, stop: np.ones(stop - first, np.bool_)
     apart: Apart = apart_later
+    distant: Distant | None = None
 
 
 _NOTHING_KNOWN = ShardFacts(samples=lambda: None, gap_bytes=0)
@@ -188,7 +193,7 @@ def fetch_unit(
     def layout() -> UnitLayout:
         if part is None:
             return taken_apart(known.apart(wanted), out)
-        return layout_by_table(part.samples, rows, part.pieces, wanted.fields, {})
+        return layout_by_table(part.samples, rows, part.pieces, wanted.fields, {}, known.distant)
 
     try:
         if later:
@@ -197,10 +202,10 @@ def fetch_unit(
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
-        kept = known.kept(rows.start, rows.stop)
-        found = None
+        kept, distant = known.kept(rows.start, rows.stop), None if part is None else known.distant
+        found, pieces = None, read.plan.pieces
         if table is not None:
-            found = narrowed(table, rows, read.plan.pieces, out, wanted.fields, wanted.shown_url, kept=kept)
+            found = narrowed(table, rows, pieces, out, wanted.fields, wanted.shown_url, kept=kept, distant=distant)
         if found is None:
             raise
         return found
@@ -230,17 +235,19 @@ class _Part(_Plan):
 def _part_of(wanted: FetchRange, rows: range, known: ShardFacts) -> _Part | None:
     """Return the plan for the fields and samples that are wanted; None: read the whole range.
 
-    The sample table is not even requested if samples are small on average and no long run of them is filtered out.
+    The sample table is not even requested if samples are small on average and no long run of them is filtered out, and
+    no member can be distant. (Whether one is must not depend on what else is in the range.)
     """
     kept, mean_bytes = known.kept(rows.start, rows.stop), wanted.num_bytes / max(1, len(rows))
     hole = 0 if np.count_nonzero(kept) == len(kept) else _longest_run(~kept)
     has_large = wanted.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
+    has_large |= known.distant is not None and known.distant.may_be_in(wanted.num_bytes)
     if not has_large and (not hole or hole * mean_bytes < known.gap_bytes):
         return None
     table = known.samples()
     if table is None or (not hole and not table.large.fields):
         return None
-    sums = sums_of(table, rows.start, rows.stop, wanted.fields, kept)
+    sums = sums_of(table, rows.start, rows.stop, wanted.fields, kept, known.distant)
     pieces = pieces_of(sums, wanted.byte_start, wanted.byte_end, known.gap_bytes)
     return None if pieces is None else _Part(pieces=pieces, sums=sums, samples=table)
 
@@ -314,13 +321,28 @@ class _Read:
             ChecksumError: The bytes are damaged, in a shard of the right size; ``out`` holds them.
             StorageError: The store failed.
         """
-        wanted = self._wanted
-        try:
+        with self._explained():
             self._read(out)
             if self._differing(out) is not None:
                 self._fill(out)
                 self._check_replaced(out)
                 self.check(out)
+
+    def part_into(self, out: memoryview) -> None:
+        """Fetch ``out`` from the store, although nothing tells whether its bytes are right.
+
+        Raises:
+            ChangedError: The shard was replaced since this process first read it.
+            IndexMismatchError, StorageError: As for :meth:`into`.
+        """
+        with self._explained():
+            self._fill(out, summed=False)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        wanted = self._wanted
+        try:
+            yield
         except NotFoundError as error:
             raise IndexMismatchError(
                 f"{wanted.shown_url}: the index lists this shard, but the store does not have it"
@@ -381,10 +403,10 @@ class _Read:
             f"index them"
         )
 
-    def _fill(self, out: memoryview) -> None:
+    def _fill(self, out: memoryview, *, summed: bool = True) -> None:
         pieces = self.plan.pieces
         for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
-            self._storage.read_into(self._wanted.url, start, part, summed=True)
+            self._storage.read_into(self._wanted.url, start, part, summed=summed)
 
     def _differing(self, out: memoryview) -> tuple[Sum, int] | None:
         """Return the first checksum that the bytes do not match, and their actual one."""
@@ -393,6 +415,35 @@ class _Read:
             if got != one.crc32c:
                 return one, got
         return None
+
+
+def read_distant(
+    storage: Storage, wanted: FetchRange, start: int, stop: int, samples: SampleTable | None = None
+) -> bytearray:
+    """Return bytes ``[start, stop)`` of a shard: of a distant member, or a part of one.
+
+    Args:
+        storage: The store.
+        wanted: Any range of the shard.
+        start: First byte in the shard.
+        stop: End (exclusive).
+        samples: The sample table: the bytes are a member, which is compared with its checksum. None: nothing tells
+            whether they are right.
+
+    Raises:
+        ChangedError: The shard was replaced since this process first read it, and nothing tells by what.
+        ChecksumError: The member is damaged.
+        IndexMismatchError: The shard is missing, or differs from the one in the index.
+        StorageError: The store failed.
+    """
+    crc = None if samples is None else crc_of_member(samples, start, stop)
+    pieces = RangePieces(ranges=((start, stop),))
+    sums = () if crc is None else (Sum(ranges=pieces.ranges, crc32c=crc, first=0, stop=1),)
+    read = _Read(storage, replace(wanted, byte_start=start, byte_end=stop), _Plan(pieces=pieces, sums=sums))
+    out = bytearray(stop - start)
+    with memoryview(out) as view:
+        (read.part_into if crc is None else read.into)(view)
+    return out
 
 
 def matches_sums(wanted: FetchRange, data: memoryview) -> bool:

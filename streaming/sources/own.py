@@ -104,7 +104,7 @@ class OwnSource(SampleRows):
         fields, decode, transform, shuffle, seed, on_error, max_bad_samples, bad_samples_file: See ``StreamingDataset``.
     """
 
-    can_be_mapped = is_local = False
+    can_be_mapped = is_local = has_distant = False
     max_bad_samples: float
 
     def __init__(
@@ -166,6 +166,10 @@ class OwnSource(SampleRows):
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
         """See ``Source``: nothing is mapped."""
         raise AssertionError(f"{wanted.shown_url}: not mapped")
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:  # noqa: ARG002
+        """See ``Source``: nothing is left in the store."""
+        raise AssertionError(f"chunk {chunk_id}: read whole")
 
     def reads_whole(self, wanted: FetchRange) -> bool:  # noqa: ARG002  as Source has it
         """See ``Source``: always."""

@@ -46,7 +46,8 @@ class RowTable:
                 np.add(there, base, out=starts[rows])
                 sizes[rows] = layout.sizes[:, column]
                 if there.min(initial=0) < 0:
-                    sizes[rows][there < 0] = -1
+                    starts[rows][there < -1] = there[there < -1]  # distant ones are nowhere in memory
+                    sizes[rows][there == -1] = -1
             self._damage.update((first + number, error) for number, error in layout.damage.items())
         return first
 

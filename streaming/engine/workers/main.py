@@ -4,8 +4,8 @@ A worker is forked by the server, receives the recipe, then one order after the 
 nothing that outlives it, and holds nothing of the user's except their functions.
 
 Messages are tuples that start with their kind. To the worker: ``SETUP``, then ``ORDER``; during a build, ``NEXT`` (a
-substitute, or None), ``GO_ON`` (a report was noted) or ``ABORT``. From the worker: ``HELLO`` once; ``SUBSTITUTE`` and
-``REPORT`` during a build; ``DONE``, ``FAILED`` or ``ABORTED`` at the end.
+substitute, or None), ``GO_ON`` (a report was noted), ``DATA`` (of a store) or ``ABORT``. From the worker: ``HELLO``
+once; ``SUBSTITUTE``, ``REPORT`` and ``READ`` during a build; ``DONE``, ``FAILED`` or ``ABORTED`` at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,8 +43,12 @@ from streaming.engine.workers.portable import received
 from streaming.engine.workers.ring import Slot, SlotWriter
 from streaming.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
+from streaming.types import ReadBuffer
 
-Kind = Literal["setup", "hello", "order", "substitute", "next", "report", "go on", "abort", "done", "failed", "aborted"]
+Kind = Literal[
+    "setup", "hello", "order", "substitute", "next", "report", "go on", "read", "data", "abort", "done", "failed",
+    "aborted",
+]  # fmt: skip
 SETUP: Kind = "setup"
 HELLO: Kind = "hello"
 ORDER: Kind = "order"
@@ -50,6 +56,8 @@ SUBSTITUTE: Kind = "substitute"
 NEXT: Kind = "next"
 REPORT: Kind = "report"
 GO_ON: Kind = "go on"
+READ: Kind = "read"
+DATA: Kind = "data"
 ABORT: Kind = "abort"
 DONE: Kind = "done"
 FAILED: Kind = "failed"
@@ -80,6 +88,14 @@ class BatchOrder:
     slot: int
     gone: tuple[int, ...]
     seed: int | None
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What a thread of a worker wants of a distant member, and the answer: bytes, an error, or None until it comes."""
+
+    of: tuple[int, int, int, bool]
+    found: Any = None
 
 
 class _AbortedError(BaseException):
@@ -233,6 +249,8 @@ class _Worker:
             )
             self._broken.__cause__ = error
         self._found: dict[int, list[WireRows | None]] = {}
+        self._turn, self._readings = threading.Lock(), deque[_Reading]()
+        self._is_aborted = False
         channel.send((HELLO, os.getpid()))
 
     def serve(self) -> None:
@@ -262,7 +280,8 @@ class _Worker:
             return FAILED, error_to_wire(self._broken, _where(None))
         try:
             slot.follow()
-            rows = rows_from_wire(order.rows, self._memory, self._view)
+            self._is_aborted = False
+            rows = rows_from_wire(order.rows, self._memory, self._view, self._read_distant)
             self._found.clear()
             parcel = self._builder.build(rows, order.valid, slot, order.seed, self._substitutes, self._report)
             return DONE, parcel, (begun_s, time.perf_counter()), time.process_time() - cpu_s
@@ -282,15 +301,40 @@ class _Worker:
             wire = found[number]
             if wire is None:
                 return
-            yield rows_from_wire(wire, self._memory, self._view)
+            yield rows_from_wire(wire, self._memory, self._view, self._read_distant)
 
     def _report(self, bad: BadSample) -> None:
         self._ask((REPORT, bad))
 
+    def _read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer:
+        """Have the parent read, which has the connections, and whose retries and counters these are.
+
+        From several threads at once: whoever comes first asks for all that wait meanwhile.
+        """
+        mine = _Reading((chunk_id, start, stop, whole))
+        self._readings.append(mine)
+        with self._turn:
+            if mine.found is None:
+                asked = [self._readings.popleft() for _ in range(len(self._readings))]
+                try:
+                    for one, found in zip(asked, self._ask((READ, [one.of for one in asked])), strict=True):
+                        one.found = found
+                except BaseException as error:
+                    for one in asked:  # Invariant: whoever waits for its turn has an answer then, or is still listed
+                        one.found = error
+                    raise
+        if isinstance(mine.found, BaseException):
+            raise mine.found
+        data: ReadBuffer = mine.found
+        return data
+
     def _ask(self, question: tuple[Any, ...]) -> Any:
+        if self._is_aborted:
+            raise _AbortedError
         self._channel.send(question)
         answer, _ = self._channel.receive()
         if answer[0] == ABORT:
+            self._is_aborted = True
             raise _AbortedError
         return answer[1]
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from streaming.batches.build import BadSampleReport, Recipe
 from streaming.batches.rows import Rows
 from streaming.counters import Metrics
+from streaming.decode import together
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
 from streaming.engine.threads.pace import WorkerPace
@@ -26,11 +27,13 @@ from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.main import (
     ABORT,
     ABORTED,
+    DATA,
     DONE,
     FAILED,
     GO_ON,
     NEXT,
     ORDER,
+    READ,
     REPORT,
     SUBSTITUTE,
     BatchOrder,
@@ -41,8 +44,9 @@ from streaming.engine.workers.processes import MAX_DEATHS, Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
 from streaming.engine.workers.stand_in import StandInWorker, as_in_a_process
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
-from streaming.errors import ConfigError, WorkerDiedError
-from streaming.storage import redact
+from streaming.errors import ConfigError, DataError, WorkerDiedError
+from streaming.storage import ChangedError, redact
+from streaming.types import ReadBuffer
 
 _LISTED = 16
 
@@ -451,12 +455,23 @@ class _Dialogue:
                 self._job.num_reported = self._num_reports
                 self._job.report(value)
             return GO_ON, None
+        if kind == READ:
+            return DATA, [one.get() for one in together([partial(self._read, *one) for one in value])]
         if kind != SUBSTITUTE:
             raise AssertionError(f"a worker said {kind!r} while it built a batch")
         if value not in self._standing_in:
             self._standing_in[value] = self._job.substitutes(value)
         found = next(self._standing_in[value], None)
         return NEXT, None if found is None else rows_to_wire(found, self._arena)
+
+    def _read(self, chunk_id: int, start: int, stop: int, whole: bool) -> ReadBuffer | Exception:  # noqa: FBT001
+        """Return bytes of a distant member, or what the worker is to make of it."""
+        if self._job.rows.read_distant is None:
+            raise AssertionError("a worker read from the store, although all it needs was in memory")
+        try:
+            return self._job.rows.read_distant(chunk_id, start, stop, whole=whole)
+        except (ChangedError, DataError) as error:
+            return error
 
 
 def _state_of(worker: Worker) -> str:

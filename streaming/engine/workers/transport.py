@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streaming.batches.rows import FieldRange, Rows
+from streaming.batches.rows import FieldRange, ReadDistant, Rows
 from streaming.engine.memory.arena import Arena
 from streaming.engine.workers.portable import Pickler, dumps
 from streaming.engine.workers.ring import Memory, SlotWriter
@@ -29,7 +29,7 @@ _SMALL_ITEM_BYTES = 4 << 10
 """Smaller items are joined and split as bytes objects; for larger ones a single copy into the slot is cheaper."""
 
 WireRows: TypeAlias = tuple[
-    bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any, Any
+    bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any, Any, Any
 ]
 
 
@@ -41,12 +41,17 @@ def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
     inline = None if arena is not None and rows.memory is arena.memory else bytes(rows.memory)
     fields = {name: (where.starts, where.sizes) for name, where in rows.fields.items()}
     damage = dumps(dict(rows.damage)) if rows.damage else None
-    return inline, rows.keys, rows.urls, fields, damage, rows.numbers, rows.positions, rows.sources, rows.packs
+    return (
+        inline, rows.keys, rows.urls, fields, damage, rows.numbers, rows.positions, rows.sources, rows.packs,
+        rows.chunk_ids,
+    )  # fmt: skip
 
 
-def rows_from_wire(wire: WireRows, memory: Any, view: memoryview) -> Rows:
-    """Return the rows; ``memory`` and ``view`` are the arena's."""
-    inline, keys, urls, fields, damage, numbers, positions, sources, packs = wire
+def rows_from_wire(
+    wire: WireRows, memory: Any, view: memoryview, read_distant: ReadDistant | None = None
+) -> Rows:  # fmt: skip
+    """Return the rows; ``memory`` and ``view`` are the arena's, and ``read_distant`` asks whoever sent them."""
+    inline, keys, urls, fields, damage, numbers, positions, sources, packs, chunk_ids = wire
     return Rows(
         memory=memory if inline is None else inline,
         view=view if inline is None else memoryview(inline),
@@ -58,6 +63,8 @@ def rows_from_wire(wire: WireRows, memory: Any, view: memoryview) -> Rows:
         positions=positions,
         sources=sources,
         packs=packs,
+        chunk_ids=chunk_ids,
+        read_distant=read_distant,
     )
 
 
