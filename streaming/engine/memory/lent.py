@@ -71,6 +71,7 @@ class _Place:
         memory: What all views keep alive; None: nothing was lent, or all of it has come back.
         num_loans: Objects like ``memory`` that have not come back.
         is_dropped: The store does not need it any more.
+        num_mended: How often what users had changed of it was restored.
     """
 
     wanted: FetchRange
@@ -84,6 +85,7 @@ class _Place:
     memory: weakref.ref[_Memory] | None = None
     num_loans: int = 0
     is_dropped: bool = False
+    num_mended: int = 0
 
     @property
     def room(self) -> tuple[int, int]:
@@ -95,6 +97,32 @@ class _Place:
         """Whether anybody has views; ``whole`` is given up to find out."""
         self.whole = None
         return self.memory is not None and self.memory() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _ToCopy:
+    """Bytes of a place of which a copy is to be given, and what was known of them under the lock.
+
+    Attributes:
+        row: Which of the asked ones it is.
+        place: The chunk.
+        start: Its first byte in the arena.
+        size: Number of bytes.
+        was_lent: Somebody had, or has, a view of it.
+        num_mended: That of the place.
+    """
+
+    row: int
+    place: _Place
+    start: int
+    size: int
+    was_lent: bool
+    num_mended: int
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a copy made since then may hold what a user wrote."""
+        return self.was_lent or self.start in self.place.given or self.num_mended != self.place.num_mended
 
 
 class Lender:
@@ -203,7 +231,7 @@ class Lender:
             sizes: int64 [n].
         """
         found: list[memoryview | None] = []
-        copied: list[tuple[int, _Place, int, int]] = []
+        copied: list[_ToCopy] = []
         with self._lock:
             # The places asked for stay as they are: the store holds their chunks for the caller.
             self._may_end = True
@@ -217,13 +245,14 @@ class Lender:
                 if bytes_of is None or start in place.given:
                     bytes_of = self._ready(place, start)
                 if bytes_of is None:
-                    copied.append((len(found), place, start, size))
+                    was_lent = start in place.given
+                    copied.append(_ToCopy(len(found), place, start, size, was_lent, place.num_mended))
                     found.append(None)
                     continue
                 place.given.add(start)
                 found.append(bytes_of[start - place.start : start - place.start + size])
-        for row, copy in zip((row for row, *_ in copied), self._copies([one[1:] for one in copied]), strict=True):
-            found[row] = memoryview(copy)
+        for one, copy in zip(copied, self._copies(copied), strict=True):
+            found[one.row] = memoryview(copy)
         return found
 
     def _ready(self, place: _Place, start: int) -> memoryview | None:
@@ -269,19 +298,22 @@ class Lender:
             self._give_up_unused()
         return self._lent_bytes + place.room[1] <= self.limit_bytes
 
-    def _copies(self, wanted: list[tuple[_Place, int, int]]) -> list[bytes]:
-        """Return copies of bytes that nobody has changed: the place, start and size of each."""
+    def _copies(self, wanted: list[_ToCopy]) -> list[bytes]:
+        """Return copies of bytes that nobody has changed."""
         if self._has_lacked and not self._has_told:
             self._tell_of_copies()
-        copies = [bytes(self._arena.view[start : start + size]) for _, start, size in wanted]
-        for place in {place for place, start, _ in wanted if start in place.given}:
-            if self._matches(place):  # after the copies were made, which nobody can change any more
+        copies = [bytes(self._arena.view[one.start : one.start + one.size]) for one in wanted]
+        for place in {one.place for one in wanted if one.is_doubtful}:
+            of_place = [(i, one) for i, one in enumerate(wanted) if one.place is place]
+            # After the copies were made, which nobody can change any more; but another thread may have restored the
+            # chunk between the two, and it says so before it begins.
+            if self._matches(place) and all(one.num_mended == place.num_mended for _, one in of_place):
                 continue
             again = memoryview(bytearray(place.num_bytes))
             self._fetch(place.wanted, again)
-            for row, (of, start, size) in enumerate(wanted):
-                if of is place:
-                    copies[row] = bytes(again[start - place.start : start - place.start + size])
+            for i, one in of_place:
+                begin = one.start - place.start
+                copies[i] = bytes(again[begin : begin + one.size])
             self._mend(place, again)
         return copies
 
@@ -290,6 +322,7 @@ class Lender:
         with self._lock:
             # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after.
             if not self._closed and not place.is_dropped and not place.has_views:
+                place.num_mended += 1
                 self._arena.view[place.start : place.start + place.num_bytes] = again
                 place.given.clear()
 
