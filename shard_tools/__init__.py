@@ -46,8 +46,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-def __getattr__(name: str) -> object:
-    """Import a public name on first use: worker processes need none of them."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # type checkers, too, then tell a name that is not there
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on first use: worker processes need none of them."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)

@@ -103,10 +103,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'streaming' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers, too, then tell a name that is not there
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'streaming' has no attribute {name!r}")
+        try:
+            value: object = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"streaming.{name} needs torch, which is not installed; pip install torch. Without it, shard_tools "
+                "works, and sets give samples by number",
+                name="torch",
+            ) from error
+        globals()[name] = value
+        return value
