@@ -25,7 +25,7 @@ else:
 _ALWAYS_LISTS = frozenset(("__key__", "__url__", "__source__"))
 _INT64 = np.iinfo(np.int64)
 _NONE: Mapping[str, Form] = MappingProxyType({})
-_DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+_DTYPES: tuple[str, ...] = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 _DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
 
 

@@ -221,7 +221,9 @@ def pyright_found(program: Path, python: Path) -> tuple[list[tuple[int, str]], l
     config = program.parent / "pyrightconfig.json"
     config.write_text(json.dumps({"typeCheckingMode": "strict", "include": [program.name]}))
     command = [
-        str(Path(sys.executable).parent / "pyright"),
+        sys.executable,
+        "-m",
+        "pyright",
         "--pythonpath",
         str(python),
         "--outputjson",

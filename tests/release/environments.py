@@ -101,7 +101,8 @@ class Environment:
 
     def pip(self, *arguments: str) -> str:
         """Run its pip."""
-        quiet = ("--disable-pip-version-check", "--no-input", "--quiet")
+        quiet = ("--disable-pip-version-check", "--no-input")
+        quiet += ("--quiet", "--no-compile") if arguments[0] == "install" else ()  # of a list it would leave nothing
         return self.run("-m", "pip", arguments[0], *quiet, *arguments[1:])
 
     def run(self, *arguments: str, script: str = "python") -> str:
