@@ -30,10 +30,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = re.search(r'^VERSION = "(.*)"', (ROOT / "streaming/types.py").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 NOT_OLDEST = ("torch", "ray", "gcsfs", "adlfs", "datasets", "matplotlib")
 """Torch has no old build without CUDA; the others are large, or bring versions of the rest that are not the oldest."""
-TESTS_OF_OLDEST = (
-    "tests/tar", "tests/plan", "tests/catalog", "tests/batches", "tests/filters", "tests/packing", "tests/storage",
-    "tests/shard_tools",
-)  # fmt: skip
+NEEDED_BY_TESTS = (
+    "hypothesis",
+    "lmdb",
+    "moto",
+    "psutil",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "pyyaml",
+    "scikit-learn",
+)
+TESTS_OF_OLDEST = ("plan", "catalog", "batches", "datasets", "mixing", "packing", "storage", "shard_tools")
 NO_PACKAGE = re.compile(
     r"No matching distribution|Failed building wheel|Could not build wheels|metadata-generation-failed"
 )
@@ -97,11 +105,20 @@ def check_files(wheel: Path, sdist: Path, tools: Interpreter) -> str:
     return f"contents as expected, twine {twine.versions()['twine']} check passed"
 
 
-def needed(oldest: bool = False, without: Iterable[str] = ()) -> list[str]:
-    """Return the requirements of the project, without some, perhaps each in its oldest version."""
-    lines = [line.split(";")[0].strip() for line in PROJECT["dependencies"]]
-    lines = [line for line in lines if re.split(r"[<>=!~]", line)[0] not in without]
-    return [line.replace(">=", "==") for line in lines] if oldest else lines
+def needed(without: Iterable[str] = ()) -> list[str]:
+    """Return the requirements of the project, without some."""
+    return [line for line in PROJECT["dependencies"] if named(line) not in without]
+
+
+def named(line: str) -> str:
+    """Return the name in a requirement."""
+    return re.split(r"[\[<>=!~ ;]", line)[0].lower()
+
+
+def extras_of_all() -> list[str]:
+    """Return the extras that ``all`` names."""
+    (line,) = PROJECT["optional-dependencies"]["all"]
+    return str(line).partition("[")[2].rstrip("]").split(",")
 
 
 def cpu_torch(environment: Environment) -> str | None:
@@ -252,31 +269,34 @@ def check_extras(one: Interpreter, wheel: Path) -> str:
 
 
 def check_oldest(one: Interpreter, wheel: Path) -> str:
-    """Install the oldest versions that pyproject.toml claims, and run the quick tests."""
+    """Install the oldest versions that pyproject.toml claims, as uv finds them, and run the quick tests."""
+    tools = Environment(one, WORK / "uv")
+    tools.pip("install", "uv")
     environment = Environment(one, WORK / "oldest")
     torch = cpu_torch(environment)
     if torch is None:
         raise FailedError("No matching distribution: no torch without CUDA")
-    extras = PROJECT["optional-dependencies"]
-    named = re.fullmatch(r"shardstream\[(.*)\]", extras["all"][0])[1].split(",")  # type: ignore[index]
-    lines = needed(oldest=True, without=NOT_OLDEST)
-    lines += [line.replace(">=", "==") for name in named for line in extras[name]]
-    lines = [line for line in dict.fromkeys(lines) if re.split(r"[\[=]", line)[0] not in NOT_OLDEST]
-    tests = [
-        line for line in extras["dev"] if re.match(r"(hypothesis|lmdb|moto|psutil|pytest|pyyaml|scikit-learn)", line)
-    ]
-    environment.pip("install", torch, environment.taken(wheel), *lines, *tests)
-    versions = environment.versions()
+    environment.pip("install", torch)
     python = str(environment.folder / "venv" / "bin" / "python")
+    extras = PROJECT["optional-dependencies"]
+    lines = needed(without=NOT_OLDEST)
+    lines += [line for name in extras_of_all() for line in extras[name] if named(line) not in NOT_OLDEST]
+    install = ("pip", "install", "--quiet", "--python", python)
+    tools.run(*install, "--upgrade", "--resolution", "lowest-direct", *dict.fromkeys(lines), script="uv")
+    tools.run(*install, "--no-deps", str(wheel), script="uv")
+    tools.run(*install, *[line for line in extras["dev"] if named(line) in NEEDED_BY_TESTS], script="uv")
+    try_verbs(environment, "torch")
+    try_training(environment)
     options = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not slow and not distributed and not ray"]
-    options += ["-p", "no:cacheprovider", "-W", "default", *TESTS_OF_OLDEST]
+    options += ["-p", "no:cacheprovider", "-W", "default", *(f"tests/{name}" for name in TESTS_OF_OLDEST)]
     with (WORK / "oldest.log").open("w") as log:
         ran = subprocess.run([python, *options], check=False, stdout=log, stderr=log, cwd=ROOT)
     last = (WORK / "oldest.log").read_text().strip().splitlines()[-1]
-    held = ", ".join(f"{name} {versions[name]}" for name in sorted(re.split(r"[\[=]", line)[0] for line in lines))
+    versions = environment.versions()
+    held = ", ".join(f"{name} {versions[name]}" for name in sorted(named(line) for line in dict.fromkeys(lines)))
     if ran.returncode:
         raise FailedError(f"{held}: see {WORK / 'oldest.log'}\n{last}")
-    return f"{held}: {last.strip('= ')}"
+    return f"every verb, training, and tests: {last.strip('= ')}, with {held}"
 
 
 def publish(report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -57,18 +58,18 @@ def probed(command: tuple[str, ...], root: Path | None = None) -> Interpreter | 
     """Return the interpreter that ``command`` starts; None if it is none, or cannot make environments."""
     try:
         ran = subprocess.run([*command, "-c", _PROBE], check=True, capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.SubprocessError):
+        told = json.loads(ran.stdout.splitlines()[-1])  # libraries print before it
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return Interpreter(command=command, root=root, **json.loads(ran.stdout))
+    return Interpreter(command=command, root=root, **told)
 
 
 def interpreters(named: Iterable[str], roots: Iterable[Path]) -> list[Interpreter]:
     """Return the interpreters in these places and on this machine, the first of each kind, oldest first."""
     commands: list[tuple[tuple[str, ...], Path | None]] = [((path,), None) for path in named]
     for root in roots:
-        found = sorted(root.glob("usr/bin/python3.[0-9][0-9]*")) + sorted(
-            root.glob("usr/local/bin/python3.[0-9][0-9]*")
-        )
+        every_file = [*root.glob("usr/bin/python3*"), *root.glob("usr/local/bin/python3*")]
+        found = sorted(path for path in every_file if re.fullmatch(r"python3\.\d+(t|-nogil)?", path.name))
         commands += [(("chroot", str(root), f"/{path.relative_to(root)}"), root) for path in found]
     commands += [((path,), None) for name in NAMES if (path := shutil.which(f"python{name}"))]
     kept = Path.home() / ".pyenv" / "versions"
