@@ -53,20 +53,20 @@ class Report:
 
     rows: list[dict[str, str]] = field(default_factory=list)
 
-    def add(self, python: str, torch: str, what: str, result: str) -> None:
-        """Add a row, and print it."""
+    def add(self, python: str, torch: str, what: str, result: str, began: float) -> None:
+        """Add a row, and print it with the time since it began."""
         self.rows.append({"python": python, "torch": torch, "what": what, "result": result})
-        print(f"-- {python} | torch {torch} | {what} | {result}", flush=True)
+        print(f"-- {python} | torch {torch} | {what} | {result} | {time.monotonic() - began:.0f} s", flush=True)
 
     def attempt(self, python: str, torch: str, what: str, step: Callable[[], str]) -> None:
         """Take a step that says what ran, and add what became of it."""
         began = time.monotonic()
         try:
-            result = f"{step()}; {time.monotonic() - began:.0f} s"
+            result = step()
         except FailedError as error:
             missing = NO_PACKAGE.search(str(error))
             result = f"{'not possible' if missing else 'FAILED'}: {error}"
-        self.add(python, torch, what, result)
+        self.add(python, torch, what, result, began)
 
     @property
     def failures(self) -> list[str]:
@@ -155,9 +155,9 @@ def smoke(one: Interpreter, wheel: Path, report: Report, kind: str = "wheel") ->
         environment, torch = installed(one, wheel, work_of(one) / f"{kind}-{one.name}")
     except FailedError as error:
         missing = NO_PACKAGE.search(str(error))
-        report.add(shown, "none", f"install the {kind}", f"{'not possible' if missing else 'FAILED'}: {error}")
+        report.add(shown, "none", f"install the {kind}", f"{'not possible' if missing else 'FAILED'}: {error}", began)
         return None
-    report.add(shown, torch or "none", f"install the {kind}", f"installed; {time.monotonic() - began:.0f} s")
+    report.add(shown, torch or "none", f"install the {kind}", "installed", began)
     report.attempt(shown, torch or "none", "every verb", lambda: try_verbs(environment, torch))
     if torch:
         report.attempt(shown, torch, "write, train, stop, go on", lambda: try_training(environment))
