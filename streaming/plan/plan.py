@@ -320,6 +320,29 @@ class Plan:
                 found, known = known.get((pass_number, stretch)) if rank == dp_rank else None, {}
                 yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
 
+    def needs_by_pass(self, dp_rank: int, most_rows: int) -> Iterator[ChunkIntervals]:
+        """Yield ``intervals_by_pass``, exact in where the first batches, of at most so many rows, begin to use a chunk.
+
+        The closed form is early by up to W lane positions, which a reader that runs ahead does not notice, but its
+        first batch would wait for: with the default window for 2.5 to 3 times as many chunks as it uses. Chunks that
+        no batch uses any more, behind a start in the middle, are left out.
+        """
+        parts = self.intervals_by_pass(dp_rank)
+        for live in parts:
+            yield self._begun(live, dp_rank, most_rows)
+            break
+        yield from parts
+
+    def _begun(self, live: ChunkIntervals, dp_rank: int, most_rows: int) -> ChunkIntervals:
+        """Return the first intervals, exact in where the first batches begin to use a chunk."""
+        pass_number = self.passes[0]
+        count = min(max(most_rows // self.shape.most_rows, 1), len(next(self._stretches(pass_number))))
+        rows = self.rank_batches(0, count, dp_rank)
+        of_pass = rows.passes == pass_number
+        batches = np.repeat(np.arange(count), np.diff(rows.row_splits))[of_pass]
+        used, at = np.unique(rows.chunk_ids[of_pass], return_index=True)  # rows are sorted by batch
+        return live.begun(used, batches[at], count)
+
     def rank_chunks(self, dp_rank: int) -> Int64Array:
         """Return the ids of the chunks that this rank needs, sorted, int64 [n].
 
