@@ -5,6 +5,7 @@
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
+# make release-check  wheel and sdist in clean environments of every Python that is found, types, extras, oldest versions
 # make matrix all tests, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
 # make flips  FLIPS=100000 flipped bits in all files of an index, under each reader, drawn from SEED=1
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, as many histories of all
@@ -21,16 +22,17 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 GPU_ARGS ?=
+RELEASE_ARGS ?=
 
 # Compiled files are kept even where the environment says otherwise (container images do): tests start a hundred
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test lint types pytest format bench docs gpu peers fuzz torture flips matrix differential clean
+.PHONY: release-check help venv demo test lint types pytest format bench docs gpu peers fuzz torture flips matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
 
 venv: $(VENV)/.installed
 
@@ -72,6 +74,9 @@ gpu: venv
 
 peers: venv
 	$(BIN)/python benchmarks/peers/run.py $(PEERS_ARGS)
+
+release-check: venv
+	$(BIN)/python -m tests.release $(RELEASE_ARGS)
 
 matrix: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --matrix $(PYTEST_ARGS)

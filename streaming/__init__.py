@@ -120,6 +120,15 @@ if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
         home = _HOMES.get(name)
         if home is None:
             raise _no_attribute(__name__, name)
-        value: object = getattr(import_module(home), name)
+        try:
+            value: object = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"streaming.{name} needs torch, which is not installed; pip install torch. Without it, shard_tools "
+                "works, and sets give samples by number",
+                name="torch",
+            ) from error
         globals()[name] = value
         return value

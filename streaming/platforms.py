@@ -1,8 +1,9 @@
-"""Ask for features that only some systems have, so that all the differences are in one place.
+"""Ask for what only some machines have, so that all the differences are in one place.
 
 Linux has everything. macOS reads, writes and indexes, with threads: worker processes need files without a name that
 several processes map (``memfd_create``), sockets that preserve message boundaries, and a kernel that ends children with
-their parent. No other system has the locks and positioned reads that everything relies on.
+their parent. No other system has the locks and positioned reads that everything relies on. Machines that only prepare
+data have no torch (``later``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +27,36 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux"
 """Python has its name since 3.12; the number is Linux's."""
 _NO_LIMIT = 1 << 60
 """Version 1 of control groups writes "no limit" as the largest number of whole pages."""
+
+
+def later(module: str, names: dict[str, Any], name: str | None = None) -> Any:
+    """Return what stands for a module until its first use, which imports it and puts the module itself in its place.
+
+    So a module that builds batches can be imported to plan them, on a machine without torch and at no cost later on::
+
+        torch = later("torch", globals())
+
+    Args:
+        module: The module to import.
+        names: The global names of the module that uses it.
+        name: Its name among them; default: ``module``.
+    """
+    return _Later(module, names, name or module)
+
+
+class _Later(ModuleType):
+    """What ``later`` returns. Threads that use it at once all put the same module in its place."""
+
+    def __init__(self, module: str, names: dict[str, Any], name: str) -> None:
+        super().__init__(module)
+        self._names, self._name = names, name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # asked by what looks at all objects, such as repr
+            raise AttributeError(f"module {self.__name__!r} is imported by the first use of another name")
+        module = import_module(self.__name__)
+        self._names[self._name] = module
+        return getattr(module, attribute)
 
 
 def num_cores() -> int:

@@ -72,7 +72,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/glossary",
     ),
     "Why": ("docs/explanation", "docs/design/README", "benchmarks/peers/README", "benchmarks/README"),
-    "Project": ("CONTRIBUTING", "CHANGELOG"),
+    "Project": ("docs/versions", "SECURITY", "CONTRIBUTING", "RELEASING", "CHANGELOG"),
 }
 """The side bar: sections, and the pages of each in the order in which they are read."""
 

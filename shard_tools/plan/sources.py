@@ -48,7 +48,7 @@ class TableSet(OfTable):
     @property
     def items(self) -> Items:
         """See ``ShardSet``: a row is a sample."""
-        from streaming.batches.build import Samples  # noqa: PLC0415  it imports torch
+        from streaming.batches.build import Samples  # noqa: PLC0415  other commands start faster
 
         return Samples()
 
@@ -82,7 +82,7 @@ def open_planned(
         IndexMissingError: There is no index, and the dataset is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
     """
-    from streaming.datasets.mixture import Mixture  # noqa: PLC0415  it imports torch
+    from streaming.datasets.mixture import Mixture  # noqa: PLC0415  other commands start faster
     from streaming.datasets.mixture_file import open_described  # noqa: PLC0415
 
     listed = [urls] if isinstance(urls, str) else list(urls)

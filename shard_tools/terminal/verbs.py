@@ -37,12 +37,12 @@ class ToolGroup(click.Group):
             if isinstance(error, ReadOnlyError) and is_on("dry_run"):
                 _tell_dry_run(ctx, error)
                 return None
-            if ctx.meta.get(_DEBUG):
+            self._fail(ctx, error)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
                 raise
-            render.show_error(error)
-            _tell_program(ctx, error, str(error))
-            is_blind = ctx.invoked_subcommand in _JUDGES and isinstance(error, (StorageError, IndexMissingError))
-            ctx.exit(2 if isinstance(error, ConfigError) else 3 if is_blind else 1)
+            verb = f"{ctx.command_path} {ctx.invoked_subcommand}"
+            self._fail(ctx, ConfigError(f"{verb}: this needs torch, which is not installed; pip install torch"))
         except click.ClickException as error:
             vars(error)["message"] = redact_text(error.message)  # a command line may name a URL
             _tell_program(ctx, error, error.format_message())
@@ -57,6 +57,15 @@ class ToolGroup(click.Group):
             click.echo("Stopped. Run the same command again to go on.", err=True)
             _tell_program(ctx, error, "stopped; run the same command again to go on")
             ctx.exit(130)
+
+    def _fail(self, ctx: click.Context, error: ShardstreamError) -> None:
+        """Tell a failure, and exit with its code."""
+        if ctx.meta.get(_DEBUG):
+            raise error
+        render.show_error(error)
+        _tell_program(ctx, error, str(error))
+        is_blind = ctx.invoked_subcommand in _JUDGES and isinstance(error, (StorageError, IndexMissingError))
+        ctx.exit(2 if isinstance(error, ConfigError) else 3 if is_blind else 1)
 
 
 def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from streaming.arrays import sums
 from streaming.batches.collate import default_collate, empty_like, without_rows
@@ -42,8 +41,14 @@ from streaming.packing.balance import BalanceRules
 from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
+from streaming.platforms import later
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, Transform, override
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
 LENGTH = "length"

@@ -5,27 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from streaming.batches.jagged import Allocate, Form, Jagged, collate_jagged, nested_parts
 from streaming.errors import ConfigError
+from streaming.platforms import later
 from streaming.types import Batch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 _ALWAYS_LISTS = frozenset(("__key__", "__url__", "__source__"))
 _INT64 = np.iinfo(np.int64)
 _NONE: Mapping[str, Form] = MappingProxyType({})
-_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
-    np.dtype(name): getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
+_DTYPES: tuple[str, ...] = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
 
 
 def default_collate(
@@ -213,7 +214,7 @@ def _integers(values: list[int], make: Allocate) -> object:
 
 def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
     """Return a tensor from ``make`` that holds a copy of ``array``."""
-    tensor = make(array.shape, _TORCH_DTYPES[array.dtype])
+    tensor = make(array.shape, _torch_dtypes()[array.dtype])
     np.copyto(tensor.numpy(), array)
     return tensor
 
@@ -221,7 +222,7 @@ def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
 def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate) -> object:
     """Return one tensor if shapes and dtypes agree and torch knows the dtype; else a list."""
     first = values[0]
-    dtype = _TORCH_DTYPES.get(first.dtype.newbyteorder("="))
+    dtype = _torch_dtypes().get(first.dtype.newbyteorder("="))
     if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
         return _to_tensors(values)
     tensor = make((len(values), *first.shape), dtype)
@@ -248,11 +249,17 @@ def _to_tensors(values: Sequence[object]) -> list[object]:
 
 def _to_tensor(value: npt.NDArray[Any] | np.generic) -> object:
     native = value.dtype.newbyteorder("=")
-    if native not in _TORCH_DTYPES:
+    if native not in _torch_dtypes():
         return value
     array = np.asarray(value, native)
     usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
     return torch.from_numpy(array if usable else array.copy())
+
+
+@cache
+def _torch_dtypes() -> dict[np.dtype[Any], torch.dtype]:
+    """Return torch's types by NumPy's, of those that both have."""
+    return {np.dtype(name): getattr(torch, name) for name in _DTYPES}
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from streaming.arrays import sums
 from streaming.batches.collate import collate_field
@@ -31,7 +30,13 @@ from streaming.decode import (
     view,
 )
 from streaming.errors import ConfigError, DecodeError
+from streaming.platforms import later
 from streaming.types import Batch, Decoder
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 Cut: TypeAlias = Callable[[int, int], Any]
 """Returns the collated values of rows [low, high)."""

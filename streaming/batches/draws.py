@@ -19,18 +19,23 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from numpy.random import PCG64, Generator, SeedSequence
 from numpy.random.bit_generator import ISpawnableSeedSequence
 
 from streaming.decode import draws_numbers
 from streaming.errors import ConfigError
 from streaming.plan.permutation import hash_each, hash_words
+from streaming.platforms import later
 from streaming.types import Decoder, Int64Array, Sample, Transform
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 _EPOCH, _COLLATE, _GLOBAL, _ATTEMPT, _RNG = 4, 5, 6, 7, 8  # purposes; from _RNG on, the functions of a chain
 _DECODERS = 1 << 32  # of functions: the decoders, far behind any chain

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from streaming.arguments import is_list
 from streaming.errors import ConfigError
+from streaming.platforms import later
 
-Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
+
+Allocate: TypeAlias = "Callable[[tuple[int, ...], torch.dtype], torch.Tensor]"
 """Returns an uninitialized, contiguous CPU tensor of a given shape and dtype, perhaps in page-locked memory."""
 Form: TypeAlias = Literal["values", "nested", "flat"]
 """Form of a jagged field in a batch. ``"values"``: a ``Jagged`` of rows that differ along their first axis only;

@@ -16,14 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
-import torch
 
 from streaming.arguments import check_choice, checks_names, is_list, is_whole
 from streaming.errors import ConfigError
+from streaming.platforms import later
 from streaming.types import Batch, Int64Array
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
 

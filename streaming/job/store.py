@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import weakref
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import parent_process
-from typing import Any, Protocol
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streaming.errors import ConfigError
 from streaming.job.shared_results import Peers, go_on
+from streaming.platforms import later
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+else:
+    dist = later("torch.distributed", globals(), "dist")
 
 _CONNECT_S = 10.0
 """For the store of torchrun's agent, which listens before it starts any process."""
@@ -108,7 +113,8 @@ class ProcessGroup:
 
 
 def _is_set_up() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    # Who set it up has imported it. Not to import it here lets tools open sets where there is no torch.
+    return "torch.distributed" in sys.modules and dist.is_available() and dist.is_initialized()
 
 
 def job_world_size() -> int:
@@ -124,7 +130,7 @@ def job_peers(agent: StoreAddress | None = None) -> Peers | None:
     """
     if job_world_size() > 1:
         return StorePeers(dist.get_rank(), job_world_size(), dist.distributed_c10d._get_default_store())
-    if agent is None or not dist.is_available() or dist.is_initialized():
+    if agent is None or not dist.is_available() or _is_set_up():
         return None
     own = os.getpid(), agent.attempt
     if own not in _of_agents:

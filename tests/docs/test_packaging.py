@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,9 +10,13 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+import yaml
 from folders import ROOT
 
 import streaming
+from hatch_build import described
+from tests.release import contents
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -40,15 +45,87 @@ def test_the_licence_is_the_one_that_is_named() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_a_wheel_holds_all_packages_their_marker_and_the_licence(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob(f"shardstream-{streaming.__version__}-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {
-        str(path.relative_to(ROOT))
-        for name in ("streaming", "shard_tools", "infra")
-        for path in (ROOT / name).rglob("*.py")
-    }
-    assert modules <= names
-    assert {"streaming/py.typed", f"shardstream-{streaming.__version__}.dist-info/licenses/LICENSE"} <= names
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist of this tree."""
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(out)], cwd=ROOT, check=True, capture_output=True
+    )
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_and_sdist_hold_what_they_should_and_nothing_else(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+    assert contents.wheel_problems(wheel, ROOT, streaming.__version__) == []
+    assert contents.sdist_problems(sdist, ROOT, streaming.__version__) == []
+    names = zipfile.ZipFile(wheel).namelist()
+    for suffix in (".html", ".css", ".js", "py.typed", "LICENSE"):  # that the comparison compares something
+        assert [name for name in names if name.endswith(suffix)], suffix
+
+
+def test_a_wheel_that_lacks_a_file_or_holds_another_is_noticed(built: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel = tmp_path / built[0].name
+    with zipfile.ZipFile(built[0]) as good, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as bad:
+        for name in good.namelist():
+            content = good.read(name)
+            if name.endswith("/METADATA"):
+                content += b"\n[more](docs/guide.md) `[code](x.md)`\n"
+            if name != "infra/py.typed":
+                bad.writestr(name, content)
+        bad.writestr("tests/test_x.py", "")
+    assert contents.wheel_problems(wheel, ROOT, streaming.__version__) == [
+        "missing: infra/py.typed",
+        "not expected: tests/test_x.py",
+        "no marker of types in infra",
+        "a link of the description leads nowhere on PyPI: docs/guide.md",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "without", "under"),
+    [
+        ("a [guide](docs/a.md#b)", "a guide", "a [guide](https://x/t/docs/a.md#b)"),
+        ("[top](#top)", "top", "[top](https://x/t/README.md#top)"),
+        ("see ![p](docs/p.png).", "see .", "see ![p](https://x/raw/docs/p.png)."),
+        ("[`f[0]`](a.md), `[b](c.md)`", "`f[0]`, `[b](c.md)`", "[`f[0]`](https://x/t/a.md), `[b](c.md)`"),
+        ("[site](https://y/z)", "[site](https://y/z)", "[site](https://y/z)"),
+        (
+            "```python\nx[0](a)\n```\n[b](c)",
+            "```python\nx[0](a)\n```\nb",
+            "```python\nx[0](a)\n```\n[b](https://x/t/c)",
+        ),
+    ],
+)
+def test_links_of_the_description(page: str, without: str, under: str) -> None:
+    assert described(page, pages="", pictures="") == without
+    assert described(page, pages="https://x/t/", pictures="https://x/raw") == under
+
+
+def test_each_extra_has_a_use_that_a_release_tries() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    code = (ROOT / "tests" / "release" / "extras.py").read_text()
+    (table,) = [node for node in ast.parse(code).body if isinstance(node, ast.AnnAssign)]
+    assert isinstance(table.value, ast.Dict)
+    assert {ast.literal_eval(key) for key in table.value.keys if key} == extras.keys() - {"all", "dev", "docs"}
+
+
+def test_hooks_before_a_commit_run_what_make_runs() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]
+    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)", ".venv/bin").replace(" .\n", "\n")
+    made = re.findall(r"^\t(\.venv/bin/(?:ruff|mypy)\b.*)$", makefile, re.MULTILINE)
+    assert entries == made[:3]
+
+
+def test_a_citation_names_this_version() -> None:
+    told = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (told["version"], told["license"]) == (streaming.__version__, PROJECT["project"]["license"])
+
+
+def test_the_supported_pythons_are_the_same_everywhere() -> None:
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert f"| Python | {named[0]} to {named[-1]} |" in page
+    assert PROJECT["project"]["requires-python"] == f">={named[0]}"

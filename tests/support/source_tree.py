@@ -45,6 +45,7 @@ COMPUTED_IMPORT_MAY = (
     "shard_tools",
     "shard_tools.running.functions",
     "streaming.datasets.mixture_file",
+    "streaming.platforms",
 )
 
 

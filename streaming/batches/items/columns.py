@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.packing.fill import Filler, segments_of
 from streaming.packing.layout import PackRows, PackShape, rows_of_padded
+from streaming.platforms import later
 from streaming.types import Batch, Int64Array, override
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 
 class PackColumns:

@@ -6,11 +6,10 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from streaming.batches.build import LENGTH, BadSample, BatchBuilder, Items, Mask, OnError, Part, Recipe
 from streaming.batches.draws import BatchDraws
@@ -26,8 +25,14 @@ from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
 from streaming.packing.shorter import shorter
 from streaming.plan.sizes import Steps
 from streaming.plan.state import LoaderState
+from streaming.platforms import later
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, override
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 _log = logging.getLogger(__name__)
 _FATE = "Padding takes the place of its tokens and carries no loss"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from streaming.batches.items.columns import fresh
 from streaming.batches.jagged import Allocate
 from streaming.packing.layout import IGNORED, NO_DOCUMENT
+from streaming.platforms import later
 from streaming.types import Batch
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
+
 _WIDE = ("input_ids", "labels", "position_ids", "document_ids")
-_MOST = torch.iinfo(torch.int32).max
+_MOST = np.iinfo(np.int32).max
 
 
 def split_packs(batch: Batch) -> list[Batch]:

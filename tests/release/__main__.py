@@ -1,0 +1,361 @@
+"""Check a release: ``python -m tests.release``. Builds wheel and sdist, and uses them in clean environments.
+
+``--quick`` uses the wheel with every Python that is found, as CI does. Without it, also: type checkers on a user's
+program, every extra, the oldest dependencies. Nothing is uploaded, and nothing outside of ``build/release`` is changed.
+Exit code 1: something failed. What could not be tried for want of an interpreter or of a package is told, not failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.release import contents
+from tests.release.environments import Environment, FailedError, Interpreter, interpreters
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+WORK = ROOT / "build" / "release"
+PAGE = ROOT / "docs" / "versions.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = re.search(r'^VERSION = "(.*)"', (ROOT / "streaming/types.py").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+NOT_OLDEST = ("torch", "ray", "gcsfs", "adlfs", "datasets", "matplotlib")
+"""Torch has no old build without CUDA; the others are large, or bring versions of the rest that are not the oldest."""
+NEEDED_BY_TESTS = (
+    "hypothesis",
+    "lmdb",
+    "moto",
+    "psutil",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "pyyaml",
+    "scikit-learn",
+)
+TESTS_OF_OLDEST = ("plan", "catalog", "batches", "datasets", "mixing", "packing", "storage", "shard_tools")
+NO_PACKAGE = re.compile(
+    r"No matching distribution|Failed building wheel|Could not build wheels|metadata-generation-failed"
+)
+
+
+@dataclass
+class Report:
+    """What was tried: rows of the table."""
+
+    rows: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, python: str, torch: str, what: str, result: str, began: float) -> None:
+        """Add a row, and print it with the time since it began."""
+        self.rows.append({"python": python, "torch": torch, "what": what, "result": result})
+        print(f"-- {python} | torch {torch} | {what} | {result} | {time.monotonic() - began:.0f} s", flush=True)
+
+    def attempt(self, python: str, torch: str, what: str, step: Callable[[], str]) -> None:
+        """Take a step that says what ran, and add what became of it."""
+        began = time.monotonic()
+        try:
+            result = step()
+        except FailedError as error:
+            missing = NO_PACKAGE.search(str(error))
+            result = f"{'not possible' if missing else 'FAILED'}: {error}"
+        self.add(python, torch, what, result, began)
+
+    @property
+    def failures(self) -> list[str]:
+        """The rows that failed."""
+        return [str(row) for row in self.rows if row["result"].startswith("FAILED")]
+
+    def table(self) -> str:
+        """As Markdown, with the last line of what did not work."""
+        lines = ["| Python | torch | what ran | result |", "|---|---|---|---|"]
+        for row in self.rows:
+            said = row["result"].strip().splitlines()
+            short = said[0] if len(said) == 1 else f"{said[0].partition(':')[0]}: {said[-1]}"
+            lines.append(f"| {row['python']} | {row['torch']} | {row['what']} | {short.replace('|', '/')} |")
+        return "\n".join(lines)
+
+
+def build(out: Path) -> tuple[Path, Path]:
+    """Build the sdist, and from it the wheel; return both."""
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    if ran.returncode:
+        raise FailedError(ran.stdout + ran.stderr)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def check_files(wheel: Path, sdist: Path, tools: Interpreter) -> str:
+    """Look into both, and let twine judge them."""
+    problems = contents.wheel_problems(wheel, ROOT, VERSION) + contents.sdist_problems(sdist, ROOT, VERSION)
+    if problems:
+        raise FailedError("\n".join(problems))
+    twine = Environment(tools, WORK / "twine")
+    twine.pip("install", "twine")
+    twine.run("check", "--strict", str(wheel), str(sdist), script="twine")
+    return f"contents as expected, twine {twine.versions()['twine']} check passed"
+
+
+def needed(without: Iterable[str] = ()) -> list[str]:
+    """Return the requirements of the project, without some."""
+    return [line for line in PROJECT["dependencies"] if named(line) not in without]
+
+
+def named(line: str) -> str:
+    """Return the name in a requirement."""
+    return re.split(r"[\[<>=!~ ;]", line)[0].lower()
+
+
+def extras_of_all() -> list[str]:
+    """Return the extras that ``all`` names."""
+    (line,) = PROJECT["optional-dependencies"]["all"]
+    return str(line).partition("[")[2].rstrip("]").split(",")
+
+
+def cpu_torch(environment: Environment) -> str | None:
+    """Return the requirement of a torch without CUDA that pip finds for this Python; None: there is none."""
+    pinned = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    wanted = pinned[0] if pinned else "torch"
+    try:
+        told = environment.pip("install", "--dry-run", "--no-deps", "--report", "-", wanted)
+    except FailedError:
+        return None
+    (found,) = json.loads(told)["install"]
+    return wanted if re.search(r"(\+|%2B)cpu|macosx|aarch64", found["download_info"]["url"]) else None
+
+
+def installed(one: Interpreter, wheel: Path, folder: Path) -> tuple[Environment, str]:
+    """Install the wheel in a clean environment, and return it with the version of torch there, "" if there is none."""
+    environment = Environment(one, folder)
+    file = environment.taken(wheel)
+    torch = one.torch or cpu_torch(environment)
+    if torch:
+        environment.pip("install", file, *([] if one.torch else [torch]))
+        return environment, environment.versions()["torch"]
+    environment.pip("install", *needed(without=("torch",)))
+    environment.pip("install", "--no-deps", file)
+    return environment, ""
+
+
+def smoke(one: Interpreter, wheel: Path, report: Report, kind: str = "wheel") -> Environment | None:
+    """Use the wheel with one interpreter: import, every verb, training where there is a torch."""
+    system = "" if one.root is None else f" of {one.root.name}"
+    shown = one.version + "t" * one.is_free_threaded + system
+    began = time.monotonic()
+    try:
+        environment, torch = installed(one, wheel, work_of(one) / f"{kind}-{one.name}")
+    except FailedError as error:
+        missing = NO_PACKAGE.search(str(error))
+        report.add(shown, "none", f"install the {kind}", f"{'not possible' if missing else 'FAILED'}: {error}", began)
+        return None
+    report.add(shown, torch or "none", f"install the {kind}", "installed", began)
+    report.attempt(shown, torch or "none", "every verb", lambda: try_verbs(environment, torch))
+    if torch:
+        report.attempt(shown, torch, "write, train, stop, go on", lambda: try_training(environment))
+    return environment
+
+
+def work_of(one: Interpreter) -> Path:
+    """Return the folder of environments where this interpreter sees it."""
+    return WORK if one.root is None else one.root / "tmp" / "release"
+
+
+def try_verbs(environment: Environment, torch: str) -> str:
+    """Run ``verbs.py`` and the console script."""
+    told = environment.run("--version", script="shard_tools")
+    if told.strip() != f"shard_tools, version {VERSION}":
+        raise FailedError(told)
+    found = json.loads(_program(environment, "verbs.py").splitlines()[-1])
+    kept = [name for name, text in found["steps"].items() if not text]
+    other = {name: text for name, text in found["steps"].items() if text and not text.startswith("not run: no ")}
+    if not torch and "needs torch" in other.get("bench", ""):
+        del other["bench"]
+    if other or (found["torch"] and not torch):
+        raise FailedError(json.dumps(other))
+    skipped = [text.removeprefix("not run: no ") for text in found["steps"].values() if text.startswith("not run")]
+    less = f", {len(skipped)} need {', '.join(sorted({*skipped}))}" if skipped else ""
+    return f"{len(kept)} of {len(found['steps'])} steps{less}{'' if torch else ', bench needs torch'}"
+
+
+def try_training(environment: Environment) -> str:
+    """Run ``train.py``."""
+    found = json.loads(_program(environment, "train.py").splitlines()[-1])
+    if found != {"batch": "torch.int64", "samples": 200}:
+        raise FailedError(str(found))
+    return "each of 200 samples once"
+
+
+def _program(environment: Environment, name: str) -> str:
+    folder = environment.folder / f"data-{name}"
+    folder.mkdir()
+    return environment.run(environment.taken(HERE / name), environment.inside(folder))
+
+
+def check_types(environment: Environment) -> str:
+    """Check ``user_program.py`` against what is installed: what is marked is found, and nothing else."""
+    program = environment.folder / "user_program.py"
+    shutil.copy(HERE / program.name, program)
+    python = environment.folder / "venv" / "bin" / "python"
+    marked = {number for number, line in enumerate(program.read_text().splitlines(), 1) if "# wrong" in line}
+    said = []
+    for checker, look in (("mypy", mypy_found), ("pyright", pyright_found)):
+        errors, shown = look(program, python)
+        if {line for line, _ in errors} != marked:
+            told = "\n".join(f"line {line}: {text}" for line, text in sorted(errors))
+            raise FailedError(f"{checker} found, where lines {sorted(marked)} are wrong:\n{told}")
+        vague = [
+            text
+            for text in shown
+            if re.search(r"\b(Unknown|Any)\b", text.replace("dict[str, Any]", "").replace("DataLoader[Any]", ""))
+        ]
+        if vague or len(shown) < 10:
+            raise FailedError(f"{checker} shows: {vague or shown}")
+        said.append(f"{checker}: {len(marked)} mistakes found, nothing else, {len(shown)} names shown with their types")
+    return "; ".join(said)
+
+
+def mypy_found(program: Path, python: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return what mypy --strict finds, by line, and the types that it shows."""
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "--no-color-output"]
+    command += ["--config-file", "", "--cache-dir", str(WORK / "mypy"), program.name]
+    told = subprocess.run(command, check=False, capture_output=True, text=True, cwd=program.parent).stdout
+    found = [(int(line), kind, text) for line, kind, text in re.findall(r":(\d+): (error|note): (.*)", told)]
+    shown = [text for _, kind, text in found if kind == "note" and text.startswith("Revealed type is")]
+    return [(line, text) for line, kind, text in found if kind == "error"], shown
+
+
+def pyright_found(program: Path, python: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return what pyright finds in its strict mode, by line, and the types that it shows."""
+    config = program.parent / "pyrightconfig.json"
+    config.write_text(json.dumps({"typeCheckingMode": "strict", "include": [program.name]}))
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        str(python),
+        "--outputjson",
+        "-p",
+        str(config),
+    ]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, cwd=program.parent)
+    try:
+        found = json.loads(ran.stdout)["generalDiagnostics"]
+    except ValueError:
+        raise FailedError(f"pyright: {ran.stdout[-500:]}{ran.stderr[-500:]}") from None
+    lines = [(one["range"]["start"]["line"] + 1, one["severity"], one["message"]) for one in found]
+    shown = [text for _, severity, text in lines if severity == "information"]
+    return [(line, text) for line, severity, text in lines if severity == "error"], shown
+
+
+def check_extras(one: Interpreter, wheel: Path) -> str:
+    """Install ``[all]``, and use each extra."""
+    environment = Environment(one, WORK / "all")
+    environment.pip("install", f"{environment.taken(wheel)}[all]", *filter(None, [cpu_torch(environment)]))
+    environment.run("-m", "pip", "check")
+    found = json.loads(_program(environment, "extras.py").splitlines()[-1])
+    if found["failed"]:
+        raise FailedError(json.dumps(found["failed"]))
+    return f"used: {', '.join(found['used'])}"
+
+
+def check_oldest(one: Interpreter, wheel: Path) -> str:
+    """Install the oldest versions that pyproject.toml claims, as uv finds them, and run the quick tests."""
+    tools = Environment(one, WORK / "uv")
+    tools.pip("install", "uv")
+    environment = Environment(one, WORK / "oldest")
+    torch = cpu_torch(environment)
+    if torch is None:
+        raise FailedError("No matching distribution: no torch without CUDA")
+    environment.pip("install", torch)
+    python = str(environment.folder / "venv" / "bin" / "python")
+    extras = PROJECT["optional-dependencies"]
+    lines = needed(without=NOT_OLDEST)
+    lines += [line for name in extras_of_all() for line in extras[name] if named(line) not in NOT_OLDEST]
+    install = ("pip", "install", "--quiet", "--python", python)
+    tools.run(*install, "--upgrade", "--resolution", "lowest-direct", *dict.fromkeys(lines), script="uv")
+    tools.run(*install, "--no-deps", str(wheel), script="uv")
+    tools.run(*install, *[line for line in extras["dev"] if named(line) in NEEDED_BY_TESTS], script="uv")
+    try_verbs(environment, "torch")
+    try_training(environment)
+    options = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not slow and not distributed and not ray"]
+    options += ["-p", "no:cacheprovider", "-W", "default", *(f"tests/{name}" for name in TESTS_OF_OLDEST)]
+    with (WORK / "oldest.log").open("w") as log:
+        ran = subprocess.run([python, *options], check=False, stdout=log, stderr=log, cwd=ROOT)
+    last = (WORK / "oldest.log").read_text().strip().splitlines()[-1]
+    versions = environment.versions()
+    held = ", ".join(f"{name} {versions[name]}" for name in sorted(named(line) for line in dict.fromkeys(lines)))
+    if ran.returncode:
+        raise FailedError(f"{held}: see {WORK / 'oldest.log'}\n{last}")
+    return f"every verb, training, and tests: {last.strip('= ')}, with {held}"
+
+
+def publish(report: Report) -> None:
+    """Write the table into its page."""
+    page = PAGE.read_text()
+    head, _, rest = page.partition("<!-- matrix -->\n")
+    _, end, tail = rest.partition("<!-- end of matrix -->")
+    PAGE.write_text(f"{head}<!-- matrix -->\n\n{report.table()}\n\n{end}{tail}")
+
+
+def parsed() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(prog="python -m tests.release", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="only the wheel with every Python")
+    parser.add_argument("--python", action="append", default=[], metavar="PATH", help="an interpreter more")
+    parser.add_argument(
+        "--root", action="append", default=[], metavar="FOLDER", type=Path, help="root of another system"
+    )
+    parser.add_argument("--only", choices=["smoke", "types", "all", "oldest"], help="one part")
+    parser.add_argument("--publish", action="store_true", help="write the table into docs/versions.md")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Check, and return the exit code."""
+    options = parsed()
+    WORK.mkdir(parents=True, exist_ok=True)
+    report = Report()
+    found = interpreters(options.python, [root.resolve() for root in options.root])
+    main_one = next(one for one in found if one.version.startswith("3.11"))
+    wheel, sdist = build(WORK / "dist")
+
+    def asked(part: str) -> bool:
+        return options.only in (None, part)
+
+    if asked("smoke"):
+        report.attempt(
+            main_one.version, "none", "files of wheel and sdist", lambda: check_files(wheel, sdist, main_one)
+        )
+        for one in found:
+            smoke(one, wheel, report)
+    if not options.quick and asked("types"):
+        environment, torch = installed(main_one, wheel, WORK / "types")
+        report.attempt(
+            main_one.version, torch, "a user's program under mypy and pyright", lambda: check_types(environment)
+        )
+    if not options.quick and asked("all"):
+        report.attempt(main_one.version, "pinned", "[all]: each extra used", lambda: check_extras(main_one, wheel))
+    if not options.quick and asked("oldest"):
+        report.attempt(
+            main_one.version, "pinned", "oldest versions, quick tests", lambda: check_oldest(main_one, wheel)
+        )
+    (WORK / "matrix.json").write_text(json.dumps(report.rows, indent=2))
+    print(report.table())
+    if options.publish:
+        publish(report)
+    print(f"{len(report.rows) - len(report.failures)} passed, {len(report.failures)} failed")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
