@@ -385,6 +385,41 @@ def test_what_is_written_to_a_view_reaches_nobody_else(folder: Path, limit: str)
     assert {path: path.read_bytes() for path in folder.glob("*.tar")} == before
 
 
+@pytest.mark.usefixtures("way")
+def test_a_copy_from_before_another_thread_restored_the_chunk_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DataLoader(open_at(folder), BATCH) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        for view in batch["bin"]:
+            scribble(view)
+        lender = store_of(loader).lender
+        place = next(place for place in lender._places.values() if place.given)
+        asked = np.array([min(place.given)]), np.array([16])
+        right = bytes(made_again(lender, place)[int(asked[0][0]) - place.start :][:16])
+        del batch, view
+        looks = []
+
+        def matches(of: Any) -> bool:
+            """The second look is the one at the copy: another thread is quicker."""
+            looks.append(of)
+            if len(looks) == 2:
+                assert [bytes(one) for one in lender.lend(*asked)] == [right]
+            return bool(type(lender)._matches(lender, of))
+
+        monkeypatch.setattr(lender, "_matches", matches)
+        assert [bytes(one) for one in lender.lend(*asked)] == [right]
+        assert len(looks) > 2
+
+
+def made_again(lender: Any, place: Any) -> bytearray:
+    """The bytes of a chunk, fetched again."""
+    again = bytearray(place.num_bytes)
+    lender._fetch(place.wanted, memoryview(again))
+    return again
+
+
 def test_the_same_sample_twice_in_a_batch(made: Path) -> None:
     with DataLoader(open_at(made, subset=(0, 3)), 8, last_batch="pad") as loader:
         for _ in range(3):

@@ -241,8 +241,8 @@ class Lender:
                     found.append(None if size < 0 else _EMPTY)
                     continue
                 place = places[known[bisect_right(known, start) - 1]]
-                bytes_of = place.whole
-                if bytes_of is None or start in place.given:
+                bytes_of = None if start in place.given else place.whole  # or this would be taken for a view
+                if bytes_of is None:
                     bytes_of = self._ready(place, start)
                 if bytes_of is None:
                     was_lent = start in place.given
