@@ -1,23 +1,24 @@
 """Say which part of a stream of sound or pictures is taken, and read it from bytes or from a file.
 
-Libraries that decode streams call back for bytes. An exception in such a call would be printed or lost, so ``Bytes``
-keeps it for whoever called the library.
+Libraries that decode streams call back for bytes. An exception in such a call would be printed or lost, so
+``WatchedFile`` keeps it for whoever called the library.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, Protocol, TypeAlias
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
 from streaming.arguments import format_bytes
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
+FIRST_SHARE: Final = 0.5
+"""What tools draw, which have no place in an epoch."""
 MAX_BYTES: Final = 2**30
 """Default bound on what one value may decode to, as that of ``.npz``."""
 
@@ -39,19 +40,13 @@ Encoded: TypeAlias = ReadBuffer | BinaryFile
 """What decoders of streams take: bytes, or a file of which they read what they need."""
 
 
-class Share(float):
-    """Where a clip begins, as a share of the places where it can: drawn from 0 up to, not including, 1."""
-
-    __slots__ = ()
-
-
 Start: TypeAlias = Literal["random", "first", "center"] | float
 """Where a clip begins; a number is a second of the stream."""
 Short: TypeAlias = Literal["pad", "keep", "refuse"]
 """What becomes of a clip that goes beyond the end of its stream."""
 
 
-class Bytes:
+class WatchedFile:
     """Read bytes as a file, and keep what goes wrong: the caller of the library raises it, see :func:`opened`."""
 
     def __init__(self, data: Encoded) -> None:
@@ -63,6 +58,9 @@ class Bytes:
         self.num_bytes = len(self._view) if self._file is None else self._file.seek(0, io.SEEK_END)
         if self._file is not None:
             self._file.seek(0)
+
+    def __repr__(self) -> str:
+        return "the stream"  # as libraries name it in their errors
 
     def read(self, size: int = -1) -> bytes:
         """Return up to ``size`` bytes; none at the end, and after a failure."""
@@ -120,14 +118,14 @@ class Bytes:
 
 
 @contextmanager
-def opened(data: Encoded) -> Iterator[Bytes]:
+def opened(data: Encoded) -> Iterator[WatchedFile]:
     """Give ``data`` as a file to a library, and raise what went wrong in it, also where the library did not notice.
 
     Raises:
         ValueError: There are no bytes.
         BaseException: What reading raised.
     """
-    stream = Bytes(data)
+    stream = WatchedFile(data)
     if not stream.num_bytes:
         raise ValueError("it has no bytes")
     try:
@@ -140,24 +138,38 @@ def opened(data: Encoded) -> Iterator[Bytes]:
         raise stream.failure
 
 
-def begin_of(start: Start, room: float, second: float) -> float:
+def begin_of(start: Start, share: float, room: float, second: float) -> float:
     """Return where a clip begins, in a unit of which ``second`` make a second.
 
     Args:
-        start: As the user said, or the share that was drawn.
+        start: As the user said.
+        share: What was drawn, from 0 up to, not including, 1.
         room: Up to where it can begin.
         second: Length of a second.
     """
-    if isinstance(start, Share):
-        return max(0.0, room) * start
     if isinstance(start, str):
-        return max(0.0, room) / 2 if start == "center" else 0.0
-    return start * second
+        return max(0.0, room) * {"random": share, "center": 0.5, "first": 0.0}[start]
+    return round(start * second, 6)
 
 
-def drawn(rng: np.random.Generator) -> Share:
-    """Draw where a clip begins."""
-    return Share(rng.random())
+@dataclass(frozen=True, slots=True)
+class DrawnClip:
+    """Decode the clip of one sample.
+
+    Attributes:
+        take: Decodes the clip that begins at a share of all places where it can.
+        share: What was drawn for the sample.
+    """
+
+    take: Callable[[Encoded, float], object]
+    share: float
+
+    accepts_buffer: ClassVar[bool] = True
+    reads_ranges: ClassVar[bool] = True
+
+    def __call__(self, data: Encoded) -> object:
+        """Return the clip."""
+        return self.take(data, self.share)
 
 
 def checked_start(name: str, start: object, short: object, *, is_clip: bool) -> None:
@@ -213,7 +225,7 @@ def check_begin(start: Start, lasts_s: float) -> None:
     Raises:
         ValueError: It has.
     """
-    if not isinstance(start, Share | str) and start > 0 and start >= lasts_s:
+    if not isinstance(start, str) and start > 0 and start >= lasts_s:
         raise ValueError(f"the clip begins at second {start:g}, and the stream lasts {lasts_s:.3f} s")
 
 

@@ -260,10 +260,7 @@ def _check_view(name: str, field: str) -> None:
 
 def _checked(decoder: Decoder) -> Decoder:
     """Return ``decoder`` after checking that the packages it needs are installed."""
-    if isinstance(decoder, Sound | Video):
-        needs = decoder.needs
-    else:
-        needs = next((needs for known, needs in _NEEDS.items() if known is decoder), ())
+    needs = getattr(decoder, "needs", None) or next((needs for one, needs in _NEEDS.items() if one is decoder), ())
     for module, extra in needs:
         values.require(module, extra=extra)
     return decoder

@@ -9,25 +9,25 @@ What states its own length must keep to it: a stream that ends early is an error
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.decode.clips import (
+    FIRST_SHARE,
     MAX_BYTES,
-    Bytes,
+    DrawnClip,
     Encoded,
-    Share,
     Short,
     Start,
+    WatchedFile,
     begin_of,
     check_begin,
     check_bytes,
     checked_number,
     checked_start,
-    drawn,
     opened,
     too_short,
 )
@@ -102,38 +102,40 @@ class Sound:
     def _is_clip(self) -> bool:
         return self.seconds is not None or self.samples is not None
 
-    def with_rng(self, rng: np.random.Generator) -> Sound:
+    @property
+    def _start(self) -> Start:
+        return self.start if self.start is not None else "random" if self._is_clip else "first"
+
+    def with_rng(self, rng: np.random.Generator) -> DrawnClip:
         """Return the decoder of one sound, whose clip ``rng`` draws."""
-        is_drawn = self._is_clip and self.start in (None, "random")
-        return replace(self, start=drawn(rng)) if is_drawn else self
+        return DrawnClip(self._decoded, rng.random())
 
     def __call__(self, data: Encoded) -> npt.NDArray[Any] | dict[str, Any]:
-        """Return the sound of ``data``, bytes or a seekable file; without ``with_rng``, always the same random clip.
+        """Return the sound of ``data``, bytes or a seekable file; without ``with_rng``, a random clip is the middle.
 
         Raises:
             ValueError: It is no sound of a known kind, is damaged or ends early, is too large, or does not fit.
             Exception: Other errors of libsndfile, and of reading.
         """
-        if self._is_clip and self.start in (None, "random"):
-            return self.with_rng(np.random.Generator(np.random.PCG64(0)))(data)
+        return self._decoded(data, FIRST_SHARE)
+
+    def _decoded(self, data: Encoded, share: float) -> npt.NDArray[Any] | dict[str, Any]:
         soundfile = require("soundfile", extra="audio")
         with opened(data) as stream:
             _check_start_and_end(stream)
             with soundfile.SoundFile(stream) as sound:
                 if sound.format not in _FORMATS:
                     raise ValueError(f"{sound.format} is not read; expected WAV, FLAC, MP3, or Ogg (Vorbis, Opus)")
-                return self._taken(_Reader(sound, stream))
+                return self._taken(_Reader(sound, stream), share)
 
-    def _taken(self, reader: _Reader) -> npt.NDArray[Any] | dict[str, Any]:
+    def _taken(self, reader: _Reader, share: float) -> npt.NDArray[Any] | dict[str, Any]:
         """Return the wanted part of an open sound."""
         rate = self.rate or reader.rate
         total = resampled_length(reader.total, reader.rate, rate)
-        start = self.start if self.start is not None else "first"
+        check_begin(self._start, reader.total / reader.rate)
         wanted = self.samples if self.seconds is None else max(1, round(self.seconds * rate))
-        check_begin(start, reader.total / reader.rate)
         room = 0 if wanted is None else max(0, total - wanted)
-        first = int(begin_of(start, room + 1, rate))
-        first = min(first, room) if isinstance(start, Share | str) else first
+        first = int(begin_of(self._start, share, room + 1, rate))
         there = max(0, total - first if wanted is None else min(wanted, total - first))
         length = there if wanted is None or self.short == "keep" else wanted
         if wanted is not None and there < wanted and self.short == "refuse":
@@ -158,7 +160,7 @@ class Sound:
 class _Reader:
     """An open sound."""
 
-    def __init__(self, sound: Any, stream: Bytes) -> None:
+    def __init__(self, sound: Any, stream: WatchedFile) -> None:
         self._sound, self._stream = sound, stream
         self.rate, self.channels, self.total = int(sound.samplerate), int(sound.channels), int(sound.frames)
         if self.rate < 1 or self.channels < 1:
@@ -230,7 +232,7 @@ def to_int16(sound: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
     return np.clip(np.rint(sound * np.float32(32768)), -32768, 32767).astype(np.int16)
 
 
-def _check_start_and_end(stream: Bytes) -> None:
+def _check_start_and_end(stream: WatchedFile) -> None:
     """Refuse other kinds of files before a library sees them, and those cut off, which libsndfile takes for shorter.
 
     Raises:
@@ -249,12 +251,12 @@ def _check_start_and_end(stream: Bytes) -> None:
         raise ValueError(f"not a WAV, FLAC, MP3 or Ogg file: it starts with {head[:8]!r}")
 
 
-def _check_length(stream: Bytes, expected: int) -> None:
+def _check_length(stream: WatchedFile, expected: int) -> None:
     if stream.num_bytes + 1 < expected:  # the byte that pads an odd chunk is often left out
         raise ValueError(f"its header states {expected} bytes, and it has {stream.num_bytes}: truncated")
 
 
-def _check_last_page(stream: Bytes) -> None:
+def _check_last_page(stream: WatchedFile) -> None:
     tail = stream.peek(max(0, stream.num_bytes - _PAGE_BYTES), _PAGE_BYTES)
     at = len(tail)
     while (at := tail.rfind(b"OggS", 0, at)) >= 0:

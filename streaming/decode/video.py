@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
@@ -18,18 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.decode.clips import (
+    FIRST_SHARE,
     MAX_BYTES,
-    Bytes,
+    DrawnClip,
     Encoded,
-    Share,
     Short,
     Start,
+    WatchedFile,
     begin_of,
     check_begin,
     check_bytes,
     checked_number,
     checked_start,
-    drawn,
     opened,
     too_short,
 )
@@ -39,6 +39,7 @@ from streaming.decode.values import require
 from streaming.errors import ConfigError
 
 _MATROSKA: Final = b"\x1a\x45\xdf\xa3"
+_SEGMENT: Final = b"\x18\x53\x80\x67"
 _MP4: Final = frozenset((b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot", b"styp", b"sidx", b"moof"))
 _CODECS: Final = frozenset((
     *("h264", "hevc", "vvc", "av1", "libdav1d", "libaom-av1", "vp8", "vp9", "libvpx", "libvpx-vp9", "theora"),
@@ -48,6 +49,10 @@ _CODECS: Final = frozenset((
 _OPTIONS: Final = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_path": "0", "threads": "1"}
 _MAX_DECODED: Final = 2**38
 """Pixels that are decoded for one clip, those before it included: an hour and more of 1920 x 1080, minutes of work."""
+_BOXES: Final = 16
+"""How many are looked at: more than files have that do not come in fragments."""
+_DISCARD_ALL: Final = 48
+"""AVDISCARD_ALL: packets of a stream are passed over without being read, where the file allows."""
 _SAME_S: Final = 1e-6
 """Times that differ by less are the same: those of frames are fractions, those of users floats."""
 _DURATION: Final = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
@@ -133,44 +138,44 @@ class Video:
         return max(1, round(self.seconds * self.fps))
 
     @property
-    def _is_drawn(self) -> bool:
-        return self._wanted is not None and self.start in (None, "random")
+    def _start(self) -> Start:
+        return self.start if self.start is not None else "random" if self._wanted is not None else "first"
 
-    def with_rng(self, rng: np.random.Generator) -> Video:
+    def with_rng(self, rng: np.random.Generator) -> DrawnClip:
         """Return the decoder of one video, whose clip ``rng`` draws."""
-        return replace(self, start=drawn(rng)) if self._is_drawn else self
+        return DrawnClip(self._decoded, rng.random())
 
     def __call__(self, data: Encoded) -> npt.NDArray[np.uint8] | dict[str, Any]:
-        """Return frames of ``data``, bytes or a seekable file. Without ``with_rng``, a random clip is always the same.
+        """Return frames of ``data``, bytes or a seekable file; without ``with_rng``, a random clip is the middle.
 
         Raises:
             ValueError: It is no video of a known kind, is damaged or ends early, or is too large.
             Exception: Other errors of FFmpeg, and of reading.
         """
-        if self._is_drawn:
-            return self.with_rng(np.random.Generator(np.random.PCG64(0)))(data)
+        return self._decoded(data, FIRST_SHARE)
+
+    def _decoded(self, data: Encoded, share: float) -> npt.NDArray[np.uint8] | dict[str, Any]:
         with opened(data) as file, closing(_opened_container(file, self.max_pixels)) as container:
             video = _Reader(container, self.max_pixels)
-            found = self._found(video)
+            found = self._found(video, share)
             if not found:
                 raise ValueError("it has no frames")
             return self._made(found, video.rate)
 
-    def _found(self, video: _Reader) -> list[_Timed]:
+    def _found(self, video: _Reader, share: float) -> list[_Timed]:
         """Return the wanted frames that are there, with their times."""
-        start: Start = "first" if self.start is None else self.start
-        wanted = self._wanted
-        if wanted is None or start == "first" or not isinstance(start, Share | str):
+        start, wanted = self._start, self._wanted
+        if wanted is None or start not in ("random", "center"):
             if start != "first":
                 check_begin(start, video.lasts_s())
-            return self._clip(video, begin_of(start, 0, 1))
+            return self._clip(video, begin_of(start, share, 0, 1))
         lasts = wanted / self.fps if self.fps is not None else ((wanted - 1) * self._every + 1) / video.rate
-        found = self._clip(video, begin_of(start, video.lasts_s() - lasts, 1))
+        found = self._clip(video, begin_of(start, share, video.lasts_s() - lasts, 1))
         if len(found) < wanted:  # there are fewer frames than length and mean rate let expect: count them
             times = video.all_times()
             last = times[max(0, len(times) - (wanted - 1) * self._every - 1)] if times else 0.0
             room = last if self.fps is None else times[-1] + 1 / video.rate - lasts
-            found = self._clip(video, begin_of(start, room, 1))
+            found = self._clip(video, begin_of(start, share, room, 1))
         return found
 
     @property
@@ -226,7 +231,7 @@ def orientation_of(frame: Any) -> int:
     return _ORIENTATIONS.get(tuple(np.sign(values).tolist()), 1)
 
 
-def _opened_container(file: Bytes, max_pixels: int) -> Any:
+def _opened_container(file: WatchedFile, max_pixels: int) -> Any:
     """Open a file of a known kind.
 
     Raises:
@@ -235,13 +240,51 @@ def _opened_container(file: Bytes, max_pixels: int) -> Any:
     head = file.peek(0, 12)
     if head[:4] == _MATROSKA:
         kind = "matroska"
+        _check_segment(file)
     elif head[4:8] in _MP4:
         kind = "mp4"
+        _check_boxes(file)
     else:
         raise ValueError(f"not an MP4, MOV, Matroska or WebM file: it starts with {head[:8]!r}")
     av = require("av", extra="video")
     options = _OPTIONS | {"max_pixels": str(max_pixels)}
     return av.open(file, "r", format=kind, options=options, metadata_errors="replace", io_open=_refused)
+
+
+def _check_segment(file: WatchedFile) -> None:
+    """Refuse a Matroska file that is shorter than it states, which FFmpeg takes for one that ends there.
+
+    Raises:
+        ValueError: It is.
+    """
+    at = 0
+    for number in (_MATROSKA, _SEGMENT):
+        head = file.peek(at, 12)
+        if head[:4] != number or not head[4:]:
+            return  # FFmpeg says what is wrong
+        width = 9 - head[4].bit_length()
+        bits = 7 * width
+        size = int.from_bytes(head[4 : 4 + width], "big") & (1 << bits) - 1
+        at += 4 + width + size
+    if at > file.num_bytes and size != (1 << bits) - 1:  # all bits: written to a pipe, of unknown size
+        raise ValueError(f"its header states {at} bytes, and it has {file.num_bytes}: truncated")
+
+
+def _check_boxes(file: WatchedFile) -> None:
+    """Refuse an MP4 whose first boxes go beyond its end, also where the clip does not reach there.
+
+    Raises:
+        ValueError: One does.
+    """
+    at = 0
+    for _ in range(_BOXES):
+        head = file.peek(at, 16)
+        size = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4], "big")
+        if len(head) < 8 or size < 8:  # the last box may state 0
+            return
+        at += size
+        if at > file.num_bytes and head[4:8] in (b"moov", b"mdat", b"moof"):
+            raise ValueError(f"its header states {at} bytes, and it has {file.num_bytes}: truncated")
 
 
 def _refused(url: str, flags: object, options: object) -> NoReturn:  # noqa: ARG001  as PyAV calls it
@@ -263,6 +306,9 @@ class _Reader:
         self._check_size(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.options = {"max_pixels": str(max_pixels)}
         stream.thread_count, stream.thread_type = 1, "NONE"
+        for other in container.streams:
+            if other is not stream:
+                other.discard = _DISCARD_ALL
         self._stream, self._left, self._is_fresh = stream, _MAX_DECODED, True
         self._base: Fraction = stream.time_base
         self._first = stream.start_time or 0
