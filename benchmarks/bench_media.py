@@ -1,6 +1,6 @@
 """Sounds and videos: clips and whole streams by ``Sound`` and ``Video``, against soundfile, soxr and PyAV used by hand.
 
-Run: ``python benchmarks/bench_media.py [--rounds 5]``. Data are made: sweeps with noise, and moving gradients. Three tables:
+Run: ``python benchmarks/bench_media.py [--rounds 5]``, over data that it makes: sweeps with noise, moving gradients.
 
 1. CPU seconds on one thread, as hours of sound or frames per CPU second; the ways in turns, medians and lowest.
 2. Calls from 1 and 2 threads by the clock: what the interpreter lock leaves.

@@ -4,14 +4,11 @@
 
 1. Each sample of the shards is an MP4 file (H.264) as it is, and a class.
 2. ``Video(seconds=0.8, fps=10, size=(32, 32))`` decodes eight frames of each, a tenth of a second apart: in training
-   from another place in each epoch, which depends on seed, epoch and position alone; in evaluation from the middle.
-   Decoding begins at the key frame before. Stored are 40 to 80 frames of 96 x 128, at rates from 24 to 60 a second.
-3. Batches are uint8 tensors [B, 8, 32, 32, 3].
+   from another place in each epoch, in evaluation from the middle. Decoding begins at the key frame before. Stored are
+   40 to 80 frames of 96 x 128, at 24, 30 or 60 a second; batches are uint8 tensors [B, 8, 32, 32, 3].
 
 The videos are made: a shape that moves left, right, up or down over a still ground. One frame does not tell where to.
 """
-
-from __future__ import annotations
 
 import argparse
 import io
@@ -29,25 +26,25 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset, Video
 
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-HEIGHT, WIDTH = 96, 128
+SIZE = HEIGHT, WIDTH = 96, 128
 
 
-def moving(label: int, draw: np.random.Generator) -> bytes:
+def moving(step: tuple[int, int], draw: np.random.Generator) -> bytes:
     """Return an MP4 of a shape that moves in one direction, and comes in again at the other side."""
-    down, right = list(DIRECTIONS.values())[label]
     rate, speed, side = int(draw.choice([24, 30, 60])), draw.uniform(60, 110), draw.integers(16, 32)
-    place, ink = draw.uniform(0, 1, 2) * (HEIGHT, WIDTH), draw.integers(150, 256, 3)
+    place, ink, is_round = draw.uniform(0, 1, 2) * SIZE, draw.integers(150, 256, 3), draw.integers(2)
     ground = draw.integers(0, 110, (HEIGHT // 8, WIDTH // 8, 3)).repeat(8, 0).repeat(8, 1)
-    rows, columns = np.ogrid[:HEIGHT, :WIDTH]
-    is_round, out = draw.integers(2), io.BytesIO()
+    rows, columns, out = *np.ogrid[:HEIGHT, :WIDTH], io.BytesIO()
     with av.open(out, "w", format="mp4") as file:
         stream = file.add_stream("libx264", rate=rate, options={"g": "24", "preset": "veryfast"})
-        stream.height, stream.width = HEIGHT, WIDTH
+        stream.height, stream.width = SIZE
         for number in range(draw.integers(40, 81)):
-            y, x = (place + speed * number / rate * np.array((down, right))) % (HEIGHT, WIDTH)
-            far_y, far_x = np.abs(rows - y), np.abs(columns - x)
-            far_y, far_x = np.minimum(far_y, HEIGHT - far_y), np.minimum(far_x, WIDTH - far_x)
-            far = np.hypot(far_y, far_x) if is_round else np.maximum(far_y, far_x)
+            y, x = (place + speed * number / rate * np.array(step)) % SIZE
+            down, right = (
+                ((rows - y + HEIGHT / 2) % HEIGHT - HEIGHT / 2),
+                ((columns - x + WIDTH / 2) % WIDTH - WIDTH / 2),
+            )
+            far = np.hypot(down, right) if is_round else np.maximum(np.abs(down), np.abs(right))
             frame = np.where((far < side / 2)[:, :, None], ink, ground).astype(np.uint8)
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
         file.mux(stream.encode(None))
@@ -56,23 +53,10 @@ def moving(label: int, draw: np.random.Generator) -> bytes:
 
 def make_set(folder: Path, count: int, seed: int) -> None:
     """Write ``count`` videos and their classes as shards with an index."""
-    draw = np.random.default_rng(seed)
+    draw, steps = np.random.default_rng(seed), list(DIRECTIONS.values())
     with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=100) as writer:
         for number in range(count):
-            writer.write({"__key__": f"{number:04d}", "mp4": moving(number % 4, draw), "cls": number % 4})
-
-
-def make_network() -> nn.Module:
-    """Three convolutions over time, height and width, then the mean over all three."""
-    layers: list[nn.Module] = []
-    for num_in, num_out in ((3, 12), (12, 24), (24, 48)):
-        layers += [
-            nn.Conv3d(num_in, num_out, 3, padding=1),
-            nn.BatchNorm3d(num_out),
-            nn.ReLU(),
-            nn.MaxPool3d((1, 2, 2)),
-        ]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(48, len(DIRECTIONS)))
+            writer.write({"__key__": f"{number:04d}", "mp4": moving(steps[number % 4], draw), "cls": number % 4})
 
 
 def as_input(clips: torch.Tensor) -> torch.Tensor:
@@ -83,16 +67,19 @@ def as_input(clips: torch.Tensor) -> torch.Tensor:
 def main(folder: Path, epochs: int, count: int) -> None:
     """Make the sets, train, and draw the curve and a clip."""
     for name, number, seed in (("train", count, 0), ("val", count // 4, 1)):
-        if not (folder / name / "_shardstream").exists():
-            make_set(folder / name, number, seed)
-
+        make_set(folder / name, number, seed)
     torch.manual_seed(0)
-    model, mesh = make_network(), DeviceMesh.from_sizes()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    convolutions = [
+        nn.Sequential(nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), nn.ReLU(), nn.MaxPool3d((1, 2, 2)))
+        for a, b in ((3, 12), (12, 24), (24, 48))
+    ]
+    model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(48, 4))
+    optimizer, losses, accuracies = torch.optim.AdamW(model.parameters(), lr=4e-3), [], []
+
+    # What to read, for training and for evaluation; this process's place among all (here: alone); the loop.
     train = StreamingDataset(folder / "train", decode={"mp4": Video(seconds=0.8, fps=10, size=(32, 32))})
     middle = {"mp4": Video(seconds=0.8, fps=10, size=(32, 32), start="center")}
-    val = StreamingDataset(folder / "val", decode=middle, shuffle=False)
-    losses, accuracies = [], []
+    val, mesh = StreamingDataset(folder / "val", decode=middle, shuffle=False), DeviceMesh.from_sizes()
     with DataLoader(train, 20, device_mesh=mesh) as loader:
         for epoch in range(epochs):
             for batch in loader:
@@ -110,10 +97,9 @@ def main(folder: Path, epochs: int, count: int) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     curve, strip = figure.subplots(2, 1, height_ratios=(3, 1))
-    curve.plot(losses, label="loss")
-    curve.plot(np.arange(1, epochs + 1) * len(losses) / epochs, accuracies, "o-", label="accuracy, held-out videos")
-    curve.set(xlabel="steps")
-    curve.legend()
+    curve.plot(losses)
+    curve.plot(np.arange(1, epochs + 1) * len(losses) / epochs, accuracies, "o-")
+    curve.legend(["loss", "accuracy, held-out videos"])
     strip.imshow(np.hstack(batch["mp4"][0].numpy()))
     strip.set(title=f"a clip of the class {list(DIRECTIONS)[int(batch['cls'][0])]!r}", xticks=[], yticks=[])
     figure.savefig(folder / "video_clips.png")

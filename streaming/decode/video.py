@@ -166,8 +166,9 @@ class Video:
         """Return the wanted frames that are there, with their times."""
         start, wanted = self._start, self._wanted
         if wanted is None or start not in ("random", "center"):
-            if start != "first":
-                check_begin(start, video.lasts_s())
+            if start == "first":  # without a frame left out, whatever times it states
+                return self._clip(video, 0.0 if self.fps is not None else -math.inf)
+            check_begin(start, video.lasts_s())
             return self._clip(video, begin_of(start, share, 0, 1))
         lasts = wanted / self.fps if self.fps is not None else ((wanted - 1) * self._every + 1) / video.rate
         found = self._clip(video, begin_of(start, share, video.lasts_s() - lasts, 1))
