@@ -63,8 +63,6 @@ class Decoder(Protocol):
       memory is reused as soon as the call has returned.
     - It is deterministic: the same bytes give the same object, and nothing else is read. One that draws random numbers
       has a method ``with_rng(rng: numpy.random.Generator)``, which returns the decoder of one value.
-    - One whose attribute ``reads_ranges`` is true also takes a seekable binary file (``read``, ``seek``, ``tell``) in
-      place of the bytes, and reads of it what it needs.
     - It may be called from several threads at once, and can be pickled.
     - It may raise any exception for bytes that it cannot decode; the caller wraps it (``decode_field``).
     """
