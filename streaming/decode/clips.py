@@ -53,7 +53,6 @@ class WatchedFile:
         self._file = None if isinstance(data, bytes | bytearray | memoryview) else data
         self._view = memoryview(b"" if self._file is not None else data).cast("B")  # type: ignore[arg-type]
         self._at = 0
-        self.read_up_to = 0
         self.failure: BaseException | None = None
         self.num_bytes = len(self._view) if self._file is None else self._file.seek(0, io.SEEK_END)
         if self._file is not None:
@@ -77,7 +76,6 @@ class WatchedFile:
         except BaseException as error:  # noqa: BLE001  raised by ``opened``: here C code would drop it
             self.failure = error
             return b""
-        self.read_up_to = max(self.read_up_to, self._at)
         return found
 
     def readinto(self, room: bytearray | memoryview) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
@@ -157,7 +157,8 @@ class Video:
     def _decoded(self, data: Encoded, share: float) -> npt.NDArray[np.uint8] | dict[str, Any]:
         with opened(data) as file, closing(_opened_container(file, self.max_pixels)) as container:
             video = _Reader(container, self.max_pixels)
-            found = self._found(video, share)
+            with _claims():
+                found = self._found(video, share)
             if not found:
                 raise ValueError("it has no frames")
             return self._made(found, video.rate)
@@ -249,7 +250,23 @@ def _opened_container(file: WatchedFile, max_pixels: int) -> Any:
         raise ValueError(f"not an MP4, MOV, Matroska or WebM file: it starts with {head[:8]!r}")
     av = require("av", extra="video")
     options = _OPTIONS | {"max_pixels": str(max_pixels)}
-    return av.open(file, "r", format=kind, options=options, metadata_errors="replace", io_open=_refused)
+    with _claims():
+        return av.open(file, "r", format=kind, options=options, metadata_errors="replace", io_open=_refused)
+
+
+@contextmanager
+def _claims() -> Iterator[None]:
+    """Take it for damage that FFmpeg cannot allocate what a file claims: for lack of memory the run would end.
+
+    Raises:
+        ValueError: In place of PyAV's own ``MemoryError``, which has a number as errors of the system do.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        if not hasattr(error, "errno"):
+            raise
+        raise ValueError(f"FFmpeg cannot allocate what the file claims: {error}") from error
 
 
 def _check_segment(file: WatchedFile) -> None:

@@ -14,13 +14,15 @@ import soxr
 import streams
 
 from streaming import Sound, decode
+from streaming.decode import sound
 from streaming.decode.clips import WatchedFile, opened
 from streaming.decode.sound import resampled_length, to_int16
 from streaming.errors import ConfigError, DecodeError
 
 ALL = sorted(streams.KINDS)
-ULP = {"mp3": 1.2e-7}
-"""libmpg123 sums in another order after some seeks; all others are the same bit by bit."""
+OFF = {"mp3": 1.2e-7, "opus": 0.005}
+"""libmpg123 sums in another order after some jumps; Opus predicts from what it has decoded, and steady tones are its
+worst case. All others are the same bit by bit."""
 
 
 def drawn(decoder, data, seed):
@@ -44,7 +46,7 @@ def test_whole_sound_and_clips_are_those_of_the_library(kind, channels):
         first = round(clip["start"] * 16_000)
         begins.add(first)
         assert (clip["length"], clip["rate"], clip["samples"].shape) == (11_200, 16_000, (channels, 11_200))
-        np.testing.assert_allclose(clip["samples"], whole[:, first : first + 11_200], atol=ULP.get(kind, 0), rtol=0)
+        np.testing.assert_allclose(clip["samples"], whole[:, first : first + 11_200], atol=OFF.get(kind, 0), rtol=0)
     assert len(begins) == 12
     assert min(begins) < 30_000 < 60_000 < max(begins) <= 96_000 - 11_200
 
@@ -58,7 +60,9 @@ def test_resampled_clips_are_those_of_the_resampled_whole(kind, rate):
     for start in (0, 0.05, 1.3, 2.5):
         clip = Sound(seconds=0.5, rate=rate, start=start)(data)
         first = round(start * rate)
-        np.testing.assert_allclose(clip, whole[:, first : first + rate // 2], atol=1e-6, rtol=0)
+        np.testing.assert_allclose(
+            clip, whole[:, first : first + rate // 2], atol=max(1e-6, OFF.get(kind, 0) if start else 0), rtol=0
+        )
 
 
 @pytest.mark.parametrize(("rate", "to"), [(44_100, 16_000), (44_101, 16_000), (192_000, 8_000), (11_025, 48_000)])
@@ -165,10 +169,10 @@ def test_empty_sounds():
 
 @pytest.mark.parametrize(("kind", "most"), [("wav", 70_000), ("flac", 200_000), ("ogg", 250_000), ("opus", 300_000)])
 def test_of_a_file_only_the_bytes_around_the_clip_are_read(kind, most):
-    data = streams.sound(kind, 100.0)
+    data = streams.sound(kind, 60.0)
     file = streams.CountedFile(data)
-    clip = Sound(seconds=1.0, start=70.0)(file)
-    np.testing.assert_array_equal(clip, streams.heard(data).T[:, 1_120_000:1_136_000])
+    clip = Sound(seconds=1.0, start=40.0)(file)
+    np.testing.assert_array_equal(clip, streams.heard(data).T[:, 640_000:656_000])
     assert file.num_read < min(most, len(data))
     assert Sound.reads_ranges
     assert Sound().with_rng(np.random.default_rng(0)).reads_ranges
@@ -191,7 +195,7 @@ def test_files_are_watched_as_files_are_read():
             assert (file.seek(2), file.seek(2, 1), file.peek(0, 2), file.tell()) == (2, 4, b"01", 4)
             room = bytearray(4)
             assert (file.readinto(room), room) == (4, b"4567")
-            assert (file.seek(100), file.read(1), file.num_bytes, file.read_up_to) == (100, b"", 10, 10)
+            assert (file.seek(100), file.read(1), file.num_bytes) == (100, b"", 10)
     broken = WatchedFile(streams.CountedFile(b"0123456789", 4))
     assert (broken.read(3), broken.read(3), broken.read(3)) == (b"012", b"", b"")
     assert isinstance(broken.failure, ConnectionError)
@@ -274,14 +278,42 @@ def test_wav_that_was_written_to_a_pipe_states_no_length_and_is_read():
     assert Sound()(bytes(data)).shape == (1, 16_000)
 
 
-def test_mp3_without_a_header_that_says_its_length():
-    """LAME's first frame says it; without one, libsndfile believes that all frames are as long as the first."""
-    data = streams.sound("mp3", 3.0, rate=44_100, channels=2)
+def bare_mp3(waves, rate=44_100, mode="VARIABLE"):
+    """An MP3 without LAME's first frame, which states its length."""
+    out = io.BytesIO()
+    channels = waves.ndim
+    with soundfile.SoundFile(out, "w", rate, channels, format="MP3", bitrate_mode=mode, compression_level=0.6) as file:
+        file.write(waves.astype(np.float32))
+    data = out.getvalue()
     assert data.find(b"Xing", 0, 200) > 0 or data.find(b"Info", 0, 200) > 0
-    bit_rate = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)[data[2] >> 4]
-    bare = data[144_000 * bit_rate // 44_100 + (data[2] >> 1 & 1) :]
-    with pytest.raises((ValueError, RuntimeError), match=r"the MP3 goes on after|ends after"):
-        Sound()(bare)
+    return data[sound._mp3_frame(data[:4])[0] :]
+
+
+@pytest.mark.parametrize("rate", [44_100, 48_000, 32_000, 22_050, 16_000, 8_000])
+@pytest.mark.parametrize("around", [(b"", b""), (b"", b"TAG" + bytes(125)), (b"ID3\4\0\0\0\0\2\0" + bytes(256), b"")])
+def test_mp3_of_a_constant_bit_rate_needs_no_header(rate, around):
+    for shape in ((50_000,), (50_000, 2)):
+        bare = bare_mp3(np.random.default_rng(0).normal(0, 0.1, shape), rate, "CONSTANT")
+        data = around[0] + bare + around[1]
+        whole = Sound()(data)
+        assert 50_000 <= whole.shape[1] < 54_000
+        np.testing.assert_array_equal(whole, streams.heard(data).T)  # which reads on to the end
+        short = Sound()(data[: len(around[0]) + len(bare) - 100])  # of the last frame
+        assert short.shape[1] in {whole.shape[1] - 1152, whole.shape[1] - 576}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_mp3_of_a_varying_bit_rate_without_a_header(order):
+    """libsndfile believes that all frames are as long as the first: too few samples, which is refused, or too many."""
+    loud = np.random.default_rng(0).normal(0, 0.2, 100_000)
+    data = bare_mp3(np.concatenate([loud, np.zeros(200_000)][::order]))
+    if order == 1:
+        with pytest.raises(ValueError, match=r"the MP3 has \d+ samples, of which libsndfile reads \d+"):
+            Sound()(data)
+    else:
+        assert 300_000 <= Sound()(data).shape[1] < 304_000
+    with pytest.raises((ValueError, RuntimeError), match=r"no frame of MPEG layer III at byte|internal error"):
+        Sound()(data[:20_000] + bytes(range(1, 200)) * 20 + data[20_000:])
 
 
 def test_the_content_decides_and_not_the_name():

@@ -143,15 +143,16 @@ def test_edit_lists_are_followed():
 def test_frames_are_turned_upright(turn, flip):
     plain = streams.video("mp4", 12)
     _, frames = streams.seen(plain)
-    expected = np.rot90(frames[:, :, ::-1] if flip else frames, turn // 90, axes=(1, 2))
+    expected = np.rot90(frames, turn // 90, axes=(1, 2))
+    expected = expected[:, :, ::-1] if flip else expected
     data = streams.remuxed(plain, turn=turn, flip=flip)
     np.testing.assert_array_equal(Video()(data), expected)
     np.testing.assert_array_equal(Video(upright=False)(data), frames)
     small = Video(size=(40, 20))(data)
     assert small.shape == (12, 40, 20, 3)
     unturned = streams.seen(plain, width=40, height=20) if turn % 180 else streams.seen(plain, width=20, height=40)
-    flipped = unturned[1][:, :, ::-1] if flip else unturned[1]
-    np.testing.assert_array_equal(small, np.rot90(flipped, turn // 90, axes=(1, 2)))
+    turned = np.rot90(unturned[1], turn // 90, axes=(1, 2))
+    np.testing.assert_array_equal(small, turned[:, :, ::-1] if flip else turned)
 
 
 @pytest.mark.parametrize("size", [(24, 32), (96, 128), (7, 50)])
@@ -217,9 +218,10 @@ def test_damaged_videos_are_errors_wherever_the_clip_is(kind, faststart):
         for decoder in (Video(), Video(frames=2, start="first")):
             with pytest.raises(DecodeError, match=r"u.tar: sample 'k': field 'mp4' .* does not decode"):
                 print(what, decode.decode_field(decoder, hurt, url="u.tar", key="k", field="mp4").shape)
-    hurt = data[:half] + bytes(200) + data[half + 200 :]
-    with pytest.raises(DecodeError):
-        decode.decode_field(Video(), hurt, url="u", key="k", field="mp4")
+    if kind == "mp4":  # in Matroska, FFmpeg goes on at the next cluster and says nothing
+        hurt = data[:half] + bytes(200) + data[half + 200 :]
+        with pytest.raises(DecodeError):
+            decode.decode_field(Video(), hurt, url="u", key="k", field="mp4")
 
 
 def test_noise_and_flipped_bits_never_crash_or_hang():
@@ -247,12 +249,22 @@ def test_headers_that_claim_too_much_allocate_nothing():
     assert len(Video(max_bytes=90 * FRAME_BYTES)(data)) == 90
     with pytest.raises(ValueError, match="more than the"):
         Video(frames=10**9)(data)  # before it is allocated
-    for box, at in (("stsz", 12), ("stts", 8)):
-        hurt = bytearray(data)
-        place = hurt.index(box.encode()) + at
-        hurt[place : place + 4] = struct.pack(">I", 2**31 - 1)
-        with pytest.raises((ValueError, OSError)):
-            raise ValueError(Video(max_bytes=10_000_000)(bytes(hurt)).shape)
+
+
+@pytest.mark.parametrize("count", [10**6, 2**28, 2**31 - 1, 2**32 - 1])
+@pytest.mark.parametrize(
+    ("box", "at"), [("stsz", 12), ("stts", 8), ("stts", 12), ("ctts", 8), ("stsc", 8), ("stco", 8)]
+)
+def test_tables_that_claim_too_much_are_errors_of_the_sample(box, at, count):
+    """FFmpeg may fail to allocate what they claim: then it is no lack of memory, which would end the run."""
+    hurt = bytearray(streams.video("mp4"))
+    place = hurt.index(box.encode()) + at
+    hurt[place : place + 4] = struct.pack(">I", count)
+    try:
+        made = decode.decode_field(Video(max_bytes=10_000_000), bytes(hurt), url="u", key="k", field="mp4")
+    except DecodeError:
+        return
+    assert made.dtype == np.uint8  # FFmpeg does not need this table
 
 
 def test_frames_whose_codec_states_more_pixels_than_the_file():
