@@ -181,7 +181,7 @@ def test_of_a_file_only_the_bytes_around_the_clip_are_read(kind, most):
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("fails_from", [0, 3_000, 12_000])
 def test_errors_of_the_file_reach_the_caller(kind, fails_from, capfd):
-    file = streams.CountedFile(streams.sound(kind, 1.0), fails_from)
+    file = streams.CountedFile(streams.sound(kind, 6.0, channels=1), fails_from)
     with pytest.raises(ConnectionError, match="the store is gone"):
         Sound()(file)
     assert "Traceback" not in capfd.readouterr().err  # nothing is printed by a callback

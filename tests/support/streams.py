@@ -50,9 +50,11 @@ def heard(data: bytes) -> np.ndarray[Any, Any]:
     return found
 
 
-def picture(number: int, height: int, width: int) -> np.ndarray[Any, Any]:
-    """A frame that tells its number, top from bottom and left from right."""
+def picture(number: int, height: int, width: int, grain: int = 0) -> np.ndarray[Any, Any]:
+    """A frame that tells its number, top from bottom and left from right; ``grain`` takes many bytes."""
     made = np.zeros((height, width, 3), np.uint8)
+    if grain:
+        made += np.random.default_rng(number).integers(0, grain, made.shape, np.uint8)
     made[: height // 4] = number * 5 % 256
     made[:, : width // 8, 0] = 255
     left = 3 * number % (width - 8)
@@ -63,7 +65,7 @@ def picture(number: int, height: int, width: int) -> np.ndarray[Any, Any]:
 @cache
 def video(
     kind: str = "mp4", num_frames: int = 90, *, size: tuple[int, int] = (48, 64), gop: int = 12, bframes: int = 3,
-    varying: bool = False, first: int = 0, sound_s: float = 0.0, streams: int = 1, faststart: bool = False,
+    varying: bool = False, first: int = 0, grain: int = 0, sound_s: float = 0.0, streams: int = 1, faststart: bool = False,
     options: tuple[tuple[str, str], ...] = (),
 ) -> bytes:  # fmt: skip
     """Frames at 30 a second, or at varying times.
@@ -76,6 +78,7 @@ def video(
         bframes: Frames in a row that refer to later ones.
         varying: Whether frames last unequally long.
         first: Number of the first picture.
+        grain: Of each picture.
         sound_s: Seconds of a stream of sound.
         streams: How many streams of pictures; all but the first are of half the size.
         faststart: Whether an MP4 begins with its table of samples.
@@ -91,7 +94,7 @@ def video(
                 _add_sound(container, sound_s, "aac" if form == "mp4" else "libopus")
             for number in range(num_frames):
                 for stream in made:
-                    frame = av.VideoFrame.from_ndarray(picture(first + number, stream.height, stream.width))
+                    frame = av.VideoFrame.from_ndarray(picture(first + number, stream.height, stream.width, grain))
                     frame.pts = number * TICKS // 30 + (number % 3 * 23 if varying else 0)
                     frame.time_base = Fraction(1, TICKS)
                     container.mux(stream.encode(frame))
