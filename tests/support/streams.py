@@ -65,8 +65,8 @@ def picture(number: int, height: int, width: int, grain: int = 0) -> np.ndarray[
 @cache
 def video(
     kind: str = "mp4", num_frames: int = 90, *, size: tuple[int, int] = (48, 64), gop: int = 12, bframes: int = 3,
-    varying: bool = False, first: int = 0, grain: int = 0, sound_s: float = 0.0, streams: int = 1, faststart: bool = False,
-    options: tuple[tuple[str, str], ...] = (),
+    varying: bool = False, first: int = 0, grain: int = 0, sound_s: float = 0.0, streams: int = 1,
+    faststart: bool = False, options: tuple[tuple[str, str], ...] = (),
 ) -> bytes:  # fmt: skip
     """Frames at 30 a second, or at varying times.
 
