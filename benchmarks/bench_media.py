@@ -1,6 +1,6 @@
 """Sounds and videos: clips and whole streams by ``Sound`` and ``Video``, against soundfile, soxr and PyAV used by hand.
 
-Run: ``python benchmarks/bench_media.py [--rounds 5]``, over data that it makes: sweeps with noise, moving gradients.
+Run: ``python benchmarks/bench_media.py [--rounds 5] [--tables rates,threads,bytes]``, over data that it makes.
 
 1. CPU seconds on one thread, as hours of sound or frames per CPU second; the ways in turns, medians and lowest.
 2. Calls from 1 and 2 threads by the clock: what the interpreter lock leaves.
@@ -15,11 +15,9 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import av
@@ -35,33 +33,40 @@ FORMATS = {"wav": ("WAV", "PCM_16"), "flac": ("FLAC", "PCM_16"), "mp3": ("MP3", 
            "opus": ("OGG", "OPUS")}  # fmt: skip
 
 
-def made_sound(kind: str, seconds: float, rate: int = RATE) -> bytes:
-    """Stereo; of Opus at 48 kHz."""
-    rate = 48_000 if kind == "opus" else rate
+def made_sound(kind: str, seconds: float, rate: int = RATE, channels: int = 2) -> bytes:
+    """A wavering tone with noise."""
     out, draw = io.BytesIO(), np.random.default_rng(0)
-    with soundfile.SoundFile(out, "w", rate, 2, FORMATS[kind][1], format=FORMATS[kind][0]) as file:
+    with soundfile.SoundFile(out, "w", rate, channels, FORMATS[kind][1], format=FORMATS[kind][0]) as file:
         for second in range(round(seconds)):
             times = second + np.arange(rate)[:, None] / rate
-            waves = 0.3 * np.sin(2 * np.pi * (200 + 40 * np.sin(times)) * times * np.array([1, 1.5]))
+            waves = 0.3 * np.sin(2 * np.pi * (200 + 40 * np.sin(times)) * times * (1 + np.arange(channels) / 2))
             waves += draw.normal(0, 0.02, waves.shape)
             for part in np.array_split(waves.astype(np.float32), 8):
                 file.write(part)
     return out.getvalue()
 
 
-def made_video(path: Path, num_frames: int) -> bytes:
-    """H.264 at 320 x 240, a key frame a second."""
-    if not path.exists():
-        rows, columns = np.ogrid[: SIZE[0], : SIZE[1]]
-        with av.open(str(path), "w") as container:
-            stream = container.add_stream("libx264", rate=FPS, options={"g": str(FPS), "preset": "veryfast"})
-            stream.height, stream.width = SIZE
-            for number in range(num_frames):
-                wave = 100 + 60 * np.sin(rows / 9 + number / 5) + 60 * np.cos(columns / 13 - number / 7)
-                frame = np.repeat(wave[:, :, None], 3, 2).astype(np.uint8)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-            container.mux(stream.encode(None))
-    return path.read_bytes()
+def made_video(num_frames: int, kind: str = "mp4", repeats: int = 1) -> bytes:
+    """H.264 at 320 x 240, a key frame a second; the same packets again and again."""
+    rows, columns = np.ogrid[: SIZE[0], : SIZE[1]]
+    packets, out = [], io.BytesIO()
+    with av.open(out, "w", format=kind) as container:
+        options = {"g": str(FPS), "preset": "veryfast", "bf": "0"}
+        stream = container.add_stream("libx264", rate=FPS, options=options)
+        stream.height, stream.width = SIZE
+        for number in range(num_frames):
+            wave = 100 + 60 * np.sin(rows / 9 + number / 5) + 60 * np.cos(columns / 13 - number / 7)
+            frame = np.repeat(wave[:, :, None], 3, 2).astype(np.uint8)
+            packets += stream.encode(av.VideoFrame.from_ndarray(frame))
+        packets += stream.encode(None)
+        step = num_frames * (packets[1].pts - packets[0].pts)
+        for repeat in range(repeats):
+            for packet in packets:
+                copy = av.Packet(bytes(packet))
+                copy.stream, copy.time_base, copy.is_keyframe = stream, packet.time_base, packet.is_keyframe
+                copy.pts, copy.dts = packet.pts + repeat * step, packet.dts + repeat * step
+                container.mux(copy)
+    return out.getvalue()
 
 
 def in_turns(ways: dict[str, Callable[[int], object]], rounds: int, calls: int) -> dict[str, tuple[float, float]]:
@@ -189,35 +194,39 @@ def print_bytes(title: str, data: bytes, decoder: Callable[[float], Callable[[An
     print(f"{title:5} {len(data):12,} {share}; {max(reads):,} reads")
 
 
-def main(rounds: int, folder: Path) -> None:
+def main(rounds: int, tables: str) -> None:
     """Print the tables."""
-    folder.mkdir(parents=True, exist_ok=True)
     print(
         f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}, "
         f"libsndfile {soundfile.__libsndfile_version__}, soxr {soxr.__version__}, PyAV {av.__version__}"
     )
-    print("\nhours of sound, or frames, per CPU second: median (best)")
-    sounds = {kind: made_sound(kind, SECONDS) for kind in FORMATS}
-    for kind, data in sounds.items():
-        print_rates(kind, sound_ways(data), 3600, rounds)
-    short = made_video(folder / "short.mp4", NUM_FRAMES)
-    print_rates("mp4", video_ways(short), 1, rounds)  # type: ignore[arg-type]
-    print("\nthreads, by the clock")
-    for kind in ("flac", "opus"):
+    if "rates" in tables or "threads" in tables:
+        sounds = {kind: made_sound(kind, SECONDS, 48_000 if kind == "opus" else RATE) for kind in FORMATS}
+        short = made_video(NUM_FRAMES)
+    if "rates" in tables:
+        print("\nhours of sound, or frames, per CPU second: median (best)")
+        for kind, data in sounds.items():
+            print_rates(kind, sound_ways(data), 3600, rounds)
+        print_rates("mp4", video_ways(short), 1, rounds)  # type: ignore[arg-type]
+    if "threads" in tables:
+        print("\nthreads, by the clock")
+        for kind in ("flac", "opus"):
+            way = sound_ways(sounds[kind])["clip at 16 kHz mono, Sound"][1]
+            print_threads(f"{kind}, Sound, clip at 16 kHz mono", way, rounds)
         print_threads(
-            f"{kind}, Sound, clip at 16 kHz mono", sound_ways(sounds[kind])["clip at 16 kHz mono, Sound"][1], rounds
+            "mp4, Video, 16 frames at 112 x 112", video_ways(short)["16 frames at 112 x 112, Video"][1], rounds
         )
-    print_threads("mp4, Video, 16 frames at 112 x 112", video_ways(short)["16 frames at 112 x 112, Video"][1], rounds)
-    print("\na file of ten minutes: its bytes, those read for 2 seconds")
-    for kind in FORMATS:
-        print_bytes(kind, made_sound(kind, 600, 16_000), lambda at: Sound(seconds=2.0, start=at))
-    print_bytes("mp4", made_video(folder / "long.mp4", 600 * FPS), lambda at: Video(frames=60, start=at))
-    print_bytes("mkv", made_video(folder / "long.mkv", 600 * FPS), lambda at: Video(frames=60, start=at))
+    if "bytes" in tables:
+        print("\na file of ten minutes: its bytes, those read for 2 seconds")
+        for kind in FORMATS:
+            print_bytes(kind, made_sound(kind, 600, 16_000, 1), lambda at: Sound(seconds=2.0, start=at))
+        print_bytes("mp4", made_video(10 * FPS, "mp4", 60), lambda at: Video(frames=60, start=at))
+        print_bytes("mkv", made_video(10 * FPS, "matroska", 60), lambda at: Video(frames=60, start=at))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "shardstream-media")
+    parser.add_argument("--tables", default="rates,threads,bytes")
     given = parser.parse_args()
-    main(given.rounds, given.data)
+    main(given.rounds, given.tables)

@@ -157,7 +157,8 @@ class Sound:
         """Return ``sound`` [samples, channels] as [channels, samples], mixed or repeated."""
         stored = sound.shape[1]
         if self.channels == 1 and stored > 1:
-            return sound.mean(axis=1, dtype=np.float32)[None]
+            mean: npt.NDArray[np.float32] = sound.mean(axis=1, dtype=np.float32)
+            return mean[None]
         if self.channels in (None, stored) or stored == 1:
             return sound.T
         raise ValueError(f"it has {stored} channels, and channels={self.channels}; expected 1, {stored} or None")
@@ -227,7 +228,8 @@ def resampled_length(length: int, rate: int, to: int) -> int:
 
 def to_int16(sound: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
     """Return ``sound`` in 16 bits: exactly what a file of 16 bits stores."""
-    return np.clip(np.rint(sound * np.float32(32768)), -32768, 32767).astype(np.int16)
+    made: npt.NDArray[np.int16] = np.clip(np.rint(sound * np.float32(32768)), -32768, 32767).astype(np.int16)
+    return made
 
 
 def _check_start_and_end(stream: WatchedFile) -> None:
