@@ -148,7 +148,8 @@ class Sound:
             raise too_short(there, wanted, "samples")
         channels = self.channels or reader.channels
         check_bytes(4 * channels * length, self.max_bytes, f"{length} samples of {channels} channels")
-        sound = np.zeros((channels, length), np.float32)
+        sound = np.empty((channels, length), np.float32)
+        sound[:, there:] = 0
         sound[:, :there] = self._mixed(reader.resampled(first, first + there, rate, self.max_bytes))
         made = sound if self.dtype == "float32" else to_int16(sound)
         return {"samples": made, "length": there, "rate": rate, "start": first / rate} if self.details else made
