@@ -65,7 +65,7 @@ def main(folder: Path, epochs: int, per_word: int) -> None:
         cli(["convert", str(folder / "sounds" / name), str(folder / name), "--from", "audio"], standalone_mode=False)
     torch.manual_seed(0)
     convolutions = [
-        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+        nn.Sequential(nn.Conv2d(a, b, 3, 2, padding=1), nn.BatchNorm2d(b), nn.ReLU())
         for a, b in ((1, 16), (16, 32), (32, 32))
     ]
     model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d((8, 4)), nn.Flatten(), nn.Linear(1024, len(WORDS)))

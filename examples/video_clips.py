@@ -70,7 +70,7 @@ def main(folder: Path, epochs: int, count: int) -> None:
         make_set(folder / name, number, seed)
     torch.manual_seed(0)
     convolutions = [
-        nn.Sequential(nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), nn.ReLU(), nn.MaxPool3d((1, 2, 2)))
+        nn.Sequential(nn.Conv3d(a, b, 3, (1, 2, 2), padding=1), nn.BatchNorm3d(b), nn.ReLU())
         for a, b in ((3, 12), (12, 24), (24, 48))
     ]
     model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(48, 4))
@@ -110,6 +110,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/examples/video_clips"), help="folder to work in")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--count", type=int, default=400, help="videos to train on")
+    parser.add_argument("--count", type=int, default=240, help="videos to train on")
     given = parser.parse_args()
     main(given.out, given.epochs, given.count)

@@ -23,7 +23,7 @@ MAX_BYTES: Final = 2**30
 """Default bound on what one value may decode to, as that of ``.npz``."""
 
 
-class BinaryFile(Protocol):
+class SeekableFile(Protocol):
     """A seekable file of bytes, open for reading."""
 
     def read(self, size: int = -1, /) -> bytes:
@@ -36,7 +36,7 @@ class BinaryFile(Protocol):
         """Return the place of the next byte."""
 
 
-Encoded: TypeAlias = ReadBuffer | BinaryFile
+Encoded: TypeAlias = ReadBuffer | SeekableFile
 """What decoders of streams take: bytes, or a file of which they read what they need."""
 
 
