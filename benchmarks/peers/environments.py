@@ -54,6 +54,8 @@ class Peer:
 
 
 OURS = "shardstream"
+LIMIT = "limit"
+"""What this machine could do at most; no loader."""
 _NO_HANDLER = "webdataset has no s3:// handler; its documentation pipes from a shell command"
 _BLOCK_SIZE = "its tar builder opens files with block_size=0, which s3fs hands on to aiobotocore, which refuses it"
 PEERS = {
@@ -78,6 +80,13 @@ PEERS = {
             ),
         ),
         Peer(name="shardstream_views", of=OURS, title="shardstream, views", sets=("images-raw", "large")),
+        Peer(
+            name=LIMIT,
+            of=OURS,
+            title="*the limit: known places, nothing checked*",
+            own_data=True,
+            packing=Packing(rule="no packing: a gather from one flat file; `input_ids` alone", cuts=True, drops=True),
+        ),
         Peer(name="webdataset", title="webdataset", no_s3=_NO_HANDLER),
         Peer(name="mosaic", title="Mosaic Streaming", own_data=True),
         Peer(

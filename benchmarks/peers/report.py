@@ -6,6 +6,7 @@ A run is what ``measure.py`` and the contestant said of one process. Each either
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +37,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packs:
-    """What is counted in tokens: which sets, by which rule each contestant packs, and which of them are ours too."""
+    """What is counted in tokens: which sets, by which rule each contestant packs, and which of them cut documents."""
 
     sets: tuple[str, ...] = ()
     rules: Mapping[str, str] = field(default_factory=dict)
-    kin: tuple[str, ...] = ()
+    cutters: tuple[str, ...] = ()
 
 
 NO_PACKS = Packs()
@@ -64,6 +65,15 @@ class Figures:
     batches: int
     processes: int | None
     fill: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """Which contestants are ours in a comparison, which is the limit of the machine, and what is said of it."""
+
+    ours: tuple[str, ...]
+    limit: str = ""
+    title: str = "Against the best peer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +192,14 @@ def _side_cell(results: Sequence[Outcome | None], shown: Callable[[Figures], str
     return "" if set(texts) == {"-"} else " / ".join(texts)
 
 
-def best_peers(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours: str) -> str:
-    """One line: our best against theirs, whatever the workers, then against the fastest for each number of workers."""
+def best_peers(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ways: Ways) -> str:
+    """One line: our best against theirs, whatever the workers, then against the fastest for each number of workers.
+
+    Last comes the share of what the machine could do at most, where that was measured.
+    """
     figures = {case: one for case, one in outcomes.items() if isinstance(one, Figures) and one.batches >= LEAST_BATCHES}
-    sides = [[case for case in figures if (case.peer == ours) is own] for own in (True, False)]
+    sides = [[case for case in figures if (case.peer in ways.ours) is own and case.peer != ways.limit]
+             for own in (True, False)]  # fmt: skip
     parts = []
     if all(sides):
         own, best = (max(side, key=lambda case: figures[case].per_second) for side in sides)
@@ -193,14 +207,17 @@ def best_peers(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours
             f"best against best {figures[own].per_second / figures[best].per_second:.2f} x "
             f"({_ran(own, figures[own])}; {titles[best.peer]}, {_ran(best, figures[best])})"
         )
-    for count in sorted({case.workers for case in outcomes}):
-        rates = {case.peer: one.per_second for case, one in outcomes.items()
-                 if case.workers == count and isinstance(one, Figures) and one.batches >= LEAST_BATCHES}  # fmt: skip
-        own = rates.pop(ours, None)
-        if own and rates:
-            best = max(rates, key=lambda peer: rates[peer])
-            parts.append(f"{count} workers {own / rates[best]:.2f} x ({titles[best]})")
-    return f"Against the best peer: {'; '.join(parts)}." if parts else ""
+        for count in sorted({case.workers for case in figures}):
+            here = [[case for case in side if case.workers == count] for side in sides]
+            if all(here):
+                own, best = (max(side, key=lambda case: figures[case].per_second) for side in here)
+                ratio = figures[own].per_second / figures[best].per_second
+                parts.append(f"{count} workers {ratio:.2f} x ({titles[best.peer]})")
+    limits = [one.per_second for case, one in figures.items() if case.peer == ways.limit]
+    if limits and sides[0]:
+        best_rate = max(figures[case].per_second for case in sides[0])
+        parts.append(f"{100 * best_rate / max(limits):.0f} % of the limit")
+    return f"{ways.title}: {'; '.join(parts)}." if parts else ""
 
 
 def _ran(case: Case, figures: Figures) -> str:
@@ -227,11 +244,15 @@ def document(
     titles: Mapping[str, str],
     ours: str,
     packs: Packs = NO_PACKS,
+    kin: tuple[str, ...] = (),
+    limit: str = "",
 ) -> str:
     """The whole report as Markdown: from ``{"machine", "versions", "sizes", "runs": {key: [run, …]}, …}``.
 
-    ``sets`` and ``titles`` name sets and contestants for people; our other ways to packs are no peers of ours.
+    ``sets`` and ``titles`` name sets and contestants for people; ``kin`` are ours too, and ``limit`` is no loader.
+    Packs are compared twice: those that keep documents whole, and those that cut them anywhere.
     """
+    all_ours = Ways(ours=(ours, *kin), limit=limit)
     outcomes = {
         case: outcome(runs, results["sizes"][case.set])
         for key, runs in results["runs"].items()
@@ -264,8 +285,13 @@ def document(
         unit = "tokens" if packed else "samples"
         lines += ["", f"## {sets[name]}; {results['sizes'][name]:,} {unit}, {place}", ""]
         lines += [table(here, titles, ours, packs.rules if packed else None), ""]
-        rivals = {case: one for case, one in here.items() if case.peer not in packs.kin}
-        lines += [best_peers(rivals, titles, ours), "", *notes(here, titles)]
+        if packed:
+            for title, cut in (("Documents kept whole, against the best peer", False), ("Cut anywhere", True)):
+                alike = {case: one for case, one in here.items() if (case.peer in packs.cutters) is cut}
+                lines += [best_peers(alike, titles, dataclasses.replace(all_ours, title=title)), ""]
+        else:
+            lines += [best_peers(here, titles, all_ours), ""]
+        lines += notes(here, titles)
     lines += ["", "## Versions", ""]
     for peer, packages in results["versions"].items():
         lines.append(f"- {titles[peer]}: {', '.join(f'{name} {one}' for name, one in packages.items())}")

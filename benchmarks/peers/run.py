@@ -26,7 +26,7 @@ sys.path[1:1] = [REPOSITORY, os.path.dirname(HERE)]
 
 import common
 import source
-from environments import OURS, PEERS, Peer, PeerError, interpreter, last_line, versions
+from environments import LIMIT, OURS, PEERS, Peer, PeerError, interpreter, last_line, versions
 from report import Case, Packs, document, flaw, rate
 from s3_server import as_store
 from sets import SETS, Set
@@ -277,9 +277,10 @@ def write_report(results: Results, folder: str, args: argparse.Namespace) -> str
     packs = Packs(
         sets=tuple(name for name, one in SETS.items() if one.length),
         rules={peer.name: peer.packing.rule for peer in PEERS.values() if peer.packing is not None},
-        kin=tuple(peer.name for peer in PEERS.values() if peer.of == OURS),
+        cutters=tuple(peer.name for peer in PEERS.values() if peer.packing is not None and peer.packing.cuts),
     )
-    text = document(results.content, titles, TITLES, OURS, packs)
+    kin = tuple(peer.name for peer in PEERS.values() if peer.of == OURS and peer.name != LIMIT)
+    text = document(results.content, titles, TITLES, OURS, packs, kin, LIMIT)
     with open(os.path.join(folder, "results.md"), "w") as file:
         file.write(text)
     chart = os.path.join(folder, "chart.svg")
@@ -308,7 +309,8 @@ def main() -> None:
     if args.retry:
         results.forget_flawed()
     args.peers = prepare(bench, args, results)
-    results.content["machine"] = common.machine()
+    if any(results.wants(case, args.rounds - 1) for case in cases(args)):
+        results.content["machine"] = common.machine()
     results.save()
     if args.prepare:
         return

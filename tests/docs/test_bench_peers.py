@@ -215,21 +215,27 @@ def test_rows_may_be_cut_anywhere_where_that_is_the_rule(peers, pack_verdict):
     assert pack_verdict(rows, drops=True).startswith("4 of 60 checked tokens are others")
 
 
-def test_packs_are_counted_in_tokens_and_our_other_ways_are_no_peers(peers):
+def test_packs_are_counted_in_tokens_and_compared_with_those_that_cut_alike(peers):
     report = peers["report"]
     runs = {"ours": [run(2_000_000, 1.0, fill=0.99)], "ours_cut": [run(2_000_000, 0.5, fill=1.0)],
-            "theirs": [run(2_000_000, 4.0, fill=0.9), run(2_000_000, 4.0, fill=0.8)]}  # fmt: skip
+            "theirs": [run(2_000_000, 4.0, fill=0.9), run(2_000_000, 4.0, fill=0.8)],
+            "theirs_cut": [run(2_000_000, 1.0, fill=1.0)], "limit": [run(2_000_000, 0.25, fill=1.0)]}  # fmt: skip
     results = {"machine": "a machine", "versions": {}, "sizes": {"packs": 2_000_000},
                "runs": {f"packs disk 0 {peer}": found for peer, found in runs.items()}}  # fmt: skip
     packs = report.Packs(
-        sets=("packs",), rules={"ours": "best fit", "ours_cut": "cut", "theirs": "first"}, kin=("ours_cut",)
-    )
-    titles = {"ours": "Ours", "ours_cut": "Ours, cut", "theirs": "Theirs"}
-    text = report.document(results, {"packs": "Documents to packs"}, titles, "ours", packs)
+        sets=("packs",), rules={"ours": "best fit", "ours_cut": "cut", "theirs": "first"},
+        cutters=("ours_cut", "theirs_cut", "limit"),
+    )  # fmt: skip
+    titles = {"ours": "Ours", "ours_cut": "Ours, cut", "theirs": "Theirs", "theirs_cut": "Theirs, cut", "limit": "Most"}
+    text = report.document(results, {"packs": "Documents to packs"}, titles, "ours", packs, ("ours_cut",), "limit")
     assert "| Ours | **2,000,000** | 1 | 1 | 0.50 | 99.00 | best fit |" in text
     assert "| Ours, cut | 4,000,000 (0.5 x) | 1 | 1 | 0.50 | 100.00 | cut |" in text
     assert "| Theirs | 500,000 (4.0 x) | 1 | 1 | 0.50 | 80.00 | first |" in text
-    assert "best against best 4.00 x (0 workers; Theirs, 0 workers)" in text
+    assert (
+        "Documents kept whole, against the best peer: best against best 4.00 x (0 workers; Theirs, 0 workers)" in text
+    )
+    assert "Cut anywhere: best against best 2.00 x (0 workers; Theirs, cut, 0 workers)" in text
+    assert "50 % of the limit" in text
 
 
 def test_s3_server_has_the_files_of_a_folder_and_leaves_with_its_parent(tmp_path):
