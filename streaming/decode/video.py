@@ -188,10 +188,12 @@ class Video:
         """Return frames from the one shown at ``begin`` on, as many as are wanted and there."""
         wanted, found, num_bytes = self._wanted, [], 0
         shown: Any = None
+        orientation = 0
         frames = video.stepped(begin, self._every) if self.fps is None else video.shown_at(begin, 1 / self.fps)
         for time, frame in frames:
             if frame is not shown:
-                shown, pixels = frame, self._pixels(frame)
+                orientation = orientation or (orientation_of(frame) if self.upright else 1)
+                shown, pixels = frame, self._pixels(frame, orientation)
             num_bytes += pixels.nbytes
             check_bytes(pixels.nbytes * wanted if wanted else num_bytes, self.max_bytes, "the frames")
             found.append((time, pixels))
@@ -214,9 +216,8 @@ class Video:
             return made
         return {"frames": made, "length": len(found), "times": times, "rate": rate}
 
-    def _pixels(self, frame: Any) -> npt.NDArray[np.uint8]:
-        """Return a frame as uint8 [H, W, 3]."""
-        orientation = orientation_of(frame) if self.upright else 1
+    def _pixels(self, frame: Any, orientation: int) -> npt.NDArray[np.uint8]:
+        """Return a frame as uint8 [H, W, 3], upright."""
         height, width = self.size or (frame.height, frame.width)
         if self.size is not None and orientation > 4:  # the size is that of the upright frame
             height, width = width, height
