@@ -135,7 +135,7 @@ def main() -> None:
             print(
                 f"bare {tokens / alone.seconds:,.0f} tokens/s, {tokens / alone.cpu_s:,.0f} a CPU second   "
                 f"convert {tokens / whole.seconds:,.0f}, {tokens / whole.cpu_s:,.0f} ({own_s / whole.cpu_s:.0%} of it "
-                "in the process that reads and writes)"
+                f"in the process that reads and writes: {size / own_s / 1e6:.0f} MB of text a CPU second)"
             )
         for name, found in ratios.items():
             print(f"{name}: convert / bare {statistics.median(found):.0%} ({min(found):.0%} to {max(found):.0%})")

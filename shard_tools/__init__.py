@@ -25,6 +25,8 @@ except ModuleNotFoundError as _error:
         "`python -m package.script`"
     ) from _error
 
+from streaming.elsewhere.names import no_attribute as _no_attribute
+
 if TYPE_CHECKING:
     from shard_tools.columns.chosen import select
     from shard_tools.functions.inputs import lines
@@ -46,8 +48,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-def __getattr__(name: str) -> object:
-    """Import a public name on first use: worker processes need none of them."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on first use: worker processes need none of them."""
+        if name not in _HOMES:
+            raise _no_attribute(__name__, name)
+        return getattr(import_module(_HOMES[name]), name)

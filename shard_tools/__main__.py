@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> None:
-    """Run the command line and exit with its code."""
-    from shard_tools.cli import cli  # noqa: PLC0415  (starts faster when only the entry point is imported)
+    """Run the command line and exit with its code; say which packages are to blame if it cannot be imported."""
+    try:
+        from shard_tools.cli import cli  # noqa: PLC0415  (starts faster when only the entry point is imported)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:  # what broken packages raise
+        from shard_tools.doctor.packages import why_not_started  # noqa: PLC0415
 
+        said = why_not_started(error)
+        if not said:
+            raise
+        sys.exit(said)
     cli(prog_name="shard_tools")
 
 

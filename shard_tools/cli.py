@@ -19,6 +19,7 @@ from shard_tools.commands.bench import bench_command, trace_group
 from shard_tools.commands.clean import clean_command
 from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
+from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
@@ -81,6 +82,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "plan": plan_command,
         "clean": clean_command,
         "diff": diff_command,
+        "doctor": doctor_command,
         "export": export_command,
         "map": map_command,
         "bench": bench_command,

@@ -28,6 +28,8 @@ except ImportError as _error:
         "script from elsewhere as `python -m package.script`"
     ) from _error
 
+from streaming.elsewhere.names import NamesElsewhere as _NamesElsewhere
+from streaming.elsewhere.names import no_attribute as _no_attribute
 from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
 
 if TYPE_CHECKING:
@@ -108,11 +110,22 @@ __all__ = [
     "Video",
 ]
 
+if _NamesElsewhere not in sys.meta_path:
+    sys.meta_path.append(_NamesElsewhere)  # the last one, asked for what nobody has found
 
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'streaming' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+
+def __dir__() -> list[str]:
+    """Return all names, also of what is imported on first use."""
+    return sorted({*globals(), *_HOMES})
+
+
+if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on first use."""
+        home = _HOMES.get(name)
+        if home is None:
+            raise _no_attribute(__name__, name)
+        value: object = getattr(import_module(home), name)
+        globals()[name] = value
+        return value

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
+from typing import Any, ParamSpec, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
 
 from streaming.errors import ConfigError, OptionError
 from streaming.types import LastBatch
 
 _Class = TypeVar("_Class", bound=type)
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 _FACTORS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
@@ -173,15 +175,39 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **options: Any) -> None:
-            unknown = [name for name in options if name not in known]
-            if unknown:
-                raise OptionError(no_option(cls.__name__, unknown[0], known, known_elsewhere))
+            _refuse_unknown(cls.__name__, options, known, known_elsewhere)
             init(self, *args, **options)
 
         cls.__init__ = checked  # type: ignore[misc]
         return cls
 
     return decorate
+
+
+def checks_options(elsewhere: Mapping[str, str]) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """Make a function reject unknown options as classes do that :func:`checks_names` decorates.
+
+    Args:
+        elsewhere: For options known from other libraries: name -> what to write here instead.
+    """
+
+    def decorate(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+        known = tuple(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def checked(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+            _refuse_unknown(function.__name__, options, known, elsewhere)
+            return function(*args, **options)
+
+        return checked
+
+    return decorate
+
+
+def _refuse_unknown(owner: str, options: Iterable[str], known: tuple[str, ...], elsewhere: Mapping[str, str]) -> None:
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise OptionError(no_option(owner, unknown[0], known, elsewhere))
 
 
 def shows(describe: Callable[[Any], str]) -> Callable[[Any], str]:

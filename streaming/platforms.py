@@ -13,18 +13,92 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 
 _log = logging.getLogger(__name__)
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 """Python has its name since 3.12; the number is Linux's."""
+_NO_LIMIT = 1 << 60
+"""Version 1 of control groups writes "no limit" as the largest number of whole pages."""
 
 
 def num_cores() -> int:
     """Return the number of cores that this process may use, as far as the system tells."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimits:
+    """What the control groups of this process allow; None: they set no limit, or there are none.
+
+    Attributes:
+        cores: Cores' worth of time, such as 1.5.
+        memory_bytes: Memory, with the page cache of its files.
+        memory_left_bytes: What is left of it, page cache that can be dropped included.
+    """
+
+    cores: float | None = None
+    memory_bytes: int | None = None
+    memory_left_bytes: int | None = None
+
+
+def group_limits(root: str = "/") -> GroupLimits:
+    """Return the tightest limits of the control groups that hold this process, of version 1 or 2.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` lie.
+    """
+    cores: list[float] = []
+    memory: list[tuple[int, int]] = []
+    for folder in _group_folders(root):
+        quota, period = (_told(folder, "cpu.max") or "").split() or ("max", "100000")
+        old = _told(folder, "cpu.cfs_quota_us"), _told(folder, "cpu.cfs_period_us")
+        quota, period = (old[0] or quota, old[1] or period) if quota == "max" else (quota, period)
+        if quota.isdecimal() and period.isdecimal() and int(quota):
+            cores.append(int(quota) / max(1, int(period)))
+        limit = _told(folder, "memory.max") or _told(folder, "memory.limit_in_bytes") or "max"
+        if limit.isdecimal() and int(limit) < _NO_LIMIT:
+            used = int(_told(folder, "memory.current") or _told(folder, "memory.usage_in_bytes") or 0)
+            memory.append((int(limit), max(0, int(limit) - used + _droppable(folder))))
+    least = min(memory, default=(None, None))
+    return GroupLimits(cores=min(cores, default=None), memory_bytes=least[0], memory_left_bytes=least[1])
+
+
+def _group_folders(root: str) -> list[str]:
+    """Return the folders of all groups that hold this process, and of those above them."""
+    mounts = os.path.join(root, "sys/fs/cgroup")
+    folders = []
+    for line in (_told(root, "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        base = os.path.join(mounts, controllers) if controllers else mounts
+        parts = [part for part in path.split("/") if part not in {"", ".."}]
+        folders += [os.path.join(base, *parts[:depth]) for depth in range(len(parts) + 1)]
+    return folders
+
+
+def _told(folder: str, name: str) -> str | None:
+    """Return what the system says in a small file; None: there is no such file."""
+    with suppress(OSError), open(os.path.join(folder, name), encoding="ascii", errors="replace") as file:
+        return file.read().strip()
+    return None
+
+
+def _droppable(folder: str) -> int:
+    """Return the bytes of page cache that the group gives back when it needs memory."""
+    lines = (_told(folder, "memory.stat") or "").splitlines()
+    found = [line.split()[1] for line in lines if line.startswith(("inactive_file ", "total_inactive_file "))]
+    return max((int(one) for one in found if one.isdecimal()), default=0)
+
+
+def memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or less if a control group limits it."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(there, group_limits().memory_bytes or there)
 
 
 @cache

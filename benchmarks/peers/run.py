@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -25,9 +26,11 @@ REPOSITORY = os.path.dirname(os.path.dirname(HERE))
 sys.path[1:1] = [REPOSITORY, os.path.dirname(HERE)]
 
 import common
+import figures
+import quoted
 import source
-from environments import LIMIT, OURS, PEERS, Peer, PeerError, interpreter, last_line, versions
-from report import Case, Packs, document, flaw, rate
+from environments import OURS, PEERS, Peer, PeerError, interpreter, last_line, versions
+from report import Case, flaw, rate
 from s3_server import as_store
 from sets import SETS, Set
 
@@ -56,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="only make the environments and the data")
     parser.add_argument("--retry", action="store_true", help="measure again what has failed or was wrong")
     parser.add_argument("--publish", action="store_true",
-                        help="also write RESULTS.md and results.json here, and docs/peers.svg")  # fmt: skip
+                        help="also write RESULTS.md and results.json here, docs/peers.svg, README's table")  # fmt: skip
     args = parser.parse_args()
     args.rounds = args.rounds or (1 if args.quick else 2)
     args.seconds = args.seconds or (60.0 if args.quick else 3.0)
@@ -271,16 +274,16 @@ def shown(case: Case, run: dict[str, Any], size: int) -> str:
     return f"{case.set:15} {case.where:5} {case.workers} workers  {TITLES[case.peer]:34} {text}"
 
 
+def commit() -> str:
+    """The commit of the tree that is measured; empty: there is no history."""
+    ran = subprocess.run(["git", "-C", REPOSITORY, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    return ran.stdout.strip()
+
+
 def write_report(results: Results, folder: str, args: argparse.Namespace) -> str:
     """``results.md`` beside ``results.json``; with ``--publish`` also what the repository shows."""
-    titles = {name: one.title for name, one in SETS.items()}
-    packs = Packs(
-        sets=tuple(name for name, one in SETS.items() if one.length),
-        rules={peer.name: peer.packing.rule for peer in PEERS.values() if peer.packing is not None},
-        cutters=tuple(peer.name for peer in PEERS.values() if peer.packing is not None and peer.packing.cuts),
-    )
-    kin = tuple(peer.name for peer in PEERS.values() if peer.of == OURS and peer.name != LIMIT)
-    text = document(results.content, titles, TITLES, OURS, packs, kin, LIMIT)
+    text = quoted.whole(results.content)
     with open(os.path.join(folder, "results.md"), "w") as file:
         file.write(text)
     chart = os.path.join(folder, "chart.svg")
@@ -297,6 +300,7 @@ def write_report(results: Results, folder: str, args: argparse.Namespace) -> str
             if os.path.exists(os.path.join(folder, name)):
                 with open(os.path.join(folder, name)) as read, open(os.path.join(REPOSITORY, target), "w") as written:
                     written.write(read.read())
+        print("tables of", *figures.refresh(Path(REPOSITORY)), file=sys.stderr)
     return text
 
 
@@ -311,6 +315,7 @@ def main() -> None:
     args.peers = prepare(bench, args, results)
     if any(results.wants(case, args.rounds - 1) for case in cases(args)):
         results.content["machine"] = common.machine()
+        results.content["commit"] = commit()
     results.save()
     if args.prepare:
         return

@@ -24,7 +24,7 @@ from shard_tools.sets.open_set import OpenSet, shards_beside
 from streaming.arguments import format_bytes
 from streaming.catalog.build import load_index
 from streaming.errors import ConfigError
-from streaming.platforms import num_cores
+from streaming.platforms import memory_bytes, num_cores
 from streaming.storage import Storage, scheme_of
 
 _FOR_STORE, _FOR_DECODING, _FOR_DELIVERY = 0.4, 0.15, 0.45
@@ -151,7 +151,7 @@ def bench(
         chunk_bytes=chunk_bytes, is_local=scheme_of(shards[0]) == "file",
     )  # fmt: skip
     verdict = judge(found)
-    others = candidates(verdict.limit, loops.settings, cores=cores, memory_bytes=_memory_bytes() // 2)
+    others = candidates(verdict.limit, loops.settings, cores=cores, memory_bytes=memory_bytes() // 2)
     tried = (baseline, *map(loops.run, others))
     suggest, expect = _suggestion(verdict.limit, tried, found, chunks.total_bytes)
     return BenchReport(
@@ -260,10 +260,6 @@ def _priced_as(url: str, storage_options: Mapping[str, object] | None, options: 
     """Return the scheme whose prices apply; "": a server of one's own, whose prices nobody knows."""
     is_own = options.prices is None and (storage_options or {}).get("endpoint_url") is not None
     return "" if is_own else scheme_of(url)
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _stages(found: Measured) -> dict[str, float | None]:

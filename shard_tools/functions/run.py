@@ -22,7 +22,15 @@ from shard_tools.running.progress import NoProgress, Progress, progress_bar
 from shard_tools.running.report import Report
 from shard_tools.write.columns import ColumnSpec, parse_columns
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
-from streaming.arguments import check_choice, checked_count, checked_flag, checked_limit, checked_path, parse_bytes
+from streaming.arguments import (
+    check_choice,
+    checked_count,
+    checked_flag,
+    checked_limit,
+    checked_path,
+    checks_options,
+    parse_bytes,
+)
 from streaming.batches.bad_file import BadFile
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.platforms import num_cores
@@ -30,6 +38,20 @@ from streaming.storage import redact
 
 _MAX_BAD_SAMPLES = 0.001  # as in training
 _CALLS_AHEAD = 2  # for each one in progress elsewhere
+_ELSEWHERE = {
+    "output_dir": "give it as the third argument",
+    "num_workers": "write workers=…",
+    "chunk_bytes": "write max_bytes=…",
+    "chunk_size": "write max_samples=…",
+    "mode": "write overwrite=True, or leave it out: a run that was stopped goes on",
+    "use_checkpoint": "leave it out: a run that was stopped goes on",
+    **dict.fromkeys(("num_nodes", "machine"), 'write engine="ray" to run it on a cluster'),
+    **dict.fromkeys(("reorder_files", "keep_data_ordered"), "leave it out: samples come in the order of the inputs"),
+    "start_method": "leave it out: the processes never import the main script",
+    "compression": "leave it out: shards are not compressed; fields may be",
+    "fast_dev_run": "leave it out, and give fewer inputs",
+}
+"""Options of LitData's function: what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +159,7 @@ class Running:
             yield runner
 
 
+@checks_options(_ELSEWHERE)
 def optimize(  # noqa: PLR0913  a public function, whose options are named
     fn: Callable[[Any], Any],
     inputs: Any,

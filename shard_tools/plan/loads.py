@@ -30,7 +30,7 @@ class RankLoad:
         num_chunks: Distinct chunks that it reads from.
         num_requests: Ranged GETs.
         read_bytes: Bytes of these.
-        start_requests: Requests that the first batch waits for.
+        start_requests: Requests that the first batch may wait for: training finds which of them it needs.
         start_bytes: Bytes of these.
         live_bytes: Maximum that must be in memory at the same time.
         limit_bytes: The most that chunks may take, ``arena_limit_bytes`` of ``loader.metrics()``: live ones and

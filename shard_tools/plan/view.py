@@ -173,7 +173,7 @@ def _summary(report: PlanReport) -> list[str]:
         + ("" if report.has_end else ", of a mixture without end"),
         f"order     {order}; a rank's batch mixes {counted(report.mixed_chunks, 'chunk')}",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
-        f"start     {format_bytes(report.total('start_bytes'))} in {first}",
+        f"start     at most {format_bytes(report.total('start_bytes'))} in {first}",
         f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",
     ]
     if report.packs is not None:

@@ -15,7 +15,7 @@ from streaming.errors import ConfigError, IndexMissingError, ReadOnlyError, Shar
 from streaming.storage import redact, redact_text
 
 _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
-_JUDGES = frozenset({"verify", "diff"})
+_JUDGES = frozenset({"verify", "diff", "doctor"})
 """Commands whose exit code 1 is a finding, so that another one says that they could not look."""
 
 
@@ -86,7 +86,7 @@ def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> No
         for_people(result)
 
 
-def finish(*, failed: bool) -> None:
-    """Exit with code 1 if something was found."""
-    if failed:
-        click.get_current_context().exit(1)
+def finish(*, failed: bool, blind: bool = False) -> None:
+    """Exit with code 1 if something was found, or with 3 if it could not be looked for everywhere."""
+    if failed or blind:
+        click.get_current_context().exit(3 if blind else 1)

@@ -34,6 +34,19 @@ _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")
 # A sample's pieces are joined into one buffer up to this size: fewer calls for small samples, no copies of large ones.
 _JOIN_BYTES: Final = 1 << 20
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("out", "local", "remote"), 'give the shards as the first argument, such as "s3://bucket/train/{:06d}.tar"'
+    ),
+    **dict.fromkeys(("size_limit", "maxsize", "chunk_bytes"), "write max_bytes=…"),
+    **dict.fromkeys(("maxcount", "chunk_size"), "write max_samples=…"),
+    "exist_ok": "write overwrite=True",
+    **dict.fromkeys(("compression", "compress"), "leave it out: shards are not compressed; fields may be"),
+    "hashes": "leave it out: the index has checksums of every sample",
+    "keep_local": "leave it out: nothing is kept here",
+    "encoder": "leave it out: values are encoded by the extension of their field, and bytes are kept",
+}
+"""Options of other writers: what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +70,7 @@ class _Pattern:
         )  # fmt: skip
 
 
-@checks_names()
+@checks_names(_ELSEWHERE)
 class ShardWriter:
     """Write samples into WebDataset shards of bounded size, and the index beside them.
 

@@ -43,24 +43,29 @@ _ASKED = 4
 """Other shards that are asked for the names of their columns, in place of one whose sample file is damaged."""
 
 
+def place_in_index(url: str, index_url: str | None) -> tuple[str, str]:
+    """Return the directory that holds the index of a shard, and the shard's name there: see :func:`shard_name`."""
+    directory, name = split_url(url)
+    if index_url is None:
+        return directory, name
+    above = index_url.rstrip("/") + "/"
+    return index_url, f"{directory[len(above) :]}/{name}" if directory.startswith(above) else name
+
+
 def shard_name(url: str, index_url: str | None = None) -> str:
     """Return the name of a shard in the index at ``index_url``: its path below that directory, or its file name."""
-    directory, name = split_url(url)
-    if index_url is not None:
-        above = index_url.rstrip("/") + "/"
-        if directory.startswith(above):
-            return f"{directory[len(above) :]}/{name}"
-    return name
+    return place_in_index(url, index_url)[1]
 
 
 def home_of(url: str, index_url: str | None) -> str:
     """Return the directory that holds the index of the shard at ``url``."""
-    return split_url(url)[0] if index_url is None else index_url
+    return place_in_index(url, index_url)[0]
 
 
 def samples_url(url: str, index_url: str | None) -> str:
     """Return the URL of the sample table of the shard at ``url``."""
-    return join_url(home_of(url, index_url), samples_path(shard_name(url, index_url)))
+    home, name = place_in_index(url, index_url)
+    return join_url(home, samples_path(name))
 
 
 def read_chunks(storage: Storage, home: str) -> ChunkTable:
@@ -126,12 +131,13 @@ def index_shards(
         if split_url(url)[1].lower().endswith(_COMPRESSED):
             raise compressed_error(redact(url))
     known: dict[str, ChunkTable | None] = {}
-    for home in _homes(urls, index_url):
+    homes = _homes(urls, index_url)
+    for home in homes:
         known[home] = None
         with suppress(NotFoundError, IndexFormatError):
             known[home] = read_chunks(storage, home)
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
-    todo = _to_do(_homes(urls, index_url), rows_of, index_url)
+    todo = _to_do(homes, rows_of)
     if index_url is not None and not force:
         _check_same_folder(storage, todo, rows_of)
     workers = min(parallel or num_cores(), max(1, len(todo)))
@@ -155,21 +161,18 @@ def index_shards(
     return in_order(urls, index_url, merged)
 
 
-def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
-    """Return the shards by the directory that holds their index."""
-    homes: dict[str, list[str]] = {}
+def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, dict[str, str]]:
+    """Return the shards by the directory that holds their index, and by their name there."""
+    homes: dict[str, dict[str, str]] = {}
     for url in urls:
-        homes.setdefault(home_of(url, index_url), []).append(url)
-    for home, group in homes.items():
-        names: dict[str, str] = {}
-        for url in group:
-            other = names.setdefault(shard_name(url, index_url), url)
-            if other != url:
-                raise ConfigError(
-                    f"{redact(url)} and {redact(other)} would have the same name in the index at {redact(home)}; "
-                    "give each folder an index directory of its own"
-                )
-    return {home: list(dict.fromkeys(group)) for home, group in homes.items()}
+        home, name = place_in_index(url, index_url)
+        other = homes.setdefault(home, {}).setdefault(name, url)
+        if other != url:
+            raise ConfigError(
+                f"{redact(url)} and {redact(other)} would have the same name in the index at {redact(home)}; "
+                "give each folder an index directory of its own"
+            )
+    return homes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +185,11 @@ class _Todo:
     others: tuple[str, ...]
 
 
-def _to_do(
-    homes: Mapping[str, Sequence[str]], rows_of: Mapping[str, Mapping[str, ChunkTable]], index_url: str | None
-) -> list[_Todo]:
+def _to_do(homes: Mapping[str, Mapping[str, str]], rows_of: Mapping[str, Mapping[str, ChunkTable]]) -> list[_Todo]:
     found = []
     for home, group in homes.items():
-        names = [shard_name(url, index_url) for url in group]
-        some = [*names[: _ASKED + 1], *islice(rows_of[home], _ASKED + 1)]
-        for url, name in zip(group, names, strict=True):
+        some = [*islice(group, _ASKED + 1), *islice(rows_of[home], _ASKED + 1)]
+        for name, url in group.items():
             others = tuple(dict.fromkeys(other for other in some if other != name))
             found.append(_Todo(url=url, home=home, name=name, others=others))
     return found
@@ -304,7 +304,7 @@ def in_order(urls: Sequence[str], index_url: str | None, tables: Mapping[str, Ch
     """Return the rows of ``urls``, in their order, from the tables of their homes."""
     names = [(home, shard.name) for home, table in tables.items() for shard in table.shards]
     position = {name: place for place, name in enumerate(names)}
-    wanted = [position[home_of(url, index_url), shard_name(url, index_url)] for url in urls]
+    wanted = [position[place_in_index(url, index_url)] for url in urls]
     whole = joined(list(tables.values()))
     return whole if wanted == list(range(len(names))) else whole.take(wanted)
 
@@ -333,10 +333,10 @@ def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = N
     """
     tables: dict[str, ChunkTable] = {}
     for home, group in _homes(urls, index_url).items():
-        beside = group[0] if index_url is None else None
+        beside = next(iter(group.values())) if index_url is None else None
         known = if_there(partial(read_chunks, storage, home), storage, beside, tell=True)
         present = {shard.name for shard in known.shards} if known else set()
-        rest = {name: url for url in group if (name := shard_name(url, index_url)) not in present}
+        rest = {name: url for name, url in group.items() if name not in present}
         parts = [known] if known else []
         if rest:
             parts += _footers(storage, home, rest, beside)

@@ -151,7 +151,8 @@ def _find(
         folders = folders_of(urls)
         _read_ahead(storage, folders if index is None else [index])
         shards, marks = expand_ahead(urls, storage)
-        _read_ahead(storage, _homes(shards, index))  # beside the marks: one round trip for both
+        homes = _homes(shards, index)
+        _read_ahead(storage, homes)  # beside the marks: one round trip for both
         marks.check(allow_unfinished=allow_unfinished)
         if len(shards) <= CHECKED_AT_OPEN:
             for url in shards:  # that no listing told of
@@ -172,7 +173,7 @@ def _find(
                     f"the index lists a shard that the store does not have: {error}. Restore it, leave it out of "
                     f"the URLs, or rebuild the index: shard_tools index <urls of the shards that exist>"
                 ) from error
-        types = _token_types(storage, _homes(shards, index), folders)
+        types = _token_types(storage, homes, folders)
         return FoundShards(urls=shards, table=table, types=types)
 
 

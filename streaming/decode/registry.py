@@ -277,6 +277,11 @@ def is_ours(decoder: Decoder) -> bool:
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 
+def decodes_images(decoder: Decoder) -> bool:
+    """Tell whether the decoder is one of ours for images, which work without the interpreter's lock."""
+    return isinstance(decoder, (images.ImageDecoder, images.RandomCropDecoder))
+
+
 def gives_bytes(decoders: FieldDecoder) -> bool:
     """Tell whether every field, whatever its name, is given as bytes or as a view of them."""
     if isinstance(decoders, AutoFields):

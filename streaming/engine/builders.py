@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,18 +19,22 @@ from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.counters import Metrics
-from streaming.decode import ArrayDecoder, gives_bytes, integer, raw, text, view
+from streaming.decode import ArrayDecoder, decodes_images, gives_bytes, integer, raw, text, view
 from streaming.engine.memory.arena import Arena
+from streaming.engine.threads.pace import Lap, WorkerPace
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, PageLocker
+from streaming.platforms import num_cores
 
 Substitutes = Callable[[int], Iterator[Rows]]
 Attempt = Callable[[frozenset[str], BadSampleReport], Any]
 Mask = npt.NDArray[np.bool_] | None
 _log = logging.getLogger(__name__)
 
+_PARALLEL_SHARE = 0.9
+"""Of the bytes of a batch, what must be decoded without the interpreter's lock so that threads do not wait for it."""
 PATIENCE_S = 0.1
 """Time that the first batch waits for a worker process, which takes a tenth of that if the fork server is warm."""
 
@@ -175,7 +178,7 @@ class LocalBuilder:
                 "ways: give it a second argument, transform(sample, rng), and draw from rng only; or use "
                 "num_workers=%d processes, where it is seeded in the same way",
                 "draws from" if drawn else "may draw from", ", ".join(drawn) or self._stopped_at,
-                min(8, os.cpu_count() or 1),
+                min(8, num_cores()),
             )  # fmt: skip
         self._metrics.add("batches_in_turn")
 
@@ -214,6 +217,7 @@ class WorkerBuilder:
     def __init__(self, recipe: Recipe, pool: WorkerPool, metrics: Metrics | None = None, *, helps: bool = True) -> None:
         self._recipe = recipe
         self._pool = pool
+        self._pace = pool.pace
         self._metrics = metrics or Metrics()
         self._metrics.add("batches_before_workers", 0)
         self._local = LocalBuilder(recipe)
@@ -261,13 +265,22 @@ class WorkerBuilder:
             self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
-            self._metrics.add("batches_before_workers")
-            return self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
+            lap = self._count_before()
+            built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
+            self._pace.here(lap, len(rows.keys), in_parallel=False)
+            return built
         if not self._has_users_code and self._helps and not self._pool.start_if_up():
-            self._metrics.add("batches_before_workers")
-            return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
+            lap = self._count_before()
+            built = self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
+            self._pace.here(lap, len(rows.keys), in_parallel=is_parallel(self._recipe, rows))
+            return built
         self._tell_of_before()
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def _count_before(self) -> Lap:
+        """Note that this process begins a batch because no worker process is up."""
+        self._metrics.add("batches_before_workers")
+        return self._pace.begin()
 
     def _patience_s(self) -> float:
         return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
@@ -308,6 +321,16 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
     return all(decoder in (raw, view, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
 
 
+def is_parallel(recipe: Recipe, rows: Rows) -> bool:
+    """Tell whether threads build as many such batches at once as there are cores: nearly all is decoding of images."""
+    image_bytes = all_bytes = 0
+    for name, where in rows.fields.items():
+        num_bytes = int(where.sizes.clip(0).sum())
+        all_bytes += num_bytes
+        image_bytes += num_bytes * all(decodes_images(part.decoders.decoder_for(name)) for part in recipe.parts)
+    return not recipe.functions_of_user and image_bytes >= _PARALLEL_SHARE * all_bytes
+
+
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     """Tell whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
     if fields is None:
@@ -326,6 +349,7 @@ class Crew:
         batch_bytes: Upper bound on batches of worker processes.
         metrics: Where to count restarts.
         helps: Whether this process builds batches until worker processes are up.
+        pace: Compares these with those of worker processes; None: nothing is compared.
 
     Attributes:
         recipe: Decode, transform, collate.
@@ -338,7 +362,7 @@ class Crew:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
-        helps: bool = True,
+        helps: bool = True, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
@@ -352,7 +376,7 @@ class Crew:
         try:
             self.ring = BatchRing(depth + num_workers + 1, limit_bytes=batch_bytes)
             self._closing.callback(self.ring.close)
-            self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics)
+            self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics, pace=pace)
             self._closing.callback(self._pool.close)
             self.builder = WorkerBuilder(recipe, self._pool, metrics, helps=helps)
         except BaseException:  # the recipe cannot be pickled

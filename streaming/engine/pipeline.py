@@ -94,6 +94,7 @@ class Pipeline(Delivery):
         self._units = units
         self._source = source
         self._store = store
+        self._store.begin()
         self._settings = settings
         self._blocks: deque[Block] = deque()
         rows_per_batch = max(1, -(-plan.global_batch_size // plan.dp_world_size))
@@ -159,7 +160,7 @@ class Pipeline(Delivery):
             wanted = self._units.wanted(need.unit)
             if need.first_batch >= soon and self._store.holds(wanted):
                 break  # nothing to fetch: an epoch of many passes over a small set is planned as it is read
-            unit = self._store.admit(wanted)
+            unit = self._store.admit(wanted, is_awaited=need.first_batch == 0)
             if unit is None:
                 break
             self._coming.append((need, unit, wanted.lead))
@@ -198,6 +199,7 @@ class Pipeline(Delivery):
 
     def _finish(self, batch: int) -> None:
         """Release, after a batch is built, the units that it was the last to need."""
+        self._store.go_on()
         self._built.add(batch)
         while self._num_built in self._built:
             self._built.discard(self._num_built)
@@ -238,6 +240,8 @@ class Pipeline(Delivery):
     def _begin(self, number: int) -> None:
         self._group = group = self._open_group(number)
         self._quiet = group is not None
+        if group is not None:  # built when all of it has been handed out
+            self._store.go_on()
         self._started = number + 1 if group is None else group.last
 
     def _build_here(self, number: int) -> Any:

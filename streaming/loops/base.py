@@ -17,6 +17,7 @@ from streaming.engine.builders import Crew
 from streaming.engine.reading import Contents, Machinery
 from streaming.engine.source import ShardSet
 from streaming.engine.status import request_line
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.workers.portable import Redefinitions
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Loop, Run, RunOver, Stage
@@ -27,6 +28,7 @@ from streaming.job.tally import Tally, open_tally
 from streaming.plan.memory import Budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
+from streaming.platforms import num_cores
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import Replicas
 from streaming.types import override
@@ -62,7 +64,7 @@ class LoopConfig:
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
 
 
-def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
+def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: WorkerPace) -> Crew:
     """Return the builders of a loop's batches, over an arena of ``arena_bytes``."""
     return Crew(
         config.num_workers,
@@ -72,6 +74,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
         helps=config.num_threads > 0,
+        pace=pace,
     )
 
 
@@ -188,6 +191,7 @@ class BaseLoop(Loop, Generic[_Contents]):
         self._read_set = dataset
         self.order = order
         self._machinery: Machinery[_Contents] = Machinery(self.metrics)
+        self._pace = WorkerPace(self.metrics, self.config.num_workers, self.config.num_threads, num_cores())
         self._locker: PageLocker | None = None
         self._seeded_at: Place | None = None
         self._account = Accounting(dataset, config.mesh, self.metrics, sample_in_shard)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from streaming.engine.memory.mapped import maps_of
 from streaming.engine.pipeline import Settings
 from streaming.engine.reading import PlanReader
 from streaming.engine.source import Source
+from streaming.engine.threads.pace import WorkerPace
 from streaming.epochs.iterator import Loop, Run, Stage, staged
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError
@@ -34,6 +34,7 @@ from streaming.plan.order import ENDLESS
 from streaming.plan.plan import Plan
 from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
+from streaming.platforms import num_cores
 from streaming.replicas.exchange import RowExchange
 from streaming.replicas.options import CountedRun
 from streaming.storage import redact
@@ -112,7 +113,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         rooms = Rooms(source, config.memory, is_shared=config.num_workers > 0)
         self._reader = PlanReader(
             source, rooms, config.mesh.data_rank, self._machinery,
-            make=partial(_open_store, source, config, rooms, self.metrics),
+            make=partial(_open_store, source, config, rooms, self.metrics, self._pace),
             settings=partial(_settings, config, source), metrics=self.metrics, report=self._account.bad.report,
         )  # fmt: skip
         self.page_lock(self._locker)
@@ -367,15 +368,17 @@ def _sample_in_shard(dataset: Source, number: int) -> int:
     return wanted.first_sample + wanted.lead + int(dataset.samples_of(np.array([chunk]), offset)[0])
 
 
-def _open_store(source: Source, config: LoopConfig, rooms: Rooms, metrics: Metrics) -> tuple[Crew, ChunkStore]:
+def _open_store(
+    source: Source, config: LoopConfig, rooms: Rooms, metrics: Metrics, pace: WorkerPace
+) -> tuple[Crew, ChunkStore]:
     """Return the builders of batches and the chunk store, for all runs."""
     keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order
-    crew = open_crew(config, rooms.most_bytes, metrics)
+    crew = open_crew(config, rooms.most_bytes, metrics, pace)
     return crew, ChunkStore(
         fetch=source.fetch_unit,
         apart=source.apart,
         arena=crew.arena,
-        num_threads=min(FETCH_THREADS, (os.cpu_count() or 1) if source.is_local else FETCH_THREADS),
+        num_threads=min(FETCH_THREADS, num_cores() if source.is_local else FETCH_THREADS),
         metrics=metrics,
         changed=Monitor(),
         maps=maps_of(crew.arena, source.reads_whole, rooms.align_bytes),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
-from streaming.platforms import possible_builders
+from streaming.platforms import num_cores, possible_builders
 from streaming.replicas.options import Replicas
 from streaming.sources.mixed import AnySource
 from streaming.sources.samples import SampleSource
@@ -198,11 +197,7 @@ def streaming_config(
     checked_flag("pin_memory", pin_memory)
     num_workers, num_threads = possible_builders(checked_int("num_workers", num_workers, 0, MOST_BUILDERS), num_threads)
     prefetch_factor = checked_int("prefetch_factor", prefetch_factor, 1, MOST_BUILDERS)
-    threads = (
-        min(4, os.cpu_count() or 1)
-        if num_threads is None
-        else checked_int("num_threads", num_threads, 0, MOST_BUILDERS)
-    )
+    threads = min(4, num_cores()) if num_threads is None else checked_int("num_threads", num_threads, 0, MOST_BUILDERS)
     replicas.check(dataset.on_error)
     items = dataset.items
     recipe = Recipe(

@@ -9,6 +9,7 @@ from functools import partial
 
 from streaming.counters import Metrics
 from streaming.engine.builders import Crew
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings
@@ -164,7 +165,7 @@ class StreamedLoop(BaseLoop[_Window]):
         stream = ShardStream(
             self.dataset.storage,
             settings,
-            self._machinery.open(partial(_open_crew, config, self.metrics))[0],
+            self._machinery.open(partial(_open_crew, config, self.metrics, self._pace))[0],
             num_builders=config.num_workers or config.num_threads,
             batch_bytes=config.memory.batches_bytes,
             metrics=self.metrics,
@@ -173,8 +174,8 @@ class StreamedLoop(BaseLoop[_Window]):
         return self._machinery.serves(stream)
 
 
-def _open_crew(config: LoopConfig, metrics: Metrics) -> tuple[Crew, _Window]:
+def _open_crew(config: LoopConfig, metrics: Metrics, pace: WorkerPace) -> tuple[Crew, _Window]:
     """Return the builders of batches, for all runs."""
     arena_bytes = min(int(config.memory.limit_bytes * _ARENA_SHARE), budget.READ_AHEAD_BYTES)
-    crew = open_crew(config, arena_bytes, metrics)
+    crew = open_crew(config, arena_bytes, metrics, pace)
     return crew, _Window(crew)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -37,6 +37,22 @@ class ChunkIntervals(IntColumns):
         by_time = np.argsort(first, kind="stable")
         passes = np.full(len(ids), pass_number, np.int64)
         return cls(chunk_ids=ids[by_time], passes=passes, first_batches=first[by_time], last_batches=last[by_time])
+
+    def begun(self, chunk_ids: Int64Array, first_uses: Int64Array, num_batches: int) -> Self:
+        """Return the intervals, where those that begin in the first batches begin with the first use of their chunk.
+
+        Args:
+            chunk_ids: int64 [m], sorted: the chunks that these batches use.
+            first_uses: int64 [m], the first batch that uses each.
+            num_batches: How many batches were looked at; no other chunk is used before.
+        """
+        places = np.searchsorted(chunk_ids, self.chunk_ids)
+        is_used = np.append(chunk_ids, -1)[places] == self.chunk_ids
+        uses = np.where(is_used, np.append(first_uses, num_batches)[places], num_batches)
+        first = np.maximum(self.first_batches, uses)
+        there = np.flatnonzero(first <= self.last_batches)
+        by_time = there[np.argsort(first[there], kind="stable")]
+        return replace(self, first_batches=first).taken(by_time)
 
     def live_bytes(self, chunk_bytes: Int64Array) -> int:
         """Return the maximum of bytes needed at the same time; ``chunk_bytes`` is int64 [C], of all chunks."""

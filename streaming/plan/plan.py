@@ -47,7 +47,7 @@ PASSES_LOOKED_AT = 8
 due."""
 _MANY_USES = 2**15  # of chunks: by then what they need at once has converged, unless it still grows
 _HARDLY_MORE = 1.01
-_CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more because reader and consumer may be apart
+_CACHED_PASSES = 4  # a batch inside a pass touches at most two; two more because reader and consumer may be apart
 _RowPlaces = tuple[Int64Array, npt.NDArray[np.bool_], Int64Array, Int64Array, Int64Array]
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
@@ -151,6 +151,7 @@ class Plan:
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
         self._looked: tuple[int, dict[tuple[int, range], ChunkIntervals]] = -1, {}
+        self._odd: tuple[tuple[int, int], _RowPlaces | None] = (-1, -1), None
 
     @classmethod
     def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
@@ -195,7 +196,7 @@ class Plan:
         """Return the same batches, dealt to another number of ranks; what is known of lanes is shared."""
         made = copy(self)
         made.shape = replace(self.shape, num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1))
-        made.dp_world_size, made._looked = made.shape.num_ranks, (-1, {})
+        made.dp_world_size, made._looked, made._odd = made.shape.num_ranks, (-1, {}), ((-1, -1), None)
         return made
 
     @property
@@ -210,7 +211,8 @@ class Plan:
         order = self._orders.get(pass_number)
         if order is None:
             order = self.orders.of_pass(pass_number)
-            for old in sorted(self._orders)[: max(len(self._orders) - _CACHED_PASSES + 1, 0)]:
+            kept = _CACHED_PASSES + self.global_batch_size // self.samples_per_pass
+            for old in sorted(self._orders)[: max(len(self._orders) - kept + 1, 0)]:
                 self._orders.pop(old, None)
                 for key in [key for key in list(self._segments) if key[0] == old]:
                     self._segments.pop(key, None)
@@ -317,6 +319,29 @@ class Plan:
             for stretch in self._stretches(pass_number):
                 found, known = known.get((pass_number, stretch)) if rank == dp_rank else None, {}
                 yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
+
+    def needs_by_pass(self, dp_rank: int, most_rows: int) -> Iterator[ChunkIntervals]:
+        """Yield ``intervals_by_pass``, exact in where the first batches, of at most so many rows, begin to use a chunk.
+
+        The closed form is early by up to W lane positions, which a reader that runs ahead does not notice, but its
+        first batch would wait for: with the default window for 2.5 to 3 times as many chunks as it uses. Chunks that
+        no batch uses any more, behind a start in the middle, are left out.
+        """
+        parts = self.intervals_by_pass(dp_rank)
+        for live in parts:
+            yield self._begun(live, dp_rank, most_rows)
+            break
+        yield from parts
+
+    def _begun(self, live: ChunkIntervals, dp_rank: int, most_rows: int) -> ChunkIntervals:
+        """Return the first intervals, exact in where the first batches begin to use a chunk."""
+        pass_number = self.passes[0]
+        count = min(max(most_rows // self.shape.most_rows, 1), len(next(self._stretches(pass_number))))
+        rows = self.rank_batches(0, count, dp_rank)
+        of_pass = rows.passes == pass_number
+        batches = np.repeat(np.arange(count), np.diff(rows.row_splits))[of_pass]
+        used, at = np.unique(rows.chunk_ids[of_pass], return_index=True)  # rows are sorted by batch
+        return live.begun(used, batches[at], count)
 
     def rank_chunks(self, dp_rank: int) -> Int64Array:
         """Return the ids of the chunks that this rank needs, sorted, int64 [n].
@@ -498,8 +523,12 @@ class Plan:
         return stop <= self._stop and start // self.samples_per_pass == (stop - 1) // self.samples_per_pass
 
     def _odd_uses(self, pass_number: int, batch: int, dp_rank: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        _, _, passes, lanes, places = self._rows(batch, batch + 1, dp_rank)
-        of_pass = passes == pass_number  # a batch may span many passes, of which each asks
+        known, rows = self._odd
+        if known != (batch, dp_rank) or rows is None:  # a batch may span many passes, of which each asks
+            rows = self._rows(batch, batch + 1, dp_rank)
+            self._odd = (batch, dp_rank), rows
+        _, _, passes, lanes, places = rows
+        of_pass = passes == pass_number
         ids = np.unique(self._locate(passes[of_pass], lanes[of_pass], places[of_pass])[0])
         at = np.full(len(ids), batch, dtype=np.int64)
         return ids, at, at

@@ -13,6 +13,7 @@ from streaming.storage.base.adapter import (
     Observer,
     ReadBuffer,
     StoreWriter,
+    Way,
 )
 from streaming.storage.base.calls import ActiveRequest
 from streaming.storage.base.mirrors import mirrors_of
@@ -41,6 +42,7 @@ __all__ = [
     "Storage",
     "StorageOptions",
     "StoreWriter",
+    "Way",
     "as_url",
     "files_left",
     "join_url",

@@ -19,6 +19,7 @@ from streaming.storage.base.adapter import (
     Observer,
     ReadBuffer,
     StoreWriter,
+    Way,
 )
 from streaming.storage.base.calls import ActiveCalls, ActiveRequest
 from streaming.storage.base.mirrors import Mirror, Route, Routes
@@ -81,6 +82,14 @@ class Storage:
     def in_flight(self) -> list[ActiveRequest]:
         """Return the calls in progress in all threads, oldest first: for reports on what is being waited for."""
         return self._active.snapshot()
+
+    def way_to(self, url: str) -> Way:
+        """Return how ``url`` is reached: by which client, where, with credentials from where. Sends nothing.
+
+        Raises:
+            ConfigError, AccessDeniedError: A profile that is named does not exist, or has no credentials.
+        """
+        return self._store.adapter(url).way(as_url(url))
 
     def info(self, url: str) -> ObjectInfo:
         """Return size and version of the object or file at ``url``."""
@@ -268,4 +277,5 @@ class Site:
 
     def named(self, info: ObjectInfo) -> ObjectInfo:
         """Return ``info`` under the primary's name."""
-        return replace(info, url=self.back(info.url))
+        url = self.back(info.url)
+        return info if url == info.url else replace(info, url=url)

@@ -70,6 +70,7 @@ RUN_ELSEWHERE = {
     "jagged": "test_jagged.py::test_ordinary_data_sets_too",
     "lanes": "test_cures.py::fewer_lanes_fit_into_less_memory",
     "max_gzip_ratio": "test_cures.py::an_archive_that_inflates_far_is_allowed",
+    "max_samples": "test_optimize.py::test_a_run_goes_on_wherever_it_was_interrupted",
     "memory_limit": "test_cures.py::a_memory_limit_that_is_named_is_enough",
     "num_threads": "test_thread_faults.py::test_close_from_another_thread_while_the_consumer_builds",
     "region": "test_storage_faults.py::test_a_wrong_region",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,18 +105,3 @@ def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_words_of_a_fence_are_kept() -> None:
     (block,) = blocks("```python theirs\nx = 1\n```\n")
     assert block == Block(language="python", line=2, code="x = 1\n", excuse=None, words=("theirs",))
-
-
-def test_each_rule_of_tuning_has_a_figure_of_the_file_that_it_links_to() -> None:
-    page = ROOT / "docs" / "tuning.md"
-    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 10
-    for _, rule, figure in rows:
-        link = re.search(r"\]\((\.\./benchmarks/[^)#]+)", figure)
-        if link is None:
-            assert "shard_tools plan" in figure, rule
-            continue
-        there = (page.parent / link[1]).resolve().read_text()
-        numbers = re.findall(r"\d[\d,]*(?:\.\d+)?", figure.partition(" ([")[0])
-        assert numbers, rule
-        assert [number for number in numbers if number not in there] == [], rule

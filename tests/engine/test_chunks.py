@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import write_set
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streaming import DataLoader, ShuffleConfig
 from streaming.counters import Metrics
 from streaming.engine.memory import mapped
-from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents
+from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents, MergedRanges
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
 from streaming.fetch.layout import UnitLayout
@@ -67,7 +70,47 @@ def test_all_that_is_given_back_is_one_range_again() -> None:
             assert sum(stop - start for start, stop in free) == 10 * number == 40 - extents.used
             assert all(before < after for (_, before), (after, _) in pairwise(free)), "neighbors are merged"
         assert free == [(0, 40)]
-        assert extents.top == 0
+
+
+@given(st.integers(0, 2**32))
+def test_ranges_are_the_numbers_in_them(seed: int) -> None:
+    dice, ranges, numbers = random.Random(seed), MergedRanges(), set[int]()
+    for _ in range(40):
+        start, stop = sorted(dice.sample(range(30), 2))
+        if dice.random() < 0.5 or numbers & set(range(start, stop)):
+            ranges.cut(start, stop)
+            numbers -= set(range(start, stop))
+        else:
+            ranges.add(start, stop)
+            numbers |= set(range(start, stop))
+        assert [number for low, high in ranges.all for number in range(low, high)] == sorted(numbers)
+        assert all(before < after for (_, before), (after, _) in pairwise(ranges.all)), "neighbors are merged"
+        assert ranges.total == len(numbers)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_arena_keeps_pages_for_what_comes_next_within_its_budget(*, shared: bool) -> None:
+    dice, held = random.Random(0), list[tuple[int, int]]()
+    arena, drops = Arena(8 * MIB, shared=shared), list[int]()
+    drop = arena._drop
+
+    def counted(memory: Any, start: int, num_bytes: int) -> None:
+        assert not any(start < at + size and at < start + num_bytes for at, size in held), "in use"
+        drops.append(num_bytes)
+        drop(memory, start, num_bytes)
+
+    arena._drop, taken = counted, 0
+    for _ in range(600):
+        size = MIB + dice.randrange(-8, 9) * PAGE_BYTES
+        while (start := arena.allocate(size)) is None:
+            arena.free(*held.pop(dice.randrange(3)))
+        arena.memory[start : start + size] = b"x" * size
+        held.append((start, size))
+        taken += size
+        if shared:
+            assert os.fstat(arena.fd).st_blocks * 512 <= 8 * MIB
+    assert 0 < sum(drops) < 0.6 * taken, "most come to pages that were in use before"
+    arena.close()
 
 
 def test_pages_of_an_arena_in_pieces_keep_to_its_budget() -> None:
@@ -87,6 +130,7 @@ def test_pages_of_an_arena_in_pieces_keep_to_its_budget() -> None:
     assert take(4) == 8 * MIB, "beyond the budget"
     arena.free(starts[1], 2 * MIB)
     assert take(2) == 0
+    assert os.fstat(arena.fd).st_blocks * 512 == 8 * MIB, "what is beyond it is given back, and no more"
     used = arena.used_bytes
     arena.shrink(0, 2 * MIB, 2 * MIB - PAGE_BYTES)
     arena.shrink(0, 2 * MIB - PAGE_BYTES, 2 * MIB - 2 * PAGE_BYTES + 1)  # no whole page
@@ -114,6 +158,42 @@ def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
         assert changed.wait_for(lambda: all(unit is not None and unit.ready for unit in units), 60)
     assert store.num_asked == 80
     assert [str(unit.failure) for unit in units if unit] == [f"nothing at {i * mib * MIB}" for i in range(80)]
+    chunks.close()
+
+
+def test_what_the_first_batch_waits_for_has_the_network_to_itself() -> None:
+    """Also before what an earlier run has left; the others come when there is a first batch."""
+    store, changed, asked = Store(), threading.Condition(), list[int]()
+
+    def fetch(wanted: FetchRange, out: memoryview) -> UnitLayout:
+        asked.append(wanted.byte_start // (2 * MIB))
+        return store.fetch(wanted, out)
+
+    chunks = ChunkStore(
+        fetch=fetch, arena=Arena(1024 * MIB), num_threads=80, metrics=Metrics(), changed=changed, maps=mapped.NoMaps()
+    )
+    with changed:
+        chunks.begin()
+        earlier = [chunks.admit(wanted(number, 2 * MIB)) for number in range(10)]
+    store.wait(2)
+    with changed:
+        chunks.begin()
+        units = [chunks.admit(wanted(number, 2 * MIB), is_awaited=number < 20) for number in range(8, 80)]
+    store.wait(12)
+    for _ in range(12):
+        store.answers.release()
+    store.wait(0)
+    assert sorted(asked) == [0, 1, *range(8, 20)]
+    store.answers.release()
+    store.wait(1)
+    with changed:
+        chunks.go_on()
+    store.wait(64 - 2)
+    for _ in range(80):
+        store.answers.release()
+    with changed:
+        assert changed.wait_for(lambda: all(unit is not None and unit.ready for unit in earlier + units), 60)
+    assert len(asked) == len({*asked}) == 80
     chunks.close()
 
 
@@ -214,8 +294,8 @@ def checked_stores(monkeypatch: pytest.MonkeyPatch) -> set[ChunkStore]:
     found = set[ChunkStore]()
 
     def checked(step: Callable[..., Any]) -> Callable[..., Any]:
-        def stepped(store: ChunkStore, *given: Any) -> Any:
-            result = step(store, *given)
+        def stepped(store: ChunkStore, *given: Any, **how: Any) -> Any:
+            result = step(store, *given, **how)
             if not store._closed:
                 check(store)
             found.add(store)

@@ -73,6 +73,8 @@ class Chaos:
 
     dice: random.Random
     injected: Counter[str] = field(default_factory=Counter)
+    num_in_place: int = 0
+    """Faults among them of what is received straight in the arena, unless obstore has to ask again."""
     flipped: set[tuple[str, int]] = field(default_factory=set)
     on_request: Callable[[], None] = lambda: None
     """Called for every request."""
@@ -94,6 +96,7 @@ class Chaos:
             first, last = map(int, span.removeprefix("bytes=").split("-"))
             num_bytes = last + 1 - first
             kinds = IN_BODIES
+            self.num_in_place += num_bytes >= IN_PLACE_BYTES
         kind = self.dice.choice(kinds)
         if kinds is LISTINGS:  # there are few
             kind = next((one for one in STALE if not self.injected[one]), kind)
@@ -259,7 +262,8 @@ def test_every_sample_survives(
     left = leftovers() - before
     run.events["legs killed on the way"] = mortals.num_in_mid_leg
 
-    print(f"\nseed {seed}: {2 * num_faults} samples, {chaos.injected.total()} faults {dict(chaos.injected)}; "
+    print(f"\nseed {seed}: {2 * num_faults} samples, {chaos.injected.total()} faults, "
+          f"{chaos.num_in_place} of reads into place, {dict(chaos.injected)}; "
           f"{dict(run.events)}; {time.monotonic() - began_s:.0f} s")  # fmt: skip
     assert run.batches == calm, "the content of every global batch is that of a run without faults"
     missing = [expected - got for expected, got in zip(undamaged, run.batches, strict=True)]
@@ -270,6 +274,7 @@ def test_every_sample_survives(
     assert set(run.bad) == lost
     assert all("CRC32C" in one["reason"] and one["url"].startswith("s3://") for one in run.bad.values())
     assert chaos.injected.total() >= num_faults
+    assert chaos.num_in_place > chaos.injected.total() // 2
     assert {name.split()[0] for name in chaos.injected} == {*IN_BODIES, *LISTINGS}
     assert run.events["killed workers"]
     assert run.events["killed ranks"]

@@ -17,6 +17,7 @@ from sample_numbers import samples_at
 
 from streaming.errors import ConfigError
 from streaming.plan import memory as budget
+from streaming.plan.intervals import ChunkIntervals
 from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan, RankBatches
 from streaming.types import LastBatch
@@ -235,13 +236,17 @@ RANKS_THAT_ONLY_PAD = replace(
 @given(cases())
 @example(SHORT_LAST_BATCH)
 @example(RANKS_THAT_ONLY_PAD)
-def test_intervals_cover_every_use(case: Case) -> None:
+@pytest.mark.parametrize("most_rows", [0, 1, 9, 1 << 14])
+def test_intervals_cover_every_use(most_rows: int, case: Case) -> None:
+    """Those in closed form, and those of which so many rows at the beginning are exact."""
     plan = case.plan()
     every = np.arange(len(case.sizes))
     for dp_rank in range(case.dp_world_size):
         rows = plan.rank_batches(0, plan.num_batches, dp_rank)
         batch = np.repeat(np.arange(plan.num_batches), np.diff(rows.row_splits))
         live = plan.chunk_intervals(dp_rank)
+        if most_rows:
+            live = ChunkIntervals.joined(plan.needs_by_pass(dp_rank, most_rows))
         assert (np.diff(live.first_batches) >= 0).all()
         spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk, pass_number, first, last in zip(
@@ -261,6 +266,32 @@ def test_intervals_cover_every_use(case: Case) -> None:
                 own = spans.get((chunk, pass_number), [])
                 for use in uses:
                     assert sum(first <= use <= last for first, last in own) == 1
+
+
+@unhurried
+@given(cases())
+@example(SHORT_LAST_BATCH)
+def test_the_first_batches_wait_for_what_they_use_alone(case: Case) -> None:
+    """Of the first pass: of the next one, chunks may be due a little early, in the batch where it begins."""
+    plan = case.plan()
+    for dp_rank in range(case.dp_world_size if plan.num_batches else 0):
+        needed = next(plan.needs_by_pass(dp_rank, 2 * plan.shape.most_rows))
+        rows = plan.rank_batches(0, min(2, plan.num_batches), dp_rank)
+        for batch in range(len(rows.row_splits) - 1 if len(plan.passes) == 1 else 1):
+            stop = rows.row_splits[batch + 1]
+            used = rows.chunk_ids[:stop][rows.passes[:stop] == plan.passes[0]]
+            assert set(needed.chunk_ids[needed.first_batches <= batch].tolist()) == set(used.tolist())
+
+
+def test_a_default_window_costs_the_first_batch_no_more_chunks_than_rows() -> None:
+    """In closed form it would wait for each chunk that the window reaches: 2.5 to 3 times as many."""
+    order = OrderSettings(seed=0, lanes=16, window=default_window(200 * 32, 200))
+    plan = Plan([32] * 200, order, global_batch_size=16, dp_world_size=1)
+    closed, needed = next(plan.intervals_by_pass(0)), next(plan.needs_by_pass(0, 1 << 14))
+    assert (closed.first_batches == 0).sum() >= 40
+    assert (needed.first_batches == 0).sum() == 16
+    resumed = Plan([32] * 200, order, global_batch_size=16, dp_world_size=1, start=16 * 100)
+    assert len(next(resumed.needs_by_pass(0, 1 << 14)).chunk_ids) < len(next(resumed.intervals_by_pass(0)).chunk_ids)
 
 
 def test_an_epoch_of_many_passes_is_looked_at_in_part() -> None:

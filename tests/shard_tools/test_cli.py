@@ -37,6 +37,7 @@ VERBS = (
     "cat",
     "plan",
     "diff",
+    "doctor",
     "bench",
     "stats",
     "export",

@@ -175,6 +175,7 @@ VERBS: dict[str, list[str]] = {
     "convert": ["{rows}", "{target}/converted", "--max-samples", "1"],
     "copy": ["{good}", "{target}/copied"],
     "diff": ["{good}", "{good}"],
+    "doctor": ["{good}", "--no-imports"],
     "index": ["{good}", "--index", "{local}/index"],
     "info": ["{good}"],
     "ls": ["{good}", "--long"],
@@ -216,6 +217,7 @@ MORE = [
     ("export", ["{damaged}", "{target}/damaged", "--to", "hf"]),
     ("show", ["{damaged}", "--html", "{local}/damaged.html", "--state", "{rows}"]),
     ("map", ["{damaged}", "{target}/mapped-too", "builtins:dict"]),
+    ("doctor", ["{damaged}", "--no-imports", "--index", "{rows}", "--json"]),
     ("cat", ["{good}", "001", "{rows}"]),
     ("diff", ["{good}", "{damaged}", "--index-b", "{rows}"]),
     ("diff", ["{damaged}", "{good}"]),
@@ -248,7 +250,8 @@ def test_verbs_tell_no_secret(place: Place, tmp_path: Path, caplog: pytest.LogCa
         result = CliRunner().invoke(cli, words, prog_name="shard_tools")
         told.add(result.output, result.stderr, *([result.exception] if result.exception else []))
         if place.kind == "s3 works" and number < len(VERBS):
-            assert result.exit_code == 0, (verb, result.output)
+            allowed = {0, 1} if verb == "doctor" else {0}  # whose 1 may be about this machine
+            assert result.exit_code in allowed, (verb, result.output)
     told.add(caplog.text, capfd.readouterr())
     told.files(tmp_path, place.folder)
     told.check()

@@ -154,11 +154,15 @@ class OrderContract:
         for (chunk, offset), where in held.items():
             assert plan.when(chunk, offset, first=0, last=plan.num_batches) == sorted(where)
 
+    @pytest.mark.parametrize("most_rows", [0, 5, 1 << 14])
     @pytest.mark.parametrize("ranks", [1, 2, 3])
-    def test_chunks_are_live_when_they_are_used_and_fit_the_bound(self, ranks: int) -> None:
+    def test_chunks_are_live_when_they_are_used_and_fit_the_bound(self, ranks: int, most_rows: int) -> None:
         plan, sizes = self.plan(ranks), 1 + np.arange(len(self.orders().chunk_samples)) % 5
         for rank in range(ranks):
-            intervals = list(plan.intervals_by_pass(rank))
+            needs = plan.needs_by_pass(rank, most_rows) if most_rows else plan.intervals_by_pass(rank)
+            intervals = list(needs)
+            starts = np.concatenate([one.first_batches for one in intervals])
+            assert (np.diff(starts) >= 0).all(), "a reader asks for them in this order"
             rows = plan.rank_batches(0, plan.num_batches, rank)
             for batch, (low, high) in enumerate(zip(rows.row_splits[:-1], rows.row_splits[1:], strict=True)):
                 live = {

@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import resource
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
@@ -32,65 +32,90 @@ _HIGHEST_BYTES = (32 << 20) - (64 << 10)
 _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
+class MergedRanges:
+    """Keep half-open ranges of whole numbers sorted and merged. Not thread-safe.
+
+    Attributes:
+        all: The ranges.
+        total: The sum of their sizes.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, int]] = []
+        self.total = 0
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range of which nothing is there; it is merged with its neighbors."""
+        self.total += stop - start
+        i = bisect_left(self.all, (start, stop))
+        if i < len(self.all) and self.all[i][0] == stop:
+            stop = self.all.pop(i)[1]
+        if i > 0 and self.all[i - 1][1] == start:
+            i -= 1
+            start = self.all.pop(i)[0]
+        self.all.insert(i, (start, stop))
+
+    def cut(self, start: int, stop: int) -> None:
+        """Remove what is there of ``[start, stop)``."""
+        i = bisect_left(self.all, (start, start))
+        if i > 0 and self.all[i - 1][1] > start:
+            i -= 1
+        while i < len(self.all) and self.all[i][0] < stop:
+            first, last = self.all.pop(i)
+            self.total -= min(last, stop) - max(first, start)
+            for left in ((first, start), (stop, last)):
+                if left[0] < left[1]:
+                    self.all.insert(i, left)
+                    i += 1
+
+
 class Extents:
-    """Keep the free ranges of ``[0, capacity)`` sorted and merged; allocate first-fit. Not thread-safe.
+    """Allocate ranges of ``[0, capacity)``, first-fit. Not thread-safe.
 
     First-fit keeps used ranges near the low end, so that the highest address ever used stays close to the peak of
     memory in use.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.used = 0
-        self._free: list[tuple[int, int]] = [(0, capacity)] if capacity else []
+        self.capacity = 0
+        self._free = MergedRanges()
+        self.grow(capacity)
+
+    @property
+    def used(self) -> int:
+        """The sum of the ranges in use."""
+        return self.capacity - self._free.total
 
     def take(self, size: int) -> int | None:
         """Return the start of a range of ``size``, or None if no free range is large enough."""
-        for i, (start, stop) in enumerate(self._free):
+        for start, stop in self._free.all:
             if stop - start >= size:
-                if stop - start == size:
-                    del self._free[i]
-                else:
-                    self._free[i] = (start + size, stop)
-                self.used += size
+                self._free.cut(start, start + size)
                 return start
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Free a range returned by ``take``; adjacent free ranges are merged."""
-        stop = start + size
-        i = bisect_left(self._free, (start, stop))
-        if i < len(self._free) and self._free[i][0] == stop:
-            stop = self._free.pop(i)[1]
-        if i > 0 and self._free[i - 1][1] == start:
-            start = self._free.pop(i - 1)[0]
-        insort(self._free, (start, stop))
-        self.used -= size
-
-    @property
-    def top(self) -> int:
-        """End of the last range in use."""
-        return self._free[-1][0] if self._free and self._free[-1][1] == self.capacity else self.capacity
+        """Free a range returned by ``take``."""
+        self._free.add(start, start + size)
 
     def grow(self, capacity: int) -> None:
         """Extend the range to ``[0, capacity)``; never shrinks it."""
-        added = capacity - self.capacity
-        if added > 0:
-            self.used += added
+        if capacity > self.capacity:
+            self._free.add(self.capacity, capacity)
             self.capacity = capacity
-            self.give(capacity - added, added)
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """Return the free ranges, sorted and merged."""
-        return list(self._free)
+        return list(self._free.all)
 
 
 class Arena:
     """Room for at most ``budget_bytes`` of chunks, in anonymous memory that is freed when its last user is gone.
 
     The address range is twice the budget, so that fragmentation does not prevent an allocation within the budget. Pages
-    beyond the budget are returned to the system as soon as they are free, and, as long as some of them are in use, so
-    are all other free pages. Pages are committed on first touch: a large budget costs nothing until it is used.
+    are committed on first touch: a large budget costs nothing until it is used. Those that were in use stay, for what
+    comes to their place, as long as they and those in use are no more than the budget; what is beyond it is returned to
+    the system, the highest addresses first.
 
     Not thread-safe: callers allocate and free under their own lock. Allocated ranges may be read and written from any
     thread.
@@ -106,6 +131,8 @@ class Arena:
         self.peak_bytes = 0
         self.fd = -1
         self._extents, self.memory = self._reserve(shared=shared)
+        self._idle = MergedRanges()
+        """Free pages that were in use, and have not been returned to the system."""
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._closed = False
@@ -166,8 +193,8 @@ class Arena:
         start = self._extents.take(size)
         if start is None:
             return None
-        if start + size > self.budget_bytes:
-            self._drop_free_pages()
+        self._idle.cut(start, start + size)
+        self._return_surplus()
         self.peak_bytes = max(self.peak_bytes, self._extents.used)
         return start
 
@@ -176,10 +203,8 @@ class Arena:
         if self._closed:
             return
         size = _pages(num_bytes)
-        crowds = self._extents.top > self.budget_bytes  # then unused pages below it come on top of the budget
         self._extents.give(start, size)
-        if crowds:
-            self._drop(self.memory, start, size)
+        self._idle.add(start, start + size)  # a part of the budget, as long as nobody else needs it
 
     def shrink(self, start: int, num_bytes: int, left_bytes: int) -> None:
         """Free what follows the first ``left_bytes`` of ``allocate(num_bytes)``."""
@@ -252,10 +277,13 @@ class Arena:
         except BufferError:  # still in use: the mapping is freed with its last user
             return
 
-    def _drop_free_pages(self) -> None:
-        for start, stop in self._extents.free_ranges():
-            if start < self.budget_bytes:
-                self._drop(self.memory, start, stop - start)
+    def _return_surplus(self) -> None:
+        """Return the highest of the idle pages, so that the others and those in use are no more than the budget."""
+        while (surplus := self._extents.used + self._idle.total - self.budget_bytes) > 0:
+            start, stop = self._idle.all[-1]
+            start = max(start, stop - surplus)
+            self._idle.cut(start, stop)
+            self._drop(self.memory, start, stop - start)
 
 
 def _forget_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:

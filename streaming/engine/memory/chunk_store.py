@@ -29,6 +29,9 @@ LEAST_IN_FLIGHT = 8
 """Minimum number of chunks being fetched, however large: one connection to a distant store does not fill the
 network.
 """
+_BESIDE_FIRST_BATCH = 2
+"""Chunks on their way at which no other is begun until there is a first batch, unless that needs it: reading ahead
+takes its share of network, cores and interpreter from who waits (docs/design/0067)."""
 _STOP_S = 1.0
 """How long closing waits for fetches in progress; their memory stays mapped until they have ended."""
 
@@ -132,6 +135,7 @@ class ChunkStore:
         failure: Exception with which the thread that keeps the units' bytes unchanged ended; None: none. The consumer
             gets it next.
         retain: Keep units that are no longer needed as long as there is room, because the next epoch needs them again.
+        is_beginning: A run has no batch yet.
         is_held: Units that are no longer needed were kept because another plan may need them: ``keep_first`` is due.
         abandoned: A finished run has left behind, or may still leave behind, a thread that reads from the arena. Such a
             store must be closed and not used again; ``close`` leaves the memory to the last reference.
@@ -156,6 +160,8 @@ class ChunkStore:
         maps.fail = self._fail
         self._metrics = metrics
         self._threads = JobThreads(num_threads, "shardstream-fetch")
+        self.is_beginning = False
+        self._awaited: deque[Unit] = deque()
         self._waiting: deque[Unit] = deque()
         self._num_in_flight = 0
         self._in_flight_bytes = 0
@@ -163,8 +169,11 @@ class ChunkStore:
         self._cold: OrderedDict[UnitKey, Unit] = OrderedDict()
         self._closed = False
 
-    def admit(self, wanted: FetchRange) -> Unit | None:
-        """Return the unit with one more user, and start its fetch if necessary; None if there is no room for it now."""
+    def admit(self, wanted: FetchRange, *, is_awaited: bool = False) -> Unit | None:
+        """Return the unit with one more user, and start its fetch if necessary; None if there is no room for it now.
+
+        ``is_awaited``: the first batch needs it, so it comes before all others.
+        """
         unit = self._units.get(wanted)
         if unit is None:
             skew = self._maps.skew_bytes(wanted)
@@ -174,11 +183,25 @@ class ChunkStore:
                 return None
             unit = Unit(wanted=wanted, start=start + skew, num_bytes=room, skew_bytes=skew)
             self._units.add(unit)
-            self._waiting.append(unit)
+            (self._awaited if is_awaited else self._waiting).append(unit)
+            self._start_fetches()
+        elif is_awaited and unit in self._waiting:  # of a run that ended before its first batch
+            self._waiting.remove(unit)
+            self._awaited.append(unit)
             self._start_fetches()
         self._cold.pop(wanted.key, None)
         unit.users += 1
         return unit
+
+    def begin(self) -> None:
+        """Expect units that a first batch waits for: until ``go_on``, hardly anything is fetched beside them."""
+        self.is_beginning = True
+
+    def go_on(self) -> None:
+        """Fetch as far ahead as there is room: the first batch is there."""
+        if self.is_beginning:
+            self.is_beginning = False
+            self._start_fetches()
 
     def beside(self, job: Callable[[], object]) -> None:
         """Run a job for a unit on a fetching thread; whoever needs the result meets the exception that it raises."""
@@ -297,13 +320,21 @@ class ChunkStore:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
 
     def _start_fetches(self) -> None:
-        while self._waiting:
-            num_bytes = self._in_flight_bytes + self._waiting[0].wanted.num_bytes
-            if self._num_in_flight >= LEAST_IN_FLIGHT and num_bytes > IN_FLIGHT_BYTES:
-                break
+        while (unit := self._next_to_fetch()) is not None:
             self._num_in_flight += 1
-            self._in_flight_bytes = num_bytes
-            self._threads.submit(partial(self._run, self._waiting.popleft()))
+            self._in_flight_bytes += unit.wanted.num_bytes
+            self._threads.submit(partial(self._run, unit))
+
+    def _next_to_fetch(self) -> Unit | None:
+        """Return the next unit, no longer waiting; None: there is none, or enough is on its way."""
+        waiting = self._awaited or self._waiting
+        is_beside = self.is_beginning and waiting is self._waiting
+        least, most_bytes = (_BESIDE_FIRST_BATCH, 0) if is_beside else (LEAST_IN_FLIGHT, IN_FLIGHT_BYTES)
+        if not waiting:
+            return None
+        if self._num_in_flight >= least and self._in_flight_bytes + waiting[0].wanted.num_bytes > most_bytes:
+            return None
+        return waiting.popleft()
 
     def _run(self, unit: Unit) -> None:
         """Fetch one unit (on a background thread) and notify all that wait, whatever happens."""

@@ -255,7 +255,7 @@ class _Worker:
                 _trim_heap()
 
     def _answer(self, order: BatchOrder) -> tuple[Any, ...]:
-        begun_s = time.perf_counter()
+        begun_s, cpu_s = time.perf_counter(), time.process_time()
         slot = self._slots[order.slot]
         rows: Rows | None = None
         if self._broken is not None:
@@ -265,7 +265,7 @@ class _Worker:
             rows = rows_from_wire(order.rows, self._memory, self._view)
             self._found.clear()
             parcel = self._builder.build(rows, order.valid, slot, order.seed, self._substitutes, self._report)
-            return DONE, parcel, (begun_s, time.perf_counter())
+            return DONE, parcel, (begun_s, time.perf_counter()), time.process_time() - cpu_s
         except _AbortedError:
             return (ABORTED,)
         except ChannelClosedError:

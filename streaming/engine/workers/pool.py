@@ -18,6 +18,7 @@ from streaming.batches.rows import Rows
 from streaming.counters import Metrics
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.threads.stacks import state_of
 from streaming.engine.workers.channel import ChannelClosedError
 from streaming.engine.workers.fork_server import ForkServer
@@ -118,6 +119,10 @@ class WorkerPool:
         ring: Where batches are built. The caller closes it, after the pool.
         metrics: Where ``worker_restarts`` is counted; None: nowhere.
         server: A running fork server, which the caller closes after the pool; None: the one that all pools share.
+        pace: See the attribute; None: nothing is compared.
+
+    Attributes:
+        pace: Compares batches that are built here with those of processes.
 
     Raises:
         ConfigError: ``num_workers`` is not positive, or a function of the recipe cannot be sent to a process.
@@ -125,7 +130,7 @@ class WorkerPool:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing, metrics: Metrics | None = None,
-        server: ForkServer | None = None,
+        server: ForkServer | None = None, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         if num_workers < 1:
             raise ConfigError(f"num_workers: a pool needs at least one worker, got {num_workers}")
@@ -134,6 +139,7 @@ class WorkerPool:
         self._ring = ring
         self._metrics = metrics or Metrics()
         self._metrics.add("worker_restarts", 0)
+        self.pace = pace or WorkerPace(self._metrics, num_workers, 0, 1)
         self._sent = self._fingerprint()
         self._pickle = self._pickled(dumps)
         self._processes = Processes(
@@ -354,9 +360,10 @@ class WorkerPool:
             _BatchFailedError: The batch cannot be built.
         """
         slot = self._ring.take()
+        lap = self.pace.begin()
         try:
             self._send_order(worker, job, slot)
-            parcel = self._await_parcel(worker, job)
+            parcel, cpu_s = self._await_parcel(worker, job)
             slot.follow()
         except _BatchFailedError:
             self._ring.give_back(slot)
@@ -364,7 +371,9 @@ class WorkerPool:
         except BaseException:  # the worker may still write to the slot
             self._ring.discard(slot)
             raise
-        return self._unpacked(parcel, slot, job.rows)
+        batch = self._unpacked(parcel, slot, job.rows)
+        self.pace.there(lap, len(job.rows.keys), cpu_s)
+        return batch
 
     def _send_order(self, worker: Worker, job: _Job, slot: Slot) -> None:
         gone = worker.slots - self._ring.numbers()
@@ -392,7 +401,8 @@ class WorkerPool:
                 f"Open files, locks and connections inside the function, at its first call, or use num_workers=0"
             ) from error
 
-    def _await_parcel(self, worker: Worker, job: _Job) -> Parcel:
+    def _await_parcel(self, worker: Worker, job: _Job) -> tuple[Parcel, float]:
+        """Return the batch, and the CPU time that the worker took for it."""
         dialogue = _Dialogue(job, self._arena)
         while True:
             (kind, *rest), _ = worker.channel.receive()
@@ -400,7 +410,7 @@ class WorkerPool:
                 parcel: Parcel = rest[0]
                 # Processes of one machine share the clock.
                 self._metrics.observer.seen(f"worker {worker.pid}", "build_in_worker", *rest[1], job.told)
-                return parcel
+                return parcel, rest[2]
             if kind == FAILED:
                 raise _BatchFailedError(error_from_wire(rest[0]))
             try:

@@ -34,6 +34,7 @@ from streaming.storage.base.adapter import (
     StoreWriter,
     ThrottledError,
     UnreachableError,
+    Way,
     copy_piece,
     maker_of_writer,
 )
@@ -72,6 +73,10 @@ class FsspecAdapter:
         self._options = options
         self._lock = threading.Lock()
         self._systems: dict[str, Any] = {}
+
+    def way(self, url: str) -> Way:
+        """See :class:`Adapter`."""
+        return Way(client="fsspec", credentials=f"the storage options, or what fsspec finds for {scheme_of(url)}://")
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
-from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
+from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, Way, maker_of_writer
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 from streaming.types import override
 
@@ -94,6 +94,10 @@ class LocalAdapter:
     in_pieces = True
     keeps_versions = True
 
+    def way(self, url: str) -> Way:  # noqa: ARG002
+        """See :class:`Adapter`."""
+        return Way(client="files")
+
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""
         status = _file_status(url, local_path(url))
@@ -123,6 +127,7 @@ class LocalAdapter:
         with _os_errors(url, "listing"):
             for directory, _, names in os.walk(root, onerror=_unless_missing, followlinks=True):
                 below = os.path.relpath(directory, root)
+                above = join_url(base, *([] if below == "." else [shown(below)]), "")
                 for name in names:
                     if name.startswith(_TEMPORARY):
                         continue
@@ -132,11 +137,8 @@ class LocalAdapter:
                         continue
                     if not stat.S_ISREG(status.st_mode):
                         continue
-                    path = name if below == "." else f"{below}/{name}"
-                    info = ObjectInfo(
-                        url=join_url(base, shown(path)), size_bytes=status.st_size, version=_version(status)
-                    )
-                    found.append(info)
+                    url = above + shown(name)
+                    found.append(ObjectInfo(url=url, size_bytes=status.st_size, version=_version(status)))
         return found
 
     def put(self, url: str, data: memoryview) -> None:

@@ -34,6 +34,7 @@ from streaming.storage.base.adapter import (
     RangeIgnoredError,
     Sink,
     StoreWriter,
+    Way,
     copy_piece,
 )
 from streaming.storage.base.options import GROWTH, StorageOptions
@@ -80,6 +81,11 @@ class ObjectAdapter:
         self._stores: OrderedDict[tuple[str, bool], tuple[Any, RequestPlace]] = OrderedDict()
         self._ranged: set[str] = set()
         """Endpoints that have answered a range."""
+
+    def way(self, url: str) -> Way:
+        """See :class:`Adapter`."""
+        _, _, place = self._at(url)
+        return Way(client="obstore", endpoint=place.endpoint, credentials=place.source, region=place.region)
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`. Sends a HEAD request; if that is refused, a GET, whose answer states the reason."""

@@ -63,6 +63,23 @@ class ObjectInfo:
     version: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a store is reached, in words without secrets.
+
+    Attributes:
+        client: What talks to it.
+        endpoint: Its host, or the URL of its server; "": none that is known.
+        credentials: Where they come from.
+        region: Its region, and where that comes from; None: it has none.
+    """
+
+    client: str
+    endpoint: str = ""
+    credentials: str = "none"
+    region: str | None = None
+
+
 class Sink(Protocol):
     """Receives the bytes of an answer, in order."""
 
@@ -141,6 +158,9 @@ class Adapter(Protocol):
 
     in_pieces: bool
     keeps_versions: bool
+
+    def way(self, url: str) -> Way:
+        """Return how ``url`` is reached; sends nothing."""
 
     def info(self, url: str) -> ObjectInfo:
         """Return size and version of one object."""
