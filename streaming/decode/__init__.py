@@ -30,9 +30,7 @@ from streaming.decode.registry import (
     runs_code_of_user,
     with_described,
 )
-from streaming.decode.sound import Sound
 from streaming.decode.values import integer, json, msgpack, number, raw, text, view
-from streaming.decode.video import Video
 from streaming.decode.webdataset import from_webdataset
 from streaming.types import Decoder
 
@@ -48,8 +46,6 @@ __all__ = [
     "RandomCropDecoder",
     "RandomPart",
     "RawFields",
-    "Sound",
-    "Video",
     "array",
     "center_crop",
     "decode_field",
