@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from docs.site import messages, reference, tables
 
 ROOT = Path(__file__).parents[2]
 HOME = "README.md"
-PATTERNS = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "infra/**/*.md")
+PATTERNS = ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/**/*.md", "infra/**/*.md")
 
 MADE: dict[str, Callable[[], tables.Made]] = {
     "options": tables.options,
@@ -28,7 +29,7 @@ MADE: dict[str, Callable[[], tables.Made]] = {
 """What takes the place of ``<!-- site: NAME -->`` in a page, with the pages below it."""
 
 NAVIGATION: dict[str, tuple[str, ...]] = {
-    "Start": ("docs/tutorial", "docs/guide", "docs/faq"),
+    "Start": ("docs/tutorial", "examples/README", "docs/guide", "docs/faq"),
     "How to": (
         "docs/trainers",
         "docs/launchers",
@@ -225,10 +226,21 @@ def in_columns(text: str) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return the page that shows a program or a file of settings."""
+    """Return the page that shows a program, a notebook or a file of settings."""
+    if path.suffix == ".ipynb":
+        return f"{ORPHAN}{_notebook(path)}"
     languages = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".json": "json"}
     code = (ROOT / path).read_text()
     return f"{ORPHAN}# `{path}`\n\n`````{languages.get(path.suffix, 'text')}\n{code}\n`````\n"
+
+
+def _notebook(path: Path) -> str:
+    """Return the cells of a notebook, one below the other, with links to its neighbours as words."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads((ROOT / path).read_text())["cells"]]
+    return "\n\n".join(
+        f"`````python\n{text}\n`````" if kind == "code" else re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        for kind, text in cells
+    )
 
 
 def _tree(pages: list[str], caption: str = "") -> str:

@@ -29,7 +29,7 @@ import streaming
 
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "infra/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/**/*.md", "infra/**/*.md")
     for page in ROOT.glob(pattern)
     if page.name != "CHANGELOG.md"  # what was true of a release stays as it was written
 )

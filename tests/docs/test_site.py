@@ -44,6 +44,8 @@ PAGES = (
     "docs/troubleshooting",
     "docs/tuning",
     "docs/faq",
+    "examples/README",
+    "examples/look_at_a_data_set.ipynb",
     "docs/every-option",
     "docs/every-decoder",
     "docs/every-command",

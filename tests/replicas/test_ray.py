@@ -25,7 +25,7 @@ import torch
 from click.testing import CliRunner
 from conversions import contents, parquet_source
 from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
-from folders import ROOT
+from folders import EXAMPLES, ROOT
 from forked import Forked
 from page_blocks import blocks
 from played_ranks import read_here
@@ -739,6 +739,18 @@ def test_the_page_about_ray_runs(nodes: TwoNodes, tmp_path: Path) -> None:
         exec(compile(block.replace("/tmp/shardstream-ray", str(tmp_path)), str(page), "exec"), names)
     for trainer in names["trainers"]:
         ray.kill(trainer)
+
+
+def test_the_example_is_fed_by_readers_on_both_nodes(nodes: TwoNodes, forked: Forked, tmp_path: Path) -> None:
+    words, environ = ("--out", str(tmp_path / "out"), "--epochs", "2"), {"RAY_ADDRESS": nodes.address}
+    example = forked.start(EXAMPLES / "ray_readers.py", *words, output=tmp_path / "output", environ=environ)
+    assert example.wait(200) == 0, (tmp_path / "output").read_text()
+    said = (tmp_path / "output").read_text()
+    assert "two readers and two trainers on 2 node(s)" in said
+    assert "3,584 samples in 2 epochs of 1,797 (whole batches), doubled: 0" in said
+    losses = [float(found) for found in re.findall(r"epoch \d: loss ([\d.]+)", said)]
+    assert losses[-1] < 1.5  # by chance 2.3
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 5000
 
 
 def run_tool(*words: str) -> dict[str, Any]:
