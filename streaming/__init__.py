@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from streaming.datasets.mixture import Mixture
     from streaming.datasets.packed import Packed
     from streaming.datasets.table_file import TableDataset
+    from streaming.decode.sound import Sound
+    from streaming.decode.video import Video
     from streaming.device.prefetcher import DevicePrefetcher
     from streaming.loader import DataLoader
     from streaming.mesh_fetcher import DeviceMeshFetcher
@@ -73,10 +75,12 @@ _HOMES = {
     "Schedule": "streaming.plan.schedule",
     "SequenceSlice": "streaming.batches.sequence",
     "ShuffleConfig": "streaming.plan.settings",
+    "Sound": "streaming.decode.sound",
     "StageFields": "streaming.batches.portion",
     "StreamingDataset": "streaming.datasets.dataset",
     "TableDataset": "streaming.datasets.table_file",
     "TorchIterable": "streaming.torch_view",
+    "Video": "streaming.decode.video",
 }
 
 __all__ = [
@@ -98,10 +102,12 @@ __all__ = [
     "Schedule",
     "SequenceSlice",
     "ShuffleConfig",
+    "Sound",
     "StageFields",
     "StreamingDataset",
     "TableDataset",
     "TorchIterable",
+    "Video",
 ]
 
 if _NamesElsewhere not in sys.meta_path:

@@ -35,6 +35,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/launchers",
         "docs/stores",
         "docs/text",
+        "docs/sound-and-video",
         "docs/packing",
         "docs/mixing",
         "docs/filters",

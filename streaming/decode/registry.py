@@ -12,6 +12,8 @@ import numpy as np
 
 from streaming.arguments import format_bytes
 from streaming.decode import arrays, images, values
+from streaming.decode.sound import Sound
+from streaming.decode.video import Video
 from streaming.errors import ConfigError, DecodeError
 from streaming.storage import redact
 from streaming.types import Decoder, ReadBuffer
@@ -66,11 +68,13 @@ BY_NAME: dict[str, Decoder] = {
     "npz": _NPZ,
     "msgpack": values.msgpack,
     "safetensors": arrays.safetensors,
+    "sound": Sound(),
+    "video": Video(),
 }
 _TYPES: dict[type, Decoder] = {int: values.integer, float: values.number, str: values.text, bytes: values.raw}
-_NEEDS: dict[Decoder, tuple[str, str]] = {  # decoder: (module, extra)
-    values.msgpack: ("msgpack", "msgpack"),
-    arrays.safetensors: ("safetensors.numpy", "safetensors"),
+_NEEDS: dict[Decoder, tuple[tuple[str, str], ...]] = {  # decoder: (module, extra), …
+    values.msgpack: (("msgpack", "msgpack"),),
+    arrays.safetensors: (("safetensors.numpy", "safetensors"),),
 }
 _ARRAY = re.compile(r"array:([a-z0-9]+)(?:->([a-z0-9]+))?(?::(\d+(?:x\d+)*))?")
 
@@ -212,10 +216,13 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
         return arrays.array(spec)
     if isinstance(spec, FieldDecoder):
         return spec
+    if spec is Sound or spec is Video:
+        name = spec.__name__
+        raise ConfigError(f"decode={{{field!r}: {name}}}: write {name}(), or {name}(seconds=2.0) with its arguments")
     if not callable(spec):
         raise ConfigError(f"decode={{{field!r}: {spec!r}}}: expected a name, a type, a function or None")
     if getattr(spec, "accepts_buffer", False) is True or spec in BY_NAME.values():
-        return cast("Decoder", spec)
+        return _checked(cast("Decoder", spec))
     return CallOnBytes(function=spec)
 
 
@@ -253,10 +260,10 @@ def _check_view(name: str, field: str) -> None:
 
 
 def _checked(decoder: Decoder) -> Decoder:
-    """Return ``decoder`` after checking that the package it needs is installed."""
-    needs = _NEEDS.get(decoder)
-    if needs is not None:
-        values.require(needs[0], extra=needs[1])
+    """Return ``decoder`` after checking that the packages it needs are installed."""
+    needs = getattr(decoder, "needs", None) or next((needs for one, needs in _NEEDS.items() if one is decoder), ())
+    for module, extra in needs:
+        values.require(module, extra=extra)
     return decoder
 
 
@@ -267,7 +274,7 @@ def draws_numbers(decoder: object) -> bool:
 
 def is_ours(decoder: Decoder) -> bool:
     """Tell whether the decoder runs no code of the user's."""
-    known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder)
+    known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder, Sound, Video)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 

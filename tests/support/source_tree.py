@@ -34,7 +34,7 @@ NEVER_RUN = ("typing_extensions",)  # type checkers bring it
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
 OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray", "tokenizers", "sentencepiece", "tiktoken")
 OPTIONAL += ("jinja2", "nvidia", "starlette", "uvicorn", "prometheus_client", "opentelemetry")
-OPTIONAL += ("soundfile",)
+OPTIONAL += ("soundfile", "soxr", "av")
 IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # These import what has a name only at run time: lazy names, `require`, and what users name.
 COMPUTED_IMPORT_MAY = (
