@@ -266,6 +266,12 @@ class WorkerBuilder:
             self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
+            if not self._metrics.get("batches_before_workers"):
+                _log.info(
+                    "worker processes start, which takes as long as importing what your functions need; until one is "
+                    "up, this process builds batches with copies of your functions, so one that ends its process ends "
+                    "the training (num_threads=0 rules that out)"
+                )
             lap = self._count_before()
             built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
             self._pace.here(lap, len(rows.keys), in_parallel=False)
