@@ -260,7 +260,9 @@ def pyright_found(program: Path, python: Path) -> tuple[list[tuple[int, str]], l
 def check_extras(one: Interpreter, wheel: Path) -> str:
     """Install ``[all]``, and use each extra."""
     environment = Environment(one, WORK / "all")
-    environment.pip("install", f"{environment.taken(wheel)}[all]", *filter(None, [cpu_torch(environment)]))
+    pins = environment.taken(ROOT / "constraints.txt")
+    torch = filter(None, [cpu_torch(environment)])
+    environment.pip("install", "-c", pins, f"{environment.taken(wheel)}[all]", *torch)
     environment.run("-m", "pip", "check")
     found = json.loads(_program(environment, "extras.py").splitlines()[-1])
     if found["failed"]:
