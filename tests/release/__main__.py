@@ -37,6 +37,7 @@ NEEDED_BY_TESTS = (
     "hypothesis",
     "lmdb",
     "moto",
+    "pandas",
     "psutil",
     "pytest",
     "pytest-timeout",
