@@ -178,3 +178,11 @@ def test_a_release_check_refuses_what_it_would_not_do(options: list[str], why: s
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert told.returncode
     assert why in told.stderr
+
+
+def test_what_a_release_leaves_out_with_oldest_versions_is_there() -> None:
+    for name in release.NOT_WITH_OLDEST:
+        file, _, test = name.partition("::")
+        assert any(file == one or file.startswith(f"{one}/") for one in release.TESTS_OF_OLDEST), name
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+    assert all((ROOT / "tests" / one).exists() for one in release.TESTS_OF_OLDEST)

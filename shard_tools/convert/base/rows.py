@@ -92,6 +92,8 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
     try:
         array = np.asarray(value, dtype)
         if dtype is None and array.dtype.kind == "f" and array.size and _all_whole(value):
+            if array.min() < 0:
+                raise OverflowError  # as NumPy 2 does; NumPy 1 would wrap them
             array = np.asarray(value, np.uint64)  # NumPy's own choice would round them
     except (TypeError, ValueError) as error:
         raise DataError(f"a ragged list of length {len(value)} cannot be stored as .npy; store it as json") from error
