@@ -386,8 +386,8 @@ def check_oldest(one: Interpreter, wheel: Path, report: Report) -> None:
 def publish(report: Report) -> None:
     """Write the table into its page, with the day and the system."""
     page = PAGE.read_text()
-    today = datetime.now(tz=UTC)
-    when = f"On {today.day} {today:%B %Y}, {platform.system()} on {platform.machine()}: {report.summary}."
+    today = datetime.now(tz=UTC).date()  # not in words, after which benchmarks/figures.py would ask for records
+    when = f"{today.isoformat()}, {platform.system()} on {platform.machine()}: {report.summary}."
     head, _, rest = page.partition("<!-- matrix -->\n")
     _, end, tail = rest.partition("<!-- end of matrix -->")
     PAGE.write_text(f"{head}<!-- matrix -->\n\n{when}\n\n{report.table()}\n\n{end}{tail}")

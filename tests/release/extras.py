@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, Sound, StreamingDataset, Video
 
 
 def tool(*arguments: str) -> None:
@@ -99,12 +99,28 @@ def hf() -> None:
 
 
 def audio() -> None:
-    """Convert sounds, whose headers tell their duration."""
+    """Convert sounds, whose headers tell their duration, and decode one at another rate."""
     import soundfile
 
     Path("sounds").mkdir()
     soundfile.write("sounds/a.wav", np.zeros(800), 8000)
     tool("convert", "sounds", "from-sounds", "--from", "audio", "--columns", "duration")
+    sound = Path("sounds/a.wav").read_bytes()
+    assert read({"wav": sound}, decode={"wav": Sound(seconds=0.1, rate=16_000)})["wav"].shape == (1, 1600)
+
+
+def video() -> None:
+    """Decode frames of a video that is made here."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as made:
+        stream = made.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for _ in range(8):
+            made.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")))
+        made.mux(stream.encode())
+    assert read({"mp4": out.getvalue()}, decode={"mp4": Video(frames=4)})["mp4"].shape == (4, 32, 32, 3)
 
 
 def text() -> None:
@@ -159,7 +175,7 @@ def metrics() -> None:
 FEATURES: dict[str, Callable[[], None]] = {
     "images": images, "msgpack": msgpack, "safetensors": safetensors, "aws": aws, "s3fs": fsspec_of("s3"),
     "gcsfs": fsspec_of("gs"), "azure": fsspec_of("az"), "webdataset": webdataset, "ray": ray, "hf": hf, "audio": audio,
-    "text": text, "show": show, "plot": plot, "metrics": metrics,
+    "video": video, "text": text, "show": show, "plot": plot, "metrics": metrics,
 }  # fmt: skip
 """What each extra is for; a test compares them with pyproject.toml."""
 
