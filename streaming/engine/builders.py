@@ -19,7 +19,7 @@ from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.counters import Metrics
-from streaming.decode import ArrayDecoder, decodes_images, gives_bytes, integer, raw, text, view
+from streaming.decode import ArrayDecoder, gives_bytes, integer, raw, releases_lock, text, view
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.pace import Lap, WorkerPace
 from streaming.engine.threads.stacks import where_is
@@ -331,13 +331,13 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 
 def is_parallel(recipe: Recipe, rows: Rows) -> bool:
-    """Tell whether threads build as many such batches at once as there are cores: nearly all is decoding of images."""
-    image_bytes = all_bytes = 0
+    """Tell whether threads build as many such batches at once as there are cores: nearly all is decoding of media."""
+    media_bytes = all_bytes = 0
     for name, where in rows.fields.items():
         num_bytes = int(where.sizes.clip(0).sum())
         all_bytes += num_bytes
-        image_bytes += num_bytes * all(decodes_images(part.decoders.decoder_for(name)) for part in recipe.parts)
-    return not recipe.functions_of_user and image_bytes >= _PARALLEL_SHARE * all_bytes
+        media_bytes += num_bytes * all(releases_lock(part.decoders.decoder_for(name)) for part in recipe.parts)
+    return not recipe.functions_of_user and media_bytes >= _PARALLEL_SHARE * all_bytes
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
