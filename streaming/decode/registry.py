@@ -278,9 +278,9 @@ def is_ours(decoder: Decoder) -> bool:
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 
-def releases_lock(decoder: Decoder) -> bool:
-    """Tell whether the decoder is one of ours that work without the interpreter's lock: images, sounds and videos."""
-    return isinstance(decoder, (images.ImageDecoder, images.RandomCropDecoder, Sound, Video))
+def decodes_images(decoder: Decoder) -> bool:
+    """Tell whether the decoder is one of ours for images, which work without the interpreter's lock."""
+    return isinstance(decoder, (images.ImageDecoder, images.RandomCropDecoder))
 
 
 def gives_bytes(decoders: FieldDecoder) -> bool:

@@ -19,7 +19,7 @@ from streaming.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.counters import Metrics
-from streaming.decode import ArrayDecoder, gives_bytes, integer, raw, releases_lock, text, view
+from streaming.decode import ArrayDecoder, decodes_images, gives_bytes, integer, raw, text, view
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.pace import Lap, WorkerPace
 from streaming.engine.threads.stacks import where_is
@@ -266,6 +266,12 @@ class WorkerBuilder:
             self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
+            if not self._metrics.get("batches_before_workers"):
+                _log.info(
+                    "worker processes start, which takes as long as importing what your functions need; until one is "
+                    "up, this process builds batches with copies of your functions, so one that ends its process ends "
+                    "the training (num_threads=0 rules that out)"
+                )
             lap = self._count_before()
             built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
             self._pace.here(lap, len(rows.keys), in_parallel=False)
@@ -331,13 +337,13 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 
 def is_parallel(recipe: Recipe, rows: Rows) -> bool:
-    """Tell whether threads build as many such batches at once as there are cores: nearly all is decoding of media."""
-    media_bytes = all_bytes = 0
+    """Tell whether threads build as many such batches at once as there are cores: nearly all is decoding of images."""
+    image_bytes = all_bytes = 0
     for name, where in rows.fields.items():
         num_bytes = int(where.sizes.clip(0).sum())
         all_bytes += num_bytes
-        media_bytes += num_bytes * all(releases_lock(part.decoders.decoder_for(name)) for part in recipe.parts)
-    return not recipe.functions_of_user and media_bytes >= _PARALLEL_SHARE * all_bytes
+        image_bytes += num_bytes * all(decodes_images(part.decoders.decoder_for(name)) for part in recipe.parts)
+    return not recipe.functions_of_user and image_bytes >= _PARALLEL_SHARE * all_bytes
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:

@@ -351,7 +351,6 @@ def test_sounds_stay_bytes_unless_asked_for():
     decoders = decode.resolve_decoders({"*.wav": given, "mp3": Sound()})
     assert decoders.decoder_for("a.wav") is given
     assert decode.is_ours(given)
-    assert decode.releases_lock(given)
     assert not decode.runs_code_of_user(decoders)
     assert pickle.loads(pickle.dumps(given)) == given
     with pytest.raises(ConfigError, match=r"write Sound\(\)"):
