@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import (
@@ -23,6 +23,7 @@ from streaming.arguments import (
 from streaming.counters import Observation
 from streaming.datasets.face import DataSet
 from streaming.device.copiers import page_locked
+from streaming.elsewhere.methods import OF_LOADERS, look_elsewhere
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches, Closable, Loop
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
@@ -85,6 +86,11 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
     """
 
     _loop: Loop
+
+    if not TYPE_CHECKING:  # type checkers know which names there are
+
+        def __getattr__(self, name: str) -> object:
+            return look_elsewhere(self, name, OF_LOADERS)
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density
 from streaming.types import Int64Array
+
+_log = logging.getLogger(__name__)
 
 # Most footers fit into this many bytes at the end of a sample file; a longer one costs a second request.
 _NUM_THREADS = 16
@@ -166,6 +169,10 @@ class ShardRecorder:
             large=large_sums(record_starts, fields, *spans, self._large_crcs),
         )
 
+    def empty_columns(self) -> list[str]:
+        """Return the columns in which no sample has a value, if there are samples."""
+        return [name for name, values in self._columns.items() if values and all(one is None for one in values)]
+
     def _close_span(self, num_samples: int) -> None:
         self._span_starts.append(num_samples)
         self._span_crcs.append(self._crc)
@@ -209,6 +216,7 @@ class IndexRecorder:
         self._elsewhere = index
         self._index = index or self._directory
         self._columns = parse_columns(columns)
+        self._told: set[str] = set()
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
         self._tables: dict[str, ChunkTable] = {}
@@ -274,9 +282,22 @@ class IndexRecorder:
         if self._shard is None:
             return
         self._sealed = self._shard.table(size_bytes)
+        self._tell_of_empty(self._shard)
         self._shard = None
         if replaces:
             self._storage.delete(self._samples_url(self._sealed.shard.name))
+
+    def _tell_of_empty(self, shard: ShardRecorder) -> None:
+        """Warn, once, of columns whose path leads nowhere in a whole shard."""
+        for name in shard.empty_columns():
+            source = self._columns[name]
+            if isinstance(source, str) and name not in self._told:
+                self._told.add(name)
+                _log.warning(
+                    "columns[%r]: no sample of %s has a value at %r, so the column is NULL there. Give the path of a "
+                    "value in the sample, such as 'cls' or 'json.width', or a function of the sample",
+                    name, shard.name, source,
+                )  # fmt: skip
 
     def publish_shard(self) -> None:
         """Write the sealed sample table, now that its shard is published."""

@@ -331,8 +331,9 @@ def check_decoded(
         there = _fields_of(storage, shards, 0) if plain and shards.table is not None and shards.urls else None
         if there is None:
             return b""
+        reached = {*there, *(name.lower() for name in there)}
         for name in plain:
-            if name.lower() not in there:
+            if name not in reached:
                 _log.warning(
                     "%s: no sample of %s has a field %r%s; its fields are %s", option, redact(shards.urls[0]), name,
                     did_you_mean(name.lower(), there), ", ".join(sorted(there)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, Protocol, Self, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
 from streaming.arguments import checked_number
+from streaming.elsewhere.methods import OF_DATASETS, look_elsewhere
 from streaming.errors import ConfigError
 from streaming.types import Int64Array, Sample, Transform
 
@@ -81,6 +82,11 @@ class DataSet(Generic[ShownT]):
 
     def __repr__(self) -> str:
         return f"DataSet of a {type(self._source).__name__}, {self._source.num_readable} samples"
+
+    if not TYPE_CHECKING:  # type checkers know which names there are
+
+        def __getattr__(self, name: str) -> object:
+            return look_elsewhere(self, name, OF_DATASETS)
 
     @property
     def source(self) -> ShownT:

@@ -58,6 +58,10 @@ Chooser: TypeAlias = Callable[[int, int], PixelBox]
 """Returns the wanted part of an image of a height and a width, once it is upright."""
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomPart:
     """Draw a part of random area, shape and place: ``RandomResizedCrop`` of torchvision.
@@ -75,7 +79,8 @@ class RandomPart:
 
     def __post_init__(self) -> None:
         for name, bounds, most in (("scale", self.scale, 1.0), ("ratio", self.ratio, math.inf)):
-            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= most or not math.isfinite(bounds[1]):
+            pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(_is_number(one) for one in bounds)
+            if not pair or not 0 < bounds[0] <= bounds[1] <= most or not math.isfinite(bounds[1]):
                 raise ConfigError(
                     f"random_crop: {name}={bounds!r}: expected a lower and an upper bound, positive"
                     f"{' and at most 1' if most == 1 else ''}, such as {(0.08, 1.0) if most == 1 else (0.75, 1.33)}"
@@ -116,7 +121,7 @@ class CenterPart:
     share: float = 224 / 256
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
+        if not _is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigError(f"center_crop: share={self.share!r}: expected a number above 0 and at most 1")
 
     def __call__(self, height: int, width: int) -> PixelBox:

@@ -15,6 +15,7 @@ import functools
 import importlib
 import io
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -110,12 +111,15 @@ class ImageDecoder:
         Raises:
             ConfigError: The mode is unknown, or a number is not positive.
         """
-        if self.mode not in _MODES:
-            raise ConfigError(f"image mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
-        if self.max_pixels < 1 or (self.size is not None and (len(self.size) != 2 or min(self.size) < 1)):
+        if not isinstance(self.mode, str) or self.mode not in _MODES:
+            raise ConfigError(f"image mode {reprlib.repr(self.mode)} is unknown; choose one of {', '.join(MODES)}")
+        if self.max_pixels < 1 or not (self.size is None or _is_size(self.size)):
             raise ConfigError(
-                f"image: size must be (height, width) and max_pixels positive, got {self.size} and {self.max_pixels}"
+                f"image: size must be (height, width), whole numbers, and max_pixels positive, got {self.size!r} and "
+                f"{self.max_pixels!r}"
             )
+        if self.size is not None and int(self.size[0]) * int(self.size[1]) > (most := max(self.max_pixels, MAX_PIXELS)):
+            raise ConfigError(f"image: size={self.size} has more than {most:,} pixels; choose a smaller one")
         if self.part is not None and self.size is None:
             raise ConfigError("image: a part needs size=(height, width), to which it is resized")
 
@@ -227,6 +231,13 @@ class ImageDecoder:
                 f"image of {height} x {width} pixels, more than the {self.max_pixels} allowed; "
                 f"raise the limit with decode={{field: decode.image({self.mode!r}, max_pixels=...)}}"
             )
+
+
+def _is_size(size: object) -> bool:
+    """Tell whether it is (height, width), both whole and positive."""
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        return False
+    return all(isinstance(one, (int, np.integer)) and not isinstance(one, bool) and one > 0 for one in size)
 
 
 def image(

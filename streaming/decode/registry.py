@@ -76,6 +76,7 @@ _NEEDS: dict[Decoder, tuple[tuple[str, str], ...]] = {  # decoder: (module, extr
     values.msgpack: (("msgpack", "msgpack"),),
     arrays.safetensors: (("safetensors.numpy", "safetensors"),),
 }
+_MAKERS = (images.image, images.random_crop, images.center_crop, arrays.array, arrays.npz)
 _ARRAY = re.compile(r"array:([a-z0-9]+)(?:->([a-z0-9]+))?(?::(\d+(?:x\d+)*))?")
 
 
@@ -221,6 +222,9 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
         raise ConfigError(f"decode={{{field!r}: {name}}}: write {name}(), or {name}(seconds=2.0) with its arguments")
     if not callable(spec):
         raise ConfigError(f"decode={{{field!r}: {spec!r}}}: expected a name, a type, a function or None")
+    if any(spec is one for one in _MAKERS):
+        name = cast("Callable[..., object]", spec).__name__
+        raise ConfigError(f"decode={{{field!r}: {name}}}: {name} makes a decoder; call it, as in {name}()")
     if getattr(spec, "accepts_buffer", False) is True or spec in BY_NAME.values():
         return _checked(cast("Decoder", spec))
     return CallOnBytes(function=spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -408,3 +409,20 @@ def test_batch_with_a_bad_image_is_built_in_the_memory_of_the_first_try():
     batch = BatchBuilder(recipe, lambda _: iter((substitutes,)), lambda _: None, allocate).build(rows_of(data), None)
     assert batch["__key__"] == ["0", "1", "0", "3"]
     assert given == [(4, 32, 40, 3)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: decode.random_crop("rgb8", 224),
+        lambda: decode.random_crop("rgb8", (224.0, 224)),
+        lambda: decode.random_crop("rgb8", (True, 224)),
+        lambda: decode.random_crop("rgb8", SIZE, scale=0.5),
+        lambda: decode.center_crop("rgb8", SIZE, share="a"),
+        lambda: decode.resolve_decoders({"jpg": "rgb8:crop99999x99999"}),
+        lambda: decode.resolve_decoders({"jpg": decode.random_crop}),
+    ],
+)
+def test_what_is_no_size_or_share_is_refused_where_it_is_written(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"size|scale|share|call it"):
+        make()

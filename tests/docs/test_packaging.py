@@ -16,7 +16,9 @@ from folders import ROOT
 
 import streaming
 from hatch_build import described
+from tests.release import __main__ as release
 from tests.release import contents
+from tests.release.environments import FailedError
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -129,3 +131,58 @@ def test_the_supported_pythons_are_the_same_everywhere() -> None:
     page = (ROOT / "docs" / "versions.md").read_text()
     assert f"| Python | {named[0]} to {named[-1]} |" in page
     assert PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+def test_a_release_that_lacks_a_package_passes_only_where_packages_may_be_missing() -> None:
+    def missing() -> str:
+        raise FailedError("pip: exit 1: No matching distribution found for pyarrow")
+
+    def broken() -> str:
+        raise FailedError("exit 1: ImportError")
+
+    report = release.Report(must="3.11.7")
+    for python, step in (("3.11.7", missing), ("3.15.0", missing), ("3.15.0", broken), ("3.15.0", lambda: "1 | 2")):
+        report.attempt(python, "none", "verbs", step)
+    told = [row["result"].partition(":")[0] for row in report.rows]
+    assert told == ["FAILED", "not possible", "FAILED", "1 | 2"]
+    assert report.summary == "1 passed, 1 not possible, 2 failed"
+
+
+def test_the_table_that_is_published_is_what_ran_and_nothing_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "versions.md"
+    page.write_text("before\n<!-- matrix -->\n\nold\n\n<!-- end of matrix -->\nafter\n")
+    monkeypatch.setattr(release, "PAGE", page)
+    report = release.Report()
+    report.add("3.11.7", "2.13.0", "verbs", "FAILED: exit 1: first\nlast | line", 0)
+    release.publish(report)
+    lines = page.read_text().splitlines()
+    assert lines[:2] + lines[-2:] == ["before", "<!-- matrix -->", "<!-- end of matrix -->", "after"]
+    assert [line for line in lines if line.startswith("| 3")] == ["| 3.11.7 | 2.13.0 | verbs | FAILED: last / line |"]
+    assert "old" not in lines
+    assert "0 passed, 0 not possible, 1 failed." in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--quick", "--publish"], "--publish writes the whole table"),
+        (["--only", "oldest", "--publish"], "--publish writes the whole table"),
+        (["--quick", "--only", "all"], "--quick leaves out --only all"),
+        (["--python", "/nowhere/python3"], "no Python of 3.11 or newer with venv and ensurepip: /nowhere/python3"),
+    ],
+)
+def test_a_release_check_refuses_what_it_would_not_do(options: list[str], why: str) -> None:
+    command = [sys.executable, "-m", "tests.release", *options]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode
+    assert why in told.stderr
+
+
+def test_what_a_release_leaves_out_with_oldest_versions_is_there() -> None:
+    for name in release.NOT_WITH_OLDEST:
+        file, _, test = name.partition("::")
+        assert any(file == one or file.startswith(f"{one}/") for one in release.TESTS_OF_OLDEST), name
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+    assert all((ROOT / "tests" / one).exists() for one in release.TESTS_OF_OLDEST)

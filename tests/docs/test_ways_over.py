@@ -24,6 +24,7 @@ import streaming
 from shard_tools import ShardWriter, optimize
 from shard_tools.cli import cli
 from streaming import Mixture, StreamingDataset
+from streaming.elsewhere.methods import OF_DATASETS, OF_LOADERS
 from streaming.elsewhere.names import LIBRARIES, OWN, PACKAGES, Library
 from streaming.errors import OptionError
 
@@ -179,3 +180,31 @@ def test_options_of_other_libraries(call: Callable[..., object], option: str, cu
     with pytest.raises(OptionError, match=f"no option '{option}'.*{cure}") as caught:
         partial(call, **{option: 1})()
     assert isinstance(caught.value, TypeError)
+
+
+def test_methods_of_other_data_sets_and_loaders_are_told(tmp_path: Any) -> None:
+    with ShardWriter(f"{tmp_path}/{{}}.tar") as writer:
+        for number in range(4):
+            writer.write({"__key__": str(number), "cls": number})
+    dataset = StreamingDataset(str(tmp_path))
+    with streaming.DataLoader(dataset, batch_size=2) as loader:
+        for owner, known in ((dataset, OF_DATASETS), (loader, OF_LOADERS)):
+            for name, (cure, page) in known.items():
+                assert not hasattr(owner, name)
+                assert (ROOT / "docs" / "coming-from" / f"{page}.md").exists()
+                with pytest.raises(AttributeError, match=re.escape(cure)):
+                    getattr(owner, name)
+            with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+                _ = owner.nonsense
+        assert not hasattr(dataset, "__deepcopy__")
+        assert len(copy.copy(dataset)) == len(pickle.loads(pickle.dumps(dataset))) == 4
+
+
+def test_a_property_that_fails_is_not_said_to_be_missing() -> None:
+    class Broken(streaming.StreamingDataset):
+        @property
+        def labels(self) -> object:
+            return object().no_such_thing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = Broken.__new__(Broken).labels

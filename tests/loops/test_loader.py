@@ -250,7 +250,7 @@ def test_interrupted_while_it_waits(dataset: StreamingDataset, num_workers: int)
         assert len(list(loader)) == NUM_BATCHES
 
 
-@pytest.mark.parametrize("num_calls", [0, 3, 20])
+@pytest.mark.parametrize("num_calls", [0, 3, 6])
 def test_interrupted_while_it_asks_for_chunks(
     dataset: StreamingDataset, num_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +259,8 @@ def test_interrupted_while_it_asks_for_chunks(
     calls = iter(range(10**6))
 
     def interrupted(threads: JobThreads, job: Any) -> None:
-        if next(calls) == num_calls:
+        asks = threading.current_thread() is threading.main_thread()  # no other thread ever gets a Control-C
+        if asks and next(calls) == num_calls:
             raise KeyboardInterrupt
         submit(threads, job)
 

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ class Interpreter:
         """As ``3.14t``."""
         return ".".join(self.version.split(".")[:2]) + "t" * self.is_free_threaded
 
+    @property
+    def shown(self) -> str:
+        """As ``3.14.0t of debian``."""
+        system = "" if self.root is None else f" of {self.root.name}"
+        return self.version + "t" * self.is_free_threaded + system
+
 
 def probed(command: tuple[str, ...], root: Path | None = None) -> Interpreter | None:
     """Return the interpreter that ``command`` starts; None if it is none, or cannot make environments."""
@@ -64,8 +70,12 @@ def probed(command: tuple[str, ...], root: Path | None = None) -> Interpreter | 
     return Interpreter(command=command, root=root, **told)
 
 
-def interpreters(named: Iterable[str], roots: Iterable[Path]) -> list[Interpreter]:
-    """Return the interpreters in these places and on this machine, the first of each kind, oldest first."""
+def interpreters(named: Sequence[str], roots: Sequence[Path]) -> list[Interpreter]:
+    """Return the interpreters in these places and on this machine, the first of each kind, oldest first.
+
+    Raises:
+        SystemExit: A place that was named has none.
+    """
     commands: list[tuple[tuple[str, ...], Path | None]] = [((path,), None) for path in named]
     for root in roots:
         every_file = [*root.glob("usr/bin/python3*"), *root.glob("usr/local/bin/python3*")]
@@ -75,9 +85,14 @@ def interpreters(named: Iterable[str], roots: Iterable[Path]) -> list[Interprete
     kept = Path.home() / ".pyenv" / "versions"
     commands += [((str(path),), None) for path in sorted(kept.glob("3.*/bin/python3"))]
     every: dict[str, Interpreter] = {}
+    useful: set[str | Path | None] = set()
     for command, root in commands:
         if (one := probed(command, root)) and tuple(map(int, one.version.split(".")[:2])) >= (3, 11):
             every.setdefault(one.name, one)
+            useful |= {command[0], root}
+    for place in (*named, *roots):
+        if place not in useful:
+            raise SystemExit(f"no Python of 3.11 or newer with venv and ensurepip: {place}")
     return sorted(every.values(), key=lambda one: (len(one.name), one.name))
 
 
@@ -90,6 +105,11 @@ class Environment:
         folder.mkdir(parents=True)
         options = ["--system-site-packages"] if interpreter.torch else []
         self._started([*interpreter.command, "-m", "venv", *options, self.inside(folder / "venv")])
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter, as this machine sees it."""
+        return self.folder / "venv" / "bin" / "python"
 
     def inside(self, path: Path) -> str:
         """Return the path as programs of its system see it."""
@@ -125,10 +145,13 @@ class Environment:
     def _started(self, command: list[str]) -> str:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         (self.folder / "empty").mkdir(exist_ok=True)
-        ran = subprocess.run(
-            command, check=False, capture_output=True, text=True, env=kept, cwd=self.folder / "empty",
-            timeout=_TIME_OUT_S,
-        )  # fmt: skip
+        try:
+            ran = subprocess.run(
+                command, check=False, capture_output=True, text=True, env=kept, cwd=self.folder / "empty",
+                timeout=_TIME_OUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise FailedError(f"{' '.join(command[:6])} …: not done after {_TIME_OUT_S} s") from None
         if ran.returncode:
             told = "\n".join((ran.stderr.strip() or ran.stdout.strip()).splitlines()[-12:])
             raise FailedError(f"{' '.join(command[:6])} …: exit {ran.returncode}: {told}")

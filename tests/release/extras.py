@@ -73,10 +73,11 @@ def fsspec_of(scheme: str) -> Callable[[], None]:
 
 
 def webdataset() -> None:
-    """Import it: tars of either are read by the other."""
+    """Read our tars with it."""
     import webdataset as package
 
-    assert package.WebDataset
+    samples = list(package.WebDataset(f"{a_set()}/000000.tar", shardshuffle=False))
+    assert [sample["__key__"] for sample in samples] == ["0", "1", "2", "3"]
 
 
 def ray() -> None:
@@ -107,7 +108,7 @@ def audio() -> None:
 
 
 def text() -> None:
-    """Tokenize by each library, and render a template."""
+    """Tokenize by tokenizers, render a template, import the two others, whose files are not made here."""
     import jinja2
     import sentencepiece
     import tiktoken
@@ -144,12 +145,15 @@ def plot() -> None:
 
 def metrics() -> None:
     """Export what a loader counts."""
+    import prometheus_client
+
     from streaming.metrics import opentelemetry, prometheus
 
-    assert opentelemetry
     with DataLoader(StreamingDataset(a_set()), batch_size=2) as loader:
         prometheus(loader)
+        opentelemetry(loader)
         list(loader)
+        assert b"samples" in prometheus_client.generate_latest()
 
 
 FEATURES: dict[str, Callable[[], None]] = {

@@ -835,3 +835,13 @@ def test_a_killed_writer_leaves_whole_shards_only_and_the_next_one_starts(tmp_pa
     with ShardWriter(f"{tmp_path}/{{:06d}}.tar", start_shard=2) as writer:
         writer.write({"__key__": "next", "txt": ""})
     assert shard_names(tmp_path) == ["000000.tar", "000001.tar", "000002.tar"]
+
+
+def test_a_column_whose_path_leads_nowhere_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in Mosaic's writer, whose columns map names to types."""
+    columns = {"text": "str", "cls": "cls", "half": "txt"}
+    with ShardWriter(f"{tmp_path}/{{:03d}}.tar", max_samples=2, columns=columns) as writer:
+        for number in range(6):
+            writer.write({"__key__": str(number), "cls": number} | ({"txt": "a"} if number % 2 else {}))
+    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert told.startswith("columns['text']: no sample of 000.tar has a value at 'str', so the column is NULL there")

@@ -92,7 +92,7 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
     try:
         array = np.asarray(value, dtype)
         if dtype is None and array.dtype.kind == "f" and array.size and _all_whole(value):
-            array = np.asarray(value, np.uint64)  # NumPy's own choice would round them
+            array = _unsigned(value, array)  # NumPy's own choice would round them
     except (TypeError, ValueError) as error:
         raise DataError(f"a ragged list of length {len(value)} cannot be stored as .npy; store it as json") from error
     except OverflowError as error:
@@ -102,6 +102,13 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
     if array.dtype.kind not in "biuf":
         raise DataError(f"a list of {array.dtype} cannot be stored as .npy, which takes numbers; store it as json")
     return dump_array(array)
+
+
+def _unsigned(value: Sequence[object], rounded: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return whole numbers as uint64; OverflowError: one is below 0, which NumPy 1 would wrap."""
+    if rounded.min() < 0:
+        raise OverflowError
+    return np.asarray(value, np.uint64)
 
 
 def dump_array(array: npt.NDArray[Any]) -> bytes:
