@@ -1,7 +1,7 @@
 """What a clip of 2 s costs of files of 10 minutes in shards on an S3 server: read in ranges, and as whole members.
 
-A FLAC and an MP3 of 44.1 kHz stereo, an MP4 of 320 x 180 at 10 frames/s, several times each. The place of a clip is
-drawn at random. Bytes and requests are those of the store, for all that a run reads, its index included.
+A FLAC and an MP3 of 44.1 kHz stereo, an MP4 of 320 x 180 at 10 frames/s, several times each; ``Sound`` and ``Video``
+decode clips at random places. Bytes and requests are those of the store, for all that a run reads, its index included.
 
 Run: ``python benchmarks/bench_clips.py [--data DIR] [--rounds 3] [--samples 8] [--latency-ms 20]``.
 """
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import islice
-from typing import Any
 
 import av
 import numpy as np
@@ -22,44 +19,16 @@ import soundfile
 from common import arguments, machine, made_once, s3_copy, show, take_turns, write_shards
 
 from infra import DeviceMesh
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, Sound, StreamingDataset, Video
 
 RATE, SECONDS, CLIP_S = 44_100, 600, 2.0
 BATCH, FPS = 8, 10
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Decodes 2 s at a place that is drawn at random."""
-
-    reads_ranges: bool
-    at: float = 0.5
-
-    accepts_buffer = True
-
-    def with_rng(self, rng: np.random.Generator) -> Clip:
-        return replace(self, at=float(rng.uniform()))
-
-    def __call__(self, data: Any) -> np.ndarray[Any, Any]:
-        file = io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
-        return self.decoded(file)
-
-    def decoded(self, file: Any) -> np.ndarray[Any, Any]:
-        with soundfile.SoundFile(file) as sound:
-            sound.seek(int(self.at * (sound.frames - CLIP_S * RATE)))
-            return sound.read(int(CLIP_S * RATE), dtype="int16")
-
-
-class Frames(Clip):
-    """The first of the frames."""
-
-    def decoded(self, file: Any) -> np.ndarray[Any, Any]:
-        with av.open(file) as video:
-            stream = video.streams.video[0]
-            begin_s = self.at * (SECONDS - CLIP_S)
-            video.seek(int(begin_s / stream.time_base), stream=stream)
-            frames = [frame.to_ndarray(format="rgb24") for frame in islice(video.decode(stream), int(CLIP_S * FPS))]
-            return np.asarray(frames[0])
+def clip(form: str, *, ranges: bool) -> Sound | Video:
+    if form == "mp4":
+        return Video(frames=int(CLIP_S * FPS), reads_ranges=ranges)
+    return Sound(seconds=CLIP_S, reads_ranges=ranges)
 
 
 def sound(form: str) -> bytes:
@@ -100,8 +69,7 @@ def samples(form: str, count: int) -> Iterator[dict[str, object]]:
 
 def epoch(url: str, form: str, *, ranges: bool, options: dict[str, str], told: dict[str, str]) -> int:
     """One epoch; how many clips came."""
-    decoder = (Frames if form == "mp4" else Clip)(reads_ranges=ranges)
-    dataset = StreamingDataset(url, storage_options=options, decode={form: decoder})
+    dataset = StreamingDataset(url, storage_options=options, decode={form: clip(form, ranges=ranges)})
     mesh = DeviceMesh.from_sizes(dp_size=1, rank=0, environ={})
     with DataLoader(dataset, batch_size=BATCH, device_mesh=mesh, last_batch="partial") as loader:
         clips = sum(len(batch["__key__"]) for batch in loader)

@@ -36,6 +36,10 @@ class SeekableFile(Protocol):
         """Return the place of the next byte."""
 
 
+_READ_WHOLE: Final = frozenset(("mp2", "mp3", "mpga"))
+"""Fields whose streams have no table of their frames, so that all before a clip is read (docs/design/0072)."""
+
+
 Encoded: TypeAlias = ReadBuffer | SeekableFile
 """What decoders of streams take: bytes, or a file of which they read what they need."""
 
@@ -168,7 +172,6 @@ class DrawnClip:
     share: float
 
     accepts_buffer: ClassVar[bool] = True
-    reads_ranges: ClassVar[bool] = True
 
     def __call__(self, data: Encoded) -> object:
         """Return the clip."""
@@ -193,6 +196,28 @@ def checked_start(name: str, start: object, short: object, *, is_clip: bool) -> 
             f"{name}: start={start!r}, short={short!r} say which clip is taken, but no length is given; write seconds= "
             "or leave them out"
         )
+
+
+def checked_ranges(name: str, given: object, *, is_part: bool) -> None:
+    """Refuse what is no choice, and ranges of a whole stream.
+
+    Raises:
+        ConfigError: It is one of them.
+    """
+    if given is not None and not isinstance(given, bool):
+        raise ConfigError(f"{name}: reads_ranges={given!r}: expected True, False, or None for where it pays")
+    if given and not is_part:
+        raise ConfigError(
+            f"{name}: reads_ranges=True reads the bytes around a clip, but a whole stream takes all; write seconds= "
+            "for a clip, or leave it out"
+        )
+
+
+def pays(given: bool | None, field: str, *, is_clip: bool) -> bool:  # noqa: FBT001  as the user said
+    """Tell whether large streams of a field are read in ranges: as ``given``, or by default clips, except of MP3."""
+    if given is not None:
+        return given
+    return is_clip and field.lower().rpartition(".")[2] not in _READ_WHOLE
 
 
 def checked_number(name: str, option: str, value: object, *, whole: bool) -> None:

@@ -302,7 +302,7 @@ def hands_out_views(decoders: FieldDecoder) -> bool:
 
 
 def ranged_fields(decoders: FieldDecoder) -> Callable[[str], bool] | None:
-    """Return what tells whether the decoder of a field ``reads_ranges``; None: none does.
+    """Return what tells whether large members of a field are read in ranges; None: of none.
 
     Those of a user's own ``FieldDecoder`` count as if they did not.
     """
@@ -311,13 +311,20 @@ def ranged_fields(decoders: FieldDecoder) -> Callable[[str], bool] | None:
 
 def _may_read_ranges(decoders: object) -> bool:
     if isinstance(decoders, AutoFields):
-        return any(map(_may_read_ranges, (*decoders.given.values(), *decoders.described.values())))
-    return getattr(decoders, "reads_ranges", False) is True
+        known = (*decoders.given.items(), *decoders.described.items())
+        return any(_may_read_ranges(one) or _wants_ranges(one, name) for name, one in known)
+    return False
+
+
+def _wants_ranges(decoder: object, field: str) -> bool:
+    """Tell whether a decoder wants ranges of a field: ``reads_ranges`` says so of all, ``reads_ranges_of`` of one."""
+    of_field: Callable[[str], bool] | None = getattr(decoder, "reads_ranges_of", None)
+    return getattr(decoder, "reads_ranges", False) is True if of_field is None else of_field(field)
 
 
 def _reads_ranges(decoders: FieldDecoder, field: str) -> bool:
     try:
-        return getattr(decoders.decoder_for(field), "reads_ranges", False) is True
+        return _wants_ranges(decoders.decoder_for(field), field)
     except ConfigError:  # a field that is refused: who decodes it gets the error
         return False
 

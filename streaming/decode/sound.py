@@ -27,8 +27,10 @@ from streaming.decode.clips import (
     check_begin,
     check_bytes,
     checked_number,
+    checked_ranges,
     checked_start,
     opened,
+    pays,
     too_short,
 )
 from streaming.decode.values import require
@@ -74,6 +76,9 @@ class Sound:
         details: Whether a dict comes out: ``samples``, ``length`` (number of samples before the zeros), ``rate``, and
             ``start`` in seconds.
         max_bytes: Largest value that is decoded.
+        reads_ranges: Whether of streams of 8 MiB and more only the bytes around a clip are read, which then no checksum
+            covers: True, or False, which reads and checks every byte; None (default): of clips, except in fields that
+            are named mp3, of which half the file would be read.
 
     Raises:
         ConfigError: An argument is out of range, or would not act.
@@ -88,9 +93,9 @@ class Sound:
     dtype: Literal["float32", "int16"] = "float32"
     details: bool = False
     max_bytes: int = MAX_BYTES
+    reads_ranges: bool | None = None
 
     accepts_buffer: ClassVar[bool] = True
-    reads_ranges: ClassVar[bool] = True
     needs: ClassVar[tuple[tuple[str, str], ...]] = (("soundfile", "audio"), ("soxr", "audio"))
 
     def __post_init__(self) -> None:
@@ -103,6 +108,7 @@ class Sound:
         if self.dtype not in ("float32", "int16"):
             raise ConfigError(f'Sound: dtype={self.dtype!r}: expected "float32" or "int16"')
         checked_start("Sound", self.start, self.short, is_clip=self._is_clip)
+        checked_ranges("Sound", self.reads_ranges, is_part=self._is_clip or self._start != "first")
 
     @property
     def _is_clip(self) -> bool:
@@ -111,6 +117,10 @@ class Sound:
     @property
     def _start(self) -> Start:
         return self.start if self.start is not None else "random" if self._is_clip else "first"
+
+    def reads_ranges_of(self, field: str) -> bool:
+        """Tell whether large members of a field are read in ranges."""
+        return pays(self.reads_ranges, field, is_clip=self._is_clip)
 
     def with_rng(self, rng: np.random.Generator) -> DrawnClip:
         """Return the decoder of one sound, whose clip ``rng`` draws."""

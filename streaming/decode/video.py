@@ -29,8 +29,10 @@ from streaming.decode.clips import (
     check_begin,
     check_bytes,
     checked_number,
+    checked_ranges,
     checked_start,
     opened,
+    pays,
     too_short,
 )
 from streaming.decode.images import MAX_PIXELS
@@ -92,6 +94,8 @@ class Video:
             the frames in seconds (float64; NaN for black ones), and ``rate``, the mean number of frames a second.
         max_pixels: Largest height x width that is decoded.
         max_bytes: Largest value that is decoded.
+        reads_ranges: Whether of streams of 8 MiB and more only the bytes around a clip are read, which then no checksum
+            covers: True, or False, which reads and checks every byte; None (default): of clips.
 
     Raises:
         ConfigError: An argument is out of range, or would not act.
@@ -108,9 +112,9 @@ class Video:
     details: bool = False
     max_pixels: int = MAX_PIXELS
     max_bytes: int = MAX_BYTES
+    reads_ranges: bool | None = None
 
     accepts_buffer: ClassVar[bool] = True
-    reads_ranges: ClassVar[bool] = True
     needs: ClassVar[tuple[tuple[str, str], ...]] = (("av", "video"),)
 
     def __post_init__(self) -> None:
@@ -129,6 +133,7 @@ class Video:
                 "takes the place of frames=; write seconds= and fps=, or frames= with every= or fps="
             )
         checked_start("Video", self.start, self.short, is_clip=self._wanted is not None)
+        checked_ranges("Video", self.reads_ranges, is_part=self._wanted is not None or self._start != "first")
 
     @property
     def _wanted(self) -> int | None:
@@ -140,6 +145,10 @@ class Video:
     @property
     def _start(self) -> Start:
         return self.start if self.start is not None else "random" if self._wanted is not None else "first"
+
+    def reads_ranges_of(self, field: str) -> bool:
+        """Tell whether large members of a field are read in ranges."""
+        return pays(self.reads_ranges, field, is_clip=self._wanted is not None)
 
     def with_rng(self, rng: np.random.Generator) -> DrawnClip:
         """Return the decoder of one video, whose clip ``rng`` draws."""

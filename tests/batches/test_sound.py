@@ -174,8 +174,6 @@ def test_of_a_file_only_the_bytes_around_the_clip_are_read(kind, most):
     clip = Sound(seconds=1.0, start=40.0)(file)
     np.testing.assert_array_equal(clip, streams.heard(data).T[:, 640_000:656_000])
     assert file.num_read < min(most, len(data))
-    assert Sound.reads_ranges
-    assert Sound().with_rng(np.random.default_rng(0)).reads_ranges
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -322,6 +320,26 @@ def test_the_content_decides_and_not_the_name():
 
 
 # --- names and arguments ---
+
+
+def test_ranges_are_read_of_clips_except_of_mp3_or_as_told():
+    def ranged(decoder, *fields):
+        found = decode.ranged_fields(decode.resolve_decoders(dict.fromkeys(fields, decoder)))
+        return [] if found is None else [field for field in fields if found(field)]
+
+    fields = ("flac", "wav", "ogg", "mp3", "left.MP3", "mp3.wav")
+    assert ranged(Sound(seconds=1), *fields) == ["flac", "wav", "ogg", "mp3.wav"]
+    assert ranged(Sound(samples=9, start="first", reads_ranges=True), *fields) == list(fields)
+    assert ranged(Sound(start=3.0, reads_ranges=True), *fields) == list(fields)
+    for never in (Sound(seconds=1, reads_ranges=False), Sound(), Sound(start=3.0), "sound"):
+        assert ranged(never, *fields) == []
+    assert decode.ranged_fields(decode.resolve_decoders({"*.mp3": Sound(seconds=1)})) is None
+    everything = decode.ranged_fields(decode.resolve_decoders({"*": Sound(seconds=1)}))
+    assert [everything(field) for field in ("flac", "mp3", "cls")] == [True, False, True]
+    with pytest.raises(ConfigError, match="a whole stream takes all; write seconds="):
+        Sound(reads_ranges=True)
+    with pytest.raises(ConfigError, match="reads_ranges='yes': expected True, False, or None"):
+        Sound(seconds=1, reads_ranges="yes")
 
 
 def test_sounds_stay_bytes_unless_asked_for():

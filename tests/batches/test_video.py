@@ -193,7 +193,6 @@ def test_of_a_file_only_the_bytes_around_the_clip_are_read(kind):
     clip = Video(frames=4, start=6.0)(file)
     np.testing.assert_array_equal(clip, streams.seen(data)[1][180:184])
     assert file.num_read < len(data) / 5
-    assert Video.reads_ranges
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -314,6 +313,16 @@ def test_the_content_decides_and_not_the_name():
 
 
 # --- names and arguments ---
+
+
+def test_ranges_are_read_of_clips_or_as_told():
+    def ranged(decoder):
+        return decode.ranged_fields(decode.resolve_decoders({"mp4": decoder})) is not None
+
+    assert all(map(ranged, (Video(frames=4), Video(seconds=1, fps=8), Video(start=3.0, reads_ranges=True))))
+    assert not any(map(ranged, (Video(), Video(start=3.0), Video(frames=4, reads_ranges=False), "video")))
+    with pytest.raises(ConfigError, match="a whole stream takes all; write seconds="):
+        Video(reads_ranges=True)
 
 
 def test_videos_stay_bytes_unless_asked_for():

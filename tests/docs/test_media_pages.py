@@ -40,7 +40,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in found:
         assert block.excuse is None
         run_python(block, names, page)
-    assert len(found) == 4
+    assert len(found) == 5
     batch = names["batch"]
     assert isinstance(batch, dict)
     assert batch["audio"].shape == (8, 160_000)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import loaders, mesh_of
-from distant_sets import LEAST, NUM, SHARD, ThreePlaces, clip, flip, sample_of, write_clips
+from distant_sets import LEAST, NUM, SHARD, ThreePlaces, Watched, clip, flip, sample_of, write_clips
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,36 +79,6 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, url: str, world_size: int = 1, **
     with monkeypatch.context() as patch:
         patch.setattr(distant_module, "LEAST_BYTES", 1 << 40)
         return play(opened(url, **options), world_size)
-
-
-class Watched:
-    """What is read of shards through a dataset's storage: URL, first byte, number of bytes."""
-
-    def __init__(self, dataset: StreamingDataset) -> None:
-        self.reads: list[tuple[str, int, int]] = []
-        self.before: Any = lambda url, start, out: None
-        self.after: Any = lambda url, start, out: None
-        self._lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
-        read_into = dataset.source.storage.read_into
-
-        def counted(url: str, start: int, out: memoryview, **how: bool) -> None:
-            with self._lock:
-                self.reads.append((url, start, len(out)))
-                self.at_once += 1
-                self.most_at_once = max(self.most_at_once, self.at_once)
-            try:
-                self.before(url, start, out)
-                read_into(url, start, out, **how)
-                self.after(url, start, out)
-            finally:
-                with self._lock:
-                    self.at_once -= 1
-
-        dataset.source.storage.read_into = counted  # type: ignore[method-assign]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for *_, size in self.reads)
 
 
 def places(dataset: StreamingDataset, number: int) -> range:

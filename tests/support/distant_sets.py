@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shard_tools import ShardWriter
+from streaming import StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
@@ -75,6 +77,36 @@ class ThreePlaces:
         if word != number + at:
             raise ValueError(f"word {at} is {word}, not {number + at}")
         return int(word)
+
+
+class Watched:
+    """What is read of shards through a dataset's storage: URL, first byte, number of bytes."""
+
+    def __init__(self, dataset: StreamingDataset) -> None:
+        self.reads: list[tuple[str, int, int]] = []
+        self.before: Any = lambda url, start, out: None
+        self.after: Any = lambda url, start, out: None
+        self._lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
+        read_into = dataset.source.storage.read_into
+
+        def counted(url: str, start: int, out: memoryview, **how: bool) -> None:
+            with self._lock:
+                self.reads.append((url, start, len(out)))
+                self.at_once += 1
+                self.most_at_once = max(self.most_at_once, self.at_once)
+            try:
+                self.before(url, start, out)
+                read_into(url, start, out, **how)
+                self.after(url, start, out)
+            finally:
+                with self._lock:
+                    self.at_once -= 1
+
+        dataset.source.storage.read_into = counted  # type: ignore[method-assign]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for *_, size in self.reads)
 
 
 def flip(folder: Path, number: int, at: float) -> None:
