@@ -210,8 +210,24 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         raise NotFoundError(
             f"no shards below {redact(url)}{looked_for(url)}: no name there, hidden folders aside, ends in "
             f"{', '.join(SHARD_SUFFIXES)}; "
-            + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else "check the prefix")
+            + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else _what_else(listed, base))
         )
+
+
+_OTHER_LAYOUTS = ((".mds", "Mosaic's MDS"), (".mds.zstd", "Mosaic's MDS"), (".bin", "LitData's chunks"),
+                  (".arrow", "a saved Hugging Face set"), (".tfrecord", "TFRecord"), (".parquet", "Parquet"),
+                  (".jsonl", "JSON lines"), (".jpg", "images"), (".png", "images"))  # fmt: skip
+"""What files of other endings are, of which ``shard_tools convert`` makes shards."""
+
+
+def _what_else(listed: Sequence[ObjectInfo], base: str) -> str:
+    """Say what to do with files that are no shards: convert what is known, or look elsewhere."""
+    urls = [one.url for one in listed if f"/{INDEX_DIRECTORY}/" not in one.url and not is_hidden(one.url, base)]
+    has_index = any(url.endswith("/index.json") for url in urls)
+    for ending, kind in _OTHER_LAYOUTS:
+        if any(url.endswith(ending) for url in urls) and (has_index or ending != ".bin"):
+            return f"it looks like {kind}, of which `shard_tools convert` makes shards"
+    return "check the prefix"
 
 
 def _is_pattern(url: str, storage: Storage) -> bool:

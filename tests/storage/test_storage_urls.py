@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 import time
@@ -316,3 +317,21 @@ def test_status_codes_inside_names_are_no_status_codes() -> None:
     other = _translate("reading memory://b/404a", parse_options({}), OSError("memory://b/x403x/401st went away"))
     assert not isinstance(other, (NotFoundError, AccessDeniedError))
     assert isinstance(_translate("reading x", parse_options({}), OSError("HTTP 403: no")), AccessDeniedError)
+
+
+@pytest.mark.parametrize(
+    ("names", "cure"),
+    [
+        (("index.json", "shard.00000.mds.zstd"), "Mosaic's MDS, of which `shard_tools convert`"),
+        (("index.json", "chunk-0-0.bin"), "LitData's chunks"),
+        (("cat/1.jpg",), "it looks like images"),
+        (("data.bin", "_shardstream/chunks.parquet", ".git/x.png"), "check the prefix"),
+        ((), "check the prefix"),
+    ],
+)
+def test_files_of_other_formats_are_to_be_converted(tmp_path: Path, names: tuple[str, ...], cure: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"1")
+    with pytest.raises(NotFoundError, match=re.escape(cure)):
+        expand_urls(f"{tmp_path}/", Storage())
