@@ -132,8 +132,8 @@ if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
             if error.name != "torch":
                 raise
             raise ModuleNotFoundError(
-                f"streaming.{name} needs torch, which is not installed; pip install torch. Without it, shard_tools "
-                "works, and sets give samples by number",
+                f"streaming.{name} needs torch, which is not installed; pip install torch. Without it, the tools "
+                "work, and sets give samples by number",
                 name="torch",
             ) from error
         globals()[name] = value
