@@ -23,7 +23,11 @@ myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]
 nitpicky = True
 # Types of other packages have no page here.
-nitpick_ignore_regex = [(r"py:.*", r"(?!streaming\.|shard_tools\.|infra\.).*"), ("py:.*", r".*\.base\..*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!streaming\.|shard_tools\.|infra\.).*"),
+    ("py:.*", r".*\.base\..*"),
+    ("py:.*", r".*\._T"),
+]
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

@@ -15,7 +15,7 @@ from streaming.decode.images import (
     random_crop,
     use_one_thread,
 )
-from streaming.decode.member_file import DistantMember, MemberFile, Outcome, decode_member, together
+from streaming.decode.member_file import DistantMember, MemberFile, Outcome, ReadRange, decode_member, together
 from streaming.decode.registry import (
     DecodeSpec,
     FieldDecoder,
@@ -51,6 +51,7 @@ __all__ = [
     "RandomCropDecoder",
     "RandomPart",
     "RawFields",
+    "ReadRange",
     "array",
     "center_crop",
     "decode_field",

@@ -26,8 +26,10 @@ def run(*arguments: object) -> Result:
 def test_typos_in_decode_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = write_set(tmp_path, (3,))
     with caplog.at_level(logging.WARNING):
-        samples.open(decode={"vec.npz": None, "CLS": int, "*.png": None, "*": None})
-    (record,) = caplog.records
+        samples.open(decode={"vec.npz": None, "cls": int, "*.png": None, "*": None})
+        (record,) = caplog.records
+        samples.open(decode={"CLS": int})  # reaches nothing: fields of a set are called as their files are
+    assert "has a field 'CLS' (did you mean 'cls'?)" in caplog.records[-1].getMessage()
     assert "no sample of" in record.getMessage()
     assert "'vec.npz' (did you mean 'vec.npy'?); its fields are bin, cls, json, txt, vec.npy" in record.getMessage()
 

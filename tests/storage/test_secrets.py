@@ -368,7 +368,7 @@ CLASSES: dict[str, Read] = {
 }  # fmt: skip
 WRITING = {"ShardWriter", "optimize", "select"}  # into a store that may be read-only, or into a folder
 WITHOUT_URLS = {"BatchHandle", "Broadcast", "Jagged", "RemoteBatch", "RemoteGroup", "Schedule", "SequenceSlice",
-                "ShuffleConfig", "StageFields"}  # fmt: skip
+                "ShuffleConfig", "Sound", "StageFields", "Video"}  # fmt: skip
 """Options, and what a cluster of Ray gives: test_ray.py."""
 
 
