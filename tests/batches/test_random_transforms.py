@@ -289,7 +289,10 @@ def test_code_that_names_draws_but_draws_nothing_is_built_in_threads(
 ) -> None:
     mesh = mesh_of(1, 0)
     with DataLoader(samples.open(transform=transform), batch_size=6, device_mesh=mesh, num_threads=2) as loader:
-        assert len(drawn(loader)) == 90
+        for _ in range(20):  # who asks builds what no thread has begun, on a busy machine all of an epoch
+            assert len(drawn(loader)) == 90
+            if "build_s" in loader.metrics():
+                break
         assert "batches_in_turn" not in loader.metrics()
         assert loader.metrics()["build_s"] > 0, "by builder threads"
     assert not caplog.records
