@@ -30,7 +30,7 @@ class RankLoad:
         num_chunks: Distinct chunks that it reads from.
         num_requests: Ranged GETs.
         read_bytes: Bytes of these.
-        start_requests: Requests that the first batch may wait for: training finds which of them it needs.
+        start_requests: Requests that the first batch waits for; at most, if there are many ranks (``Loads.of``).
         start_bytes: Bytes of these.
         live_bytes: Maximum that must be in memory at the same time.
         limit_bytes: The most that chunks may take, ``arena_limit_bytes`` of ``loader.metrics()``: live ones and
@@ -128,14 +128,17 @@ class Loads:
                 found += times * (high - low)
         return found
 
-    def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        """Return the load of one rank; ``ranks`` are the processes that receive its share."""
+    def of(self, dp_rank: int, ranks: tuple[int, ...], *, exact: bool = True) -> RankLoad:
+        """Return the load of one rank; ``ranks`` are the processes that receive its share.
+
+        If not ``exact``, chunks that only the closed form counts are counted too: some ms less for each rank.
+        """
         if not self._in_slices:
-            return self._of_chunks(dp_rank, ranks)
+            return self._of_chunks(dp_rank, ranks, exact=exact)
         slices = self._of_slices(dp_rank, ranks)
         if not self._in_chunks:
             return slices
-        chunks = self._of_chunks(dp_rank, ranks)
+        chunks = self._of_chunks(dp_rank, ranks, exact=exact)
         first = slices if self.plan in self._in_slices else chunks
         return self._load(
             dp_rank, ranks, num_chunks=max(chunks.num_chunks, slices.num_chunks),
@@ -161,12 +164,12 @@ class Loads:
             return self.plan
         return max(self.plans, key=lambda plan: plan.live_bytes(self.rooms.room_bytes, dp_rank))
 
-    def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
+    def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...], *, exact: bool) -> RankLoad:
         room_bytes = self.rooms.room_bytes
         demands = [self._demand(plan, dp_rank) for plan in self.held]
         live_bytes = max(demand.live_bytes for demand in demands)
         limit_bytes = max(demand.limit_bytes for demand in demands)
-        live = [plan.chunk_intervals(dp_rank) for plan in self._in_chunks]
+        live = [plan.needs(dp_rank) if exact else plan.chunk_intervals(dp_rank) for plan in self._in_chunks]
         chunk_ids = np.concatenate([one.chunk_ids for one in live])
         at_start = np.concatenate([one.first_batches == (0 if not number else -1) for number, one in enumerate(live)])
         different, first_seen = np.unique(chunk_ids, return_index=True)

@@ -34,6 +34,8 @@ MAX_SWEPT_RANKS = 4096
 _MAX_SWEPT_ROWS = 1 << 27
 """Limit on (rank, chunk) pairs: about ten seconds. If every rank reads every chunk, a few ranks are representative."""
 _LEAST_SWEPT = 8
+EXACT_RANKS = 64
+"""Of so many data ranks, the chunks that first batches use are found as in training; of more, at most as many."""
 _MAX_SWEPT_CELLS = 1 << 27
 """Limit on (rank, source, lane) triples: each source of a mixture is dealt to all lanes to find those of some ranks."""
 _MUCH_AMPLIFICATION = 1.2
@@ -328,7 +330,8 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
     whole, reads, limit = loads.plan, loads.reads, options.memory_limit_bytes
     chosen = _swept_ranks(whole, len(list(sets_of(planned))), sliced=loads.sliced)
     replicas = replica_ranks(options.mesh)
-    found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
+    exact = whole.dp_world_size <= EXACT_RANKS
+    found = tuple(loads.of(dp_rank, replicas[dp_rank], exact=exact) for dp_rank in chosen)
     report = PlanReport(
         num_shards=len(planned.urls),
         num_chunks=len(loads.chunk_bytes),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shard_tools.plan.loads import RankLoad
-from shard_tools.plan.report import PlanReport
+from shard_tools.plan.report import EXACT_RANKS, PlanReport
 from shard_tools.plan.shares import MixtureShares
 from streaming.arguments import counted, format_bytes
 from streaming.errors import ConfigError
@@ -159,6 +159,7 @@ def _summary(report: PlanReport) -> list[str]:
     shards = f"{counted(report.num_chunks, 'chunk')} of {counted(report.num_shards, 'shard')}"
     requests = f"{counted(report.total('num_requests'), 'request')}, one per {report.unit}"
     first = f"{counted(report.total('start_requests'), 'request')} before the first batch"
+    at_most = "" if report.data_world_size <= EXACT_RANKS else "at most "
     limit = format_bytes(report.memory_limit_bytes)
     thing = "sample" if report.packs is None else "pack"
     size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} a data rank"
@@ -173,7 +174,7 @@ def _summary(report: PlanReport) -> list[str]:
         + ("" if report.has_end else ", of a mixture without end"),
         f"order     {order}; a rank's batch mixes {counted(report.mixed_chunks, 'chunk')}",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
-        f"start     at most {format_bytes(report.total('start_bytes'))} in {first}",
+        f"start     {at_most}{format_bytes(report.total('start_bytes'))} in {first}",
         f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",
     ]
     if report.packs is not None:

@@ -94,7 +94,7 @@ class WholeChunks:
 
     def needs(self) -> Iterator[Need]:
         """See ``Units``."""
-        for live in self._plan.needs_by_pass(self._dp_rank, BLOCK_SAMPLES):
+        for live in self._plan.needs_by_pass(self._dp_rank):
             columns = zip(live.chunk_ids, live.first_batches, live.last_batches, live.passes, strict=True)
             for unit, first_batch, last_batch, number in columns:
                 yield Need(

@@ -47,6 +47,8 @@ PASSES_LOOKED_AT = 8
 due."""
 _MANY_USES = 2**15  # of chunks: by then what they need at once has converged, unless it still grows
 _HARDLY_MORE = 1.01
+FIRST_ROWS = 2**14
+"""Rows of the first batches in which training finds the chunks that they use, a few ms of work."""
 _CACHED_PASSES = 4  # a batch inside a pass touches at most two; two more because reader and consumer may be apart
 _RowPlaces = tuple[Int64Array, npt.NDArray[np.bool_], Int64Array, Int64Array, Int64Array]
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
@@ -320,7 +322,16 @@ class Plan:
                 found, known = known.get((pass_number, stretch)) if rank == dp_rank else None, {}
                 yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
 
-    def needs_by_pass(self, dp_rank: int, most_rows: int) -> Iterator[ChunkIntervals]:
+    def needs(self, dp_rank: int) -> ChunkIntervals:
+        """Return ``chunk_intervals`` as training obeys them: exact in where the first batches begin to use a chunk.
+
+        Raises:
+            ConfigError: The epoch has no end.
+        """
+        self._check_ends()
+        return self._at_once.joined(self.needs_by_pass(dp_rank))
+
+    def needs_by_pass(self, dp_rank: int, most_rows: int = FIRST_ROWS) -> Iterator[ChunkIntervals]:
         """Yield ``intervals_by_pass``, exact in where the first batches, of at most so many rows, begin to use a chunk.
 
         The closed form is early by up to W lane positions, which a reader that runs ahead does not notice, but its
