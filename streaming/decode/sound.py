@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checks_names
 from streaming.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
@@ -51,6 +52,10 @@ _KBITS: Final = (  # of MPEG 1 and 2 in layer III, by the number in a frame's he
 _RATES: Final = (44_100, 48_000, 32_000, 0)
 
 
+@checks_names({
+    "sample_rate": "write rate=", "sr": "write rate=", "duration": "write seconds=", "mono": "write channels=1",
+    "offset": "write start=",
+})  # fmt: skip
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sound:
     """Decode a sound, or a clip of it: float32 ``[channels, samples]`` in -1 to 1.

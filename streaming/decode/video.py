@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checks_names
 from streaming.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
@@ -67,6 +68,10 @@ _ORIENTATIONS: Final = {  # signs of the matrix a b / c d, as EXIF counts
 _Timed: TypeAlias = tuple[float, npt.NDArray[np.uint8]]
 
 
+@checks_names({
+    "num_frames": "write frames=", "duration": "write seconds=", "stride": "write every=", "step": "write every=",
+    "frame_rate": "write fps=", "offset": "write start=", "resize": "write size=",
+})  # fmt: skip
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Video:
     """Decode a video, or a clip of it: uint8 ``[frames, H, W, 3]`` in RGB, upright.

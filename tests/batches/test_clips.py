@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import streams
@@ -10,7 +12,7 @@ from data_sets import mesh_of
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Jagged, Mixture, Sound, StreamingDataset, Video
-from streaming.errors import DecodeError
+from streaming.errors import DecodeError, OptionError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -159,3 +161,16 @@ def test_clips_of_a_mixture_and_of_single_samples(recordings):
     dataset = StreamingDataset(recordings["whole"], decode=CLIPS, seed=3)
     np.testing.assert_array_equal(dataset[4]["flac"], dataset[4]["flac"])
     assert dataset[4]["mp4"].shape == (4, 24, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "cure"),
+    [
+        (lambda: Sound(second=2.0), "did you mean 'seconds'"),  # type: ignore[call-arg]
+        (lambda: Sound(sample_rate=16_000), "write rate="),  # type: ignore[call-arg]
+        (lambda: Video(num_frames=16), "write frames="),  # type: ignore[call-arg]
+    ],
+)
+def test_misspelt_options_and_those_of_others_say_what_to_write(make: Callable[[], object], cure: str) -> None:
+    with pytest.raises(OptionError, match=cure):
+        make()

@@ -65,6 +65,7 @@ RUN_ELSEWHERE = {
     "every": "test_video.py::test_whole_videos_in_steps_and_from_a_second_on",
     "fps": "test_video.py::test_ranges_are_read_of_clips_or_as_told",
     "frames": "test_video.py::test_what_becomes_of_a_short_video",
+    "rate": "test_sound.py::test_resampled_clips_are_those_of_the_resampled_whole",
     "reads_ranges": "test_sound.py::test_ranges_are_read_of_clips_except_of_mp3_or_as_told",
     "seconds": "test_sound.py::test_what_becomes_of_a_short_sound",
     "short": "test_sound.py::test_what_becomes_of_a_short_sound",

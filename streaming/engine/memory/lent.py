@@ -320,7 +320,8 @@ class Lender:
     def _mend(self, place: _Place, again: memoryview) -> None:
         """Restore what users have changed of a place, unless they still have views of it."""
         with self._lock:
-            # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after.
+            # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after, and whoever
+            # has made a copy since num_mended was another number makes it again.
             if not self._closed and not place.is_dropped and not place.has_views:
                 place.num_mended += 1
                 self._arena.view[place.start : place.start + place.num_bytes] = again
