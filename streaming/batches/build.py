@@ -687,7 +687,7 @@ class BatchBuilder:
             if decoder is view:
                 (sample[name],) = rows.lent(where.of(slice(i, i + 1)))
                 continue
-            member = rows.member(where, i)
+            member = None if start >= 0 else rows.member(where, i)
             try:
                 if member is not None:
                     known = self._ahead.pop((id(rows), i, name), None)
