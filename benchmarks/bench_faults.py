@@ -27,7 +27,7 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 BATCH_SIZE = 256
 RECORD_BYTES = 4 << 10
 EPOCHS = 6
-_TESTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "support")
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def records(count: int) -> Iterator[dict[str, object]]:
@@ -39,8 +39,8 @@ def records(count: int) -> Iterator[dict[str, object]]:
 
 def serve_proxy(port: int, percent: float) -> None:
     """The proxy's process: announces its port, ends with its standard input."""
-    sys.path.insert(0, _TESTS)
-    from fault_proxy import Fault, FaultProxy  # noqa: PLC0415  tests/support is no package
+    sys.path.insert(0, _ROOT)
+    from tests.support.servers.fault_proxy import Fault, FaultProxy  # noqa: PLC0415  tests are not installed
 
     rng, turn = random.Random(1), 0
 

@@ -15,8 +15,8 @@ import common
 
 from streaming import DataLoader, StreamingDataset
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "support"))
-from fault_proxy import FaultProxy
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.support.servers.fault_proxy import FaultProxy
 
 
 class FarAway(FaultProxy):

@@ -23,16 +23,15 @@ from common import arguments, made_once
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
-
-from servers import MiniS3Server, fresh_name  # noqa: E402
-from shown import Shown  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from shard_tools import ShardWriter  # noqa: E402
 from streaming.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
 from streaming.index.layout import chunks_path, samples_path  # noqa: E402
 from streaming.index.sample_table import SampleTable  # noqa: E402
 from streaming.storage import Storage  # noqa: E402
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name  # noqa: E402
+from tests.support.servers.show_pages import Shown  # noqa: E402
 
 OPENED = """
 import json, time

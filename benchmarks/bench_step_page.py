@@ -22,9 +22,7 @@ import numpy as np
 from common import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
-
-from servers import MiniS3Server, MotoServer, fresh_name  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from shard_tools.plan.sources import open_planned, sets_of  # noqa: E402
 from shard_tools.show.base.page import Query  # noqa: E402
@@ -33,6 +31,7 @@ from shard_tools.show.order.runs import ShownRuns  # noqa: E402
 from streaming.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
 from streaming.index.sample_table import SampleTable  # noqa: E402
 from streaming.storage import Storage  # noqa: E402
+from tests.support.servers.on_loopback import MiniS3Server, MotoServer, fresh_name  # noqa: E402
 
 RECORD, CHUNK = 10_240, 400  # bytes of a sample, samples of a chunk of 4 MiB
 PLACES = ((0, 0), (0, 1), (0, 1000), (0, 40_000), (1, 7), (1, 8))  # epoch and step; a mixture without end has one epoch

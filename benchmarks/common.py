@@ -164,8 +164,8 @@ def s3_copy(folder: str, mb_per_s: float = 0.0, round_trip_ms: float = 0.0) -> I
 
     ``mb_per_s`` is what the server sends at most; 0: as much as the machine can. Each object is ``round_trip_ms`` late.
     """
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests", "support"))
-    from servers import MiniS3Server  # noqa: PLC0415  tests/support is no package, and on the path only from here on
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from tests.support.servers.on_loopback import MiniS3Server  # noqa: PLC0415  tests are not installed
 
     with MiniS3Server(buckets=("bench",), mb_per_s=mb_per_s, round_trip_ms=round_trip_ms) as server:
         storage = Storage(server.storage_options)

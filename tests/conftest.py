@@ -15,10 +15,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from folders import TESTS
-from forked import IMPORTS, SHARED, Origin
 from hypothesis import settings
-from leftovers import our_threads
+
+from tests.support.code.folders import TESTS
+from tests.support.processes.forked import IMPORTS, SHARED, Origin
+from tests.support.processes.leftovers import our_threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("here")
     if not getattr(config.option, "numprocesses", None):  # the process that distributes tests runs none
         gc.disable()  # until all tests are collected: garbage collection takes a sixth of the import time
-        config.pluginmanager.import_plugin("shared_fixtures")
+        config.pluginmanager.import_plugin("tests.support.shared_fixtures")
         config.stash[_STDERR] = os.dup(2)  # nothing is captured yet
 
 

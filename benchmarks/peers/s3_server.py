@@ -12,8 +12,8 @@ import tempfile
 import threading
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(_HERE)), "tests", "support"))
-from mini_s3 import KEY, REGION, SECRET, Server, State, StoredObject
+sys.path.insert(1, os.path.dirname(os.path.dirname(_HERE)))
+from tests.support.servers.mini_s3 import KEY, REGION, SECRET, Server, State, StoredObject
 
 BUCKET = "bench"
 

@@ -188,9 +188,10 @@ class Case:
 
     def _store(self, stack: ExitStack) -> dict[str, str]:
         """A server with the data, behind a proxy that refuses one request in five."""
-        sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(HERE)), "tests", "support"))
-        from fault_proxy import Fault, FaultProxy  # noqa: PLC0415  not in the peers' environments
+        sys.path.insert(1, os.path.dirname(os.path.dirname(HERE)))
         from s3_server import as_store  # noqa: PLC0415
+
+        from tests.support.servers.fault_proxy import Fault, FaultProxy  # noqa: PLC0415  not in the peers' environments
 
         server = subprocess.Popen([sys.executable, os.path.join(HERE, "s3_server.py"), self.folder],
                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip

@@ -42,7 +42,7 @@ _WITH_USER = 2
 
 _OWN_BYTES = 8 << 20
 """Memory for threads, row tables and heap fragmentation in addition to chunks and batches: 5 to 8 MiB
-(tests/support/memory_run.py, two cores, 2026-11); at most a sixteenth of memory_limit.
+(tests/support/programs/memory_run.py, two cores, 2026-11); at most a sixteenth of memory_limit.
 """
 
 

@@ -98,7 +98,7 @@ class OwnSource(SampleRows):
     chunk is read whole, with all fields, and lost if a part of it is. Override what it can do better: ``slice`` with
     ``has_sample_tables``, ``locate`` and ``span_borders``; ``reads_whole`` with ``unit_bytes``. It must be thread-safe,
     and picklable for worker processes; ``DataSet(source)`` is what a ``DataLoader`` gets. CONTRIBUTING.md has an
-    example, ``tests/support/source_contract.py`` a battery of what loops rely on.
+    example, ``tests/support/contracts/source_contract.py`` a battery of what loops rely on.
 
     Args:
         fields, decode, transform, shuffle, seed, on_error, max_bad_samples, bad_samples_file: See ``StreamingDataset``.

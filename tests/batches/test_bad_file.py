@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, loaders, make_sample, mesh_of, write_set
-from forked import Forked, all_end
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.bad_file import BadFile, BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError
+from tests.support.processes.forked import Forked, all_end
+from tests.support.sets.data_sets import SampleSet, loaders, make_sample, mesh_of, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

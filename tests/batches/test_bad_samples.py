@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import WORLD_SIZES, SampleSet, check_batch, loaders, make_sample, merged, mesh_of, play, write_set
 from PIL import Image
 
 from shard_tools import ShardWriter
@@ -23,6 +22,17 @@ from streaming.errors import ChecksumError, ConfigError, DecodeError, TooManyBad
 from streaming.fetch.read import FetchRange
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
+from tests.support.sets.data_sets import (
+    WORLD_SIZES,
+    SampleSet,
+    check_batch,
+    loaders,
+    make_sample,
+    merged,
+    mesh_of,
+    play,
+    write_set,
+)
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

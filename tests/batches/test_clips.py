@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import streams
 import torch
-from data_sets import mesh_of
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Jagged, Mixture, Sound, StreamingDataset, Video
 from streaming.errors import DecodeError, OptionError
+from tests.support.sets.data_sets import mesh_of
+from tests.support.sources import streams
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_sets import SMALL_WINDOW, mesh_of
-from image_files import saved, smooth
 from PIL import Image
 
 from shard_tools import ShardWriter
@@ -22,6 +20,8 @@ from streaming.decode import crops, images
 from streaming.decode.crops import PixelBox, RandomPart
 from streaming.decode.upright import stored_box, turned
 from streaming.errors import ConfigError, DecodeError
+from tests.support.sets.data_sets import SMALL_WINDOW, mesh_of
+from tests.support.sources.image_files import saved, smooth
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import WORLD_SIZES, loaders, mesh_of
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
@@ -18,6 +17,7 @@ from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.sets.data_sets import WORLD_SIZES, loaders, mesh_of
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -21,11 +21,11 @@ import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from image_files import auto, saved, smooth
 from webdataset.autodecode import gzfilter
 
 from streaming import decode
 from streaming.errors import ConfigError, DecodeError
+from tests.support.sources.image_files import auto, saved, smooth
 
 
 def npy_bytes(array, **options):

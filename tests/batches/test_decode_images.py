@@ -9,12 +9,12 @@ import zlib
 import numpy as np
 import pytest
 import simplejpeg
-from image_files import auto, saved, smooth
 from PIL import Image
 
 from streaming import decode
 from streaming.decode import images
 from streaming.errors import ConfigError, DecodeError
+from tests.support.sources.image_files import auto, saved, smooth
 
 
 def png_of(width, height, *chunks):

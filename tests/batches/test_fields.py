@@ -11,11 +11,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_sets import data_gets, loaders, mesh_of
 from hypothesis import given
 from hypothesis import strategies as st
-from index_files import write_parquet
-from servers import MiniS3Server
 
 import streaming.catalog.source as source_module
 from shard_tools import ShardWriter
@@ -28,6 +25,9 @@ from streaming.fetch.pieces import pieces_of
 from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import data_gets, loaders, mesh_of
+from tests.support.sets.index_files import write_parquet
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from items_contract import KEYS, ItemsContract, PackedContract, windows, write_documents
-from played_ranks import Play, played
 
 from streaming import Schedule, StreamingDataset
+from tests.support.contracts.items_contract import KEYS, ItemsContract, PackedContract, windows, write_documents
+from tests.support.processes.played_ranks import Play, played
 
 
 @pytest.fixture(scope="module")

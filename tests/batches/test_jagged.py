@@ -20,7 +20,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from page_lock_account import Account
 from PIL import Image
 from torch.utils import _pytree as pytree
 
@@ -36,6 +35,7 @@ from streaming.errors import ConfigError
 from streaming.integrations.gpu_decoders import DaliSource, arrays, code_streams
 from streaming.remote import wire
 from streaming.replicas import batch_codec
+from tests.support.processes.page_lock_account import Account
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

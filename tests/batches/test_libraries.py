@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import mesh_of
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
+from tests.support.sets.data_sets import mesh_of
 
 pytestmark = [
     pytest.mark.matrix,

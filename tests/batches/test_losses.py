@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from data_sets import SampleSet, mesh_of, write_set
-from forked import Forked, all_end
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
@@ -23,6 +21,8 @@ from streaming.batches.build import BadSample
 from streaming.counters import Metrics
 from streaming.errors import TooManyBadSamplesError
 from streaming.job.tally import Tally
+from tests.support.processes.forked import Forked, all_end
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

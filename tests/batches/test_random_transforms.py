@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import SMALL_WINDOW, SampleSet, mesh_of, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
@@ -25,6 +24,7 @@ from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.replicas.options import Replicas
+from tests.support.sets.data_sets import SMALL_WINDOW, SampleSet, mesh_of, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import soundfile
 import soxr
-import streams
 
 from streaming import Sound, decode
 from streaming.decode import sound
 from streaming.decode.clips import WatchedFile, opened
 from streaming.decode.sound import resampled_length, to_int16
 from streaming.errors import ConfigError, DecodeError
+from tests.support.sources import streams
 
 ALL = sorted(streams.KINDS)
 OFF = {"mp3": 1.2e-7, "opus": 0.005}

@@ -10,10 +10,10 @@ import sys
 
 import numpy as np
 import pytest
-import streams
 
 from streaming import Video, decode
 from streaming.errors import ConfigError, DecodeError
+from tests.support.sources import streams
 
 ALL = sorted(streams.CODECS)
 FRAME_BYTES = 48 * 64 * 3

@@ -16,8 +16,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from index_files import with_facts, write_parquet
-from servers import MiniS3Server, free_port, fresh_name
 
 import streaming.catalog.open
 from infra import DeviceMesh, MeshError
@@ -41,6 +39,8 @@ from streaming.errors import (
     TooManyBadSamplesError,
 )
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, free_port, fresh_name
+from tests.support.sets.index_files import with_facts, write_parquet
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from index_files import change_document
-from tars import write_tar
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from shard_tools.cli import cli
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.tar.keys import KeyLines, surely_unique
+from tests.support.sets.index_files import change_document
+from tests.support.sets.tars import write_tar
 
 TWICE = [("a.txt", b"1"), ("a.cls", b"1"), ("b.txt", b"2"), ("b.cls", b"2"), ("a.txt", b"3"), ("a.cls", b"3")]
 SIDE_BY_SIDE = [("a.txt", b"1"), ("a.cls", b"1"), ("a.txt", b"3"), ("a.cls", b"3"), ("b.txt", b"2"), ("b.cls", b"2")]

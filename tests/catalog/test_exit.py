@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from data_sets import write_set
+from tests.support.sets.data_sets import write_set
 
 _SCRIPT = """
 import os, sys

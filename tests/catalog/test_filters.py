@@ -17,13 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from data_sets import data_gets, loaders
-from folders import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
-from page_blocks import blocks
-from servers import MiniS3Server
-from thread_peers import ThreadPeers, on_ranks
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
@@ -41,6 +36,11 @@ from streaming.index.selection import Filtered, Kept
 from streaming.job import shared_results
 from streaming.plan.state import filter_fingerprint, why_differs
 from streaming.storage import Storage
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import blocks
+from tests.support.processes.thread_peers import ThreadPeers, on_ranks
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import data_gets, loaders
 
 NUM = 170
 CONDITION = "n % 3 = 0 and lang = 'en' or n is null"

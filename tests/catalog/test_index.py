@@ -16,10 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_files import parquet_bytes
 
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
@@ -30,6 +28,8 @@ from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.pages import begun_at_page
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
+from tests.support.sets.data_sets import cut_records
+from tests.support.sets.index_files import parquet_bytes
 
 
 def table() -> ChunkTable:

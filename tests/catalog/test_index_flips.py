@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from index_files import flipped_bit, touch
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
@@ -32,6 +31,7 @@ from streaming.index.columns import KEY, read_column, read_sample_columns
 from streaming.index.files import read_document, read_facts, read_footer, read_note, write_document
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
 from streaming.storage import Storage
+from tests.support.sets.index_files import flipped_bit, touch
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
 LANGUAGES = ("de", "en", "fr")

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import Forked
 
 from shard_tools import ShardWriter
 from shard_tools.write.encode import encode_field
 from streaming.tar import parse_chunk
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
+from tests.support.processes.forked import Forked
 
 GNU_TAR = shutil.which("tar")
 

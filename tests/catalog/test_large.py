@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from index_files import write_parquet
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
@@ -25,6 +24,7 @@ from streaming.index.cutter import ChunkRule
 from streaming.index.large_members import LARGE_BYTES
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.sets.index_files import write_parquet
 
 SIZES = [0, 1, 511, 512, 70_000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 512, 300_001]
 FIELDS = ["a", "b.bin", "c"]

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import WORLD_SIZES, loaders, mesh_of
 
 from streaming import DataLoader, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
+from tests.support.sets.data_sets import WORLD_SIZES, loaders, mesh_of
 
 GNU_TAR = shutil.which("tar")
 NUM_SAMPLES, NUM_SHARDS = 60, 4

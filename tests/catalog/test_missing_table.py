@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from data_sets import merged, play, total, write_set
 
 from shard_tools.cli import cli
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.storage import Storage
+from tests.support.sets.data_sets import merged, play, total, write_set
 
 
 def tables(folder: Path) -> dict[str, bytes]:

@@ -10,9 +10,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from data_sets import make_sample, write_set
-from servers import MiniS3Server, fresh_name
-from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.convert.sources import open_source
@@ -20,6 +17,9 @@ from streaming import StreamingDataset
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TarError
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import make_sample, write_set
+from tests.support.sets.tars import write_tar
 
 
 def shard(path: Path, *members: tuple[str, bytes], links: tuple[tuple[str, str], ...] = ()) -> Path:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, data_gets, make_sample, play, write_set
-from servers import MiniS3Server
 
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DecodeError, IndexMismatchError
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, data_gets, make_sample, play, write_set
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,8 @@ import tarfile
 import numpy as np
 import pytest
 from crc32c import crc32c
-from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tars import tar_bytes
 
 from streaming.catalog.build import check_sizes, index_shards, load_index, shard_name
 from streaming.catalog.scan import scan_shard
@@ -32,6 +30,8 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
+from tests.support.sets.data_sets import cut_records
+from tests.support.sets.tars import tar_bytes
 
 SMALL = ChunkRule(target_bytes=20_000, min_bytes=5000, min_samples=4)
 

@@ -28,9 +28,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from folders import ROOT
-from index_files import parquet_bytes, with_facts, write_parquet
-from servers import HttpServer
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -51,6 +48,9 @@ from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS, split
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import member_header, padding
 from streaming.tar.samples import inflated
+from tests.support.code.folders import ROOT
+from tests.support.servers.on_loopback import HttpServer
+from tests.support.sets.index_files import parquet_bytes, with_facts, write_parquet
 
 SECRETS = ("hunter2", "swordfish", "abcdef0123")
 

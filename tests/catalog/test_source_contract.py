@@ -7,14 +7,23 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-from items_contract import windows
-from played_ranks import Play, played
-from servers import MiniS3Server, fresh_name
-from source_contract import KEYS, LOST, NUM, SHARD, DictSource, SourceContract, fields_of, write_samples
 
 from streaming import Balanced, Curriculum, Mixture, Packed, Schedule, StreamingDataset
 from streaming.datasets.face import DataSet
 from streaming.storage import Storage
+from tests.support.contracts.items_contract import windows
+from tests.support.contracts.source_contract import (
+    KEYS,
+    LOST,
+    NUM,
+    SHARD,
+    DictSource,
+    SourceContract,
+    fields_of,
+    write_samples,
+)
+from tests.support.processes.played_ranks import Play, played
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 import crc32c
 import numpy as np
 import pytest
-from data_sets import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
+from tests.support.sets.data_sets import mesh_of
 
 RULE = ChunkRule(target_bytes=300_000, min_bytes=120_000, min_samples=20)
 sizes_of_records = st.lists(st.sampled_from([512, 1536, 30_000, SPAN_BYTES - 512, SPAN_BYTES, 200_000]), max_size=60)

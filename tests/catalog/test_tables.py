@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.utils.data
-from servers import MiniS3Server
 
 from infra import DeviceMesh
 from streaming import DataLoader, TableDataset
@@ -21,6 +20,7 @@ from streaming.catalog import lines
 from streaming.catalog.lines import Lines, RecordStarts, scan_lines
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server
 
 
 def pieces(data: bytes, seed: int) -> list[bytes]:

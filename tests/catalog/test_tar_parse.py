@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tars import tar_bytes
 
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
@@ -26,6 +25,7 @@ from streaming.tar.blocks import Origin, split_name
 from streaming.tar.fast import read_members
 from streaming.tar.group import _group_one_by_one, group_members
 from streaming.tar.keys import pack_keys
+from tests.support.sets.tars import tar_bytes
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 PIECES = (1, 511, 512, 513, 4096, 10_000, 1 << 30)

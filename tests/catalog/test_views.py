@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError
 from streaming.index.layout import samples_path
+from tests.support.sets.data_sets import SampleSet, write_set
 
 SIZES = (11, 3, 9)
 TOTAL = sum(SIZES)

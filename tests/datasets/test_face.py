@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import SampleSet, data_gets, play, write_set
-from servers import MiniS3Server
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, data_gets, play, write_set
 
 MOST_NAMES = 16
 KINDS = (StreamingDataset, Packed, Mixture, Balanced, Curriculum)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from folders import ROOT
-from page_blocks import blocks
+
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import blocks
 
 HEAD = """
 import numpy as np

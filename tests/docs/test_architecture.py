@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 
-from folders import ROOT, TESTS
-from source_tree import (
+from tests.support.code.folders import ROOT, TESTS
+from tests.support.code.source_tree import (
     KNOWN_TO,
     NEVER_RUN,
     NOT_DECLARED,

@@ -11,10 +11,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from folders import ROOT
-from mini_s3 import KEY, REGION, SECRET
 
 from streaming.storage import Storage
+from tests.support.code.folders import ROOT
+from tests.support.servers.mini_s3 import KEY, REGION, SECRET
 
 FOLDER = str(ROOT / "benchmarks" / "peers")
 MODULES = ("sets", "contestant", "report")

@@ -11,15 +11,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from data_sets import write_set
-from folders import ROOT
-from page_blocks import blocks
 
 from infra import launch
 from shard_tools.convert.sources import LAYOUTS
 from streaming import DataLoader
 from streaming.decode.registry import BY_EXTENSION, BY_NAME
 from streaming.storage.store import ADAPTERS
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import blocks
+from tests.support.sets.data_sets import write_set
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MOST_LINES = 60

@@ -23,22 +23,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from cure_messages import (
-    FOREIGN_OPTIONS,
-    Message,
-    error_of,
-    keys,
-    messages,
-    options_of,
-    source_of,
-    tar,
-    tool,
-)
-from data_sets import write_set
-from folders import ROOT
-from index_files import touch
-from servers import MiniS3Server, fresh_name
-from source_tree import PACKAGES
 
 import infra
 import shard_tools
@@ -49,6 +33,22 @@ from shard_tools.cli import cli
 from streaming import DataLoader, Packed, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
 from streaming.storage.base.options import RetryPolicy, StorageOptions
+from tests.support.code.cure_messages import (
+    FOREIGN_OPTIONS,
+    Message,
+    error_of,
+    keys,
+    messages,
+    options_of,
+    source_of,
+    tar,
+    tool,
+)
+from tests.support.code.folders import ROOT
+from tests.support.code.source_tree import PACKAGES
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import write_set
+from tests.support.sets.index_files import touch
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 _COMMAND = re.compile(r"shard_tools ([a-z]+)([^`;.]*)")

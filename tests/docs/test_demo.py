@@ -14,8 +14,9 @@ from types import ModuleType
 
 import psutil
 import pytest
-from folders import EXAMPLES
-from forked import Forked
+
+from tests.support.code.folders import EXAMPLES
+from tests.support.processes.forked import Forked
 
 
 def example(name: str) -> ModuleType:

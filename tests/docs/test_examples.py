@@ -16,9 +16,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from folders import EXAMPLES
-from forked import Forked, ForkedProcess
 from PIL import Image
+
+from tests.support.code.folders import EXAMPLES
+from tests.support.processes.forked import Forked, ForkedProcess
 
 PROGRAM = """
 import os, runpy, sys

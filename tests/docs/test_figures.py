@@ -14,7 +14,8 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from folders import ROOT
+
+from tests.support.code.folders import ROOT
 
 _SPEC = importlib.util.spec_from_file_location("figures_of_pages", ROOT / "benchmarks" / "figures.py")
 assert _SPEC is not None

@@ -6,8 +6,8 @@ import importlib
 import subprocess
 import sys
 
-from folders import ROOT
-from source_tree import KNOWN_TO, NOT_DECLARED, imports, is_under, modules, ours, report
+from tests.support.code.folders import ROOT
+from tests.support.code.source_tree import KNOWN_TO, NOT_DECLARED, imports, is_under, modules, ours, report
 
 # What API.md promises. Names that a later release brings stand in COMING; one that arrives moves up.
 PUBLIC: dict[str, tuple[str, ...]] = {

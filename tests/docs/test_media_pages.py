@@ -9,12 +9,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import streams
-from folders import EXAMPLES, ROOT
-from forked import Forked
-from page_blocks import PYTHON, blocks, run_python
 
 from shard_tools import ShardWriter
+from tests.support.code.folders import EXAMPLES, ROOT
+from tests.support.code.page_blocks import PYTHON, blocks, run_python
+from tests.support.processes.forked import Forked
+from tests.support.sources import streams
 
 PROGRAM = """
 import os, runpy, sys

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cure_messages import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
-from data_sets import write_set
 from PIL import Image
 from torch.utils.data import IterableDataset
 
@@ -39,6 +37,8 @@ from streaming import (
     StreamingDataset,
     decode,
 )
+from tests.support.code.cure_messages import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
+from tests.support.sets.data_sets import write_set
 
 _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 

@@ -17,9 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import mesh_of
-from folders import ROOT
-from option_kinds import BAD, COUNT, ENDLESS, KINDS, OWNERS, Options, Places, Run, run
 
 from infra import DeviceMesh
 from streaming import DataLoader, RemoteGroup, Schedule, SequenceSlice, StageFields, StreamingDataset
@@ -31,10 +28,13 @@ from streaming.errors import (
     NotFoundError,
     TooManyBadSamplesError,
 )
+from tests.support.code.folders import ROOT
+from tests.support.contracts.option_kinds import BAD, COUNT, ENDLESS, KINDS, OWNERS, Options, Places, Run, run
+from tests.support.sets.data_sets import mesh_of
 
 SHOWN = ("plain", "mixture", "nested", "packed", "by size", "balanced", "unindexed", "map-style", "iterable", "remote")
 """Kinds that `make test` walks. `make matrix` walks all: the others are read in the same way as one of these."""
-CURE = "write the page anew: PYTHONPATH=tests/support .venv/bin/python tests/docs/test_option_table.py"
+CURE = "write the page anew: PYTHONPATH=. .venv/bin/python tests/docs/test_option_table.py"
 PAGE = ROOT / "docs" / "options.md"
 Look = Callable[[DataLoader, Any], Any]
 
@@ -354,7 +354,7 @@ def shown(words: str) -> str:
 HEAD = """# Options and kinds of sets
 
 What each named option does with each kind of set. `tests/docs/test_option_table.py` reads every kind with the option
-and without it, and writes this page (`PYTHONPATH=tests/support .venv/bin/python tests/docs/test_option_table.py`).
+and without it, and writes this page (`PYTHONPATH=. .venv/bin/python tests/docs/test_option_table.py`).
 **acts**: batches, errors, files, metrics or the settings of the loop differ. **refused**: an error with the words below
 the table. **told**: it has no effect there, and a warning says so in the words below. **-**: they cannot meet, because
 the kind is not made of that class, or for the reason below.

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from folders import ROOT
 
 import streaming
 from hatch_build import described
 from tests.release import __main__ as release
 from tests.release import contents
 from tests.release.environments import FailedError
+from tests.support.code.folders import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import ROOT
-from page_blocks import blocks
 from PIL import Image
 
 import infra
 import shard_tools
 import streaming
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import blocks
 
 PAGES = sorted(
     page

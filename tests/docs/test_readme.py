@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from folders import ROOT
-from page_blocks import PYTHON, SHELL, Block, blocks, commands, run_python, run_shell
+
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import PYTHON, SHELL, Block, blocks, commands, run_python, run_shell
 
 README = ROOT / "README.md"
 PROSE = frozenset({"text"})

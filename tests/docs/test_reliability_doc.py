@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from folders import ROOT
+from tests.support.code.folders import ROOT
 
 
 def test_every_fault_has_its_tests() -> None:

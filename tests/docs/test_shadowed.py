@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from folders import ROOT
+
+from tests.support.code.folders import ROOT
 
 
 def run(code: str, *paths: Path) -> str:

@@ -19,8 +19,6 @@ from typing import Any
 
 import click
 import pytest
-from cure_messages import error_of, messages
-from folders import ROOT
 
 import streaming
 from docs.site import messages as site_messages
@@ -28,6 +26,8 @@ from docs.site import stage, tables
 from shard_tools.cli import cli
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.decode import images, registry
+from tests.support.code.cure_messages import error_of, messages
+from tests.support.code.folders import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # the site is built by the first test that needs it
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import ROOT
-from page_blocks import PYTHON, SHELL, Block, blocks, run_python, run_shell
 from PIL import Image
 
 import shard_tools
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import PYTHON, SHELL, Block, blocks, run_python, run_shell
 
 COMING_FROM = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 PEERS = {"webdataset": "webdataset", "torch": "torch", "datasets": "datasets"}

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, write_set
-from folders import ROOT
 
 from shard_tools.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher
 from streaming.fetch import read
+from tests.support.code.folders import ROOT
+from tests.support.sets.data_sets import SampleSet, write_set
 
 PAGE = ROOT / "docs" / "waiting.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from folders import ROOT
 
 import shard_tools
 import streaming
@@ -27,6 +26,7 @@ from streaming import Mixture, StreamingDataset
 from streaming.elsewhere.methods import OF_DATASETS, OF_LOADERS
 from streaming.elsewhere.names import LIBRARIES, OWN, PACKAGES, Library
 from streaming.errors import OptionError
+from tests.support.code.folders import ROOT
 
 FOREIGN = [library for library in LIBRARIES if library.name]
 NAMED = [(library, name) for library in LIBRARIES for name in library.names]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from data_sets import SampleSet, write_set
-from forked import Forked
 
 from streaming import DataLoader
 from streaming.engine.memory import arena
 from streaming.engine.memory.arena import Arena
 from streaming.errors import MemoryLimitError
+from tests.support.processes.forked import Forked
+from tests.support.sets.data_sets import SampleSet, write_set
 
 SCRIPT = """
 import resource, sys

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import write_set
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
+from tests.support.sets.data_sets import write_set
 
 MIB = 1 << 20
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from folders import ROOT
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from infra import DeviceMesh
@@ -24,6 +23,7 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.device.copiers import Copied, CpuCopier, CudaCopier, _is_dense, map_tensors
 from streaming.device.prefetcher import DevicePrefetcher, resolve_device
 from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError, StateError
+from tests.support.code.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

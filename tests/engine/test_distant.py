@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import loaders, mesh_of
-from distant_sets import LEAST, NUM, SHARD, ThreePlaces, Watched, clip, flip, sample_of, write_clips
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +29,8 @@ from streaming.errors import (
     TooManyBadSamplesError,
     TransferError,
 )
+from tests.support.sets.data_sets import loaders, mesh_of
+from tests.support.sets.distant_sets import LEAST, NUM, SHARD, ThreePlaces, Watched, clip, flip, sample_of, write_clips
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps", "least")
 

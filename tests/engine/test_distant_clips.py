@@ -17,11 +17,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-import streams
-from data_sets import loaders, mesh_of
-from distant_sets import LEAST, Watched
-from image_files import saved, smooth
-from played_ranks import played
 
 import streaming.catalog.source as source_module
 import streaming.fetch.distant as distant_module
@@ -31,6 +26,11 @@ from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
+from tests.support.processes.played_ranks import played
+from tests.support.sets.data_sets import loaders, mesh_of
+from tests.support.sets.distant_sets import LEAST, Watched
+from tests.support.sources import streams
+from tests.support.sources.image_files import saved, smooth
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")
 

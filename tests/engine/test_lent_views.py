@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import packed_sets
 import pytest
 import torch
-from children import in_child
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, ShuffleConfig, StreamingDataset
@@ -30,6 +27,9 @@ from streaming.errors import ConfigError
 from streaming.remote import wire
 from streaming.replicas import batch_codec
 from streaming.torch_view import TorchIterable
+from tests.support.processes.children import in_child
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets import packed_sets
 
 NUM_SAMPLES, SAMPLE_BYTES, PER_SHARD, BATCH = 120, 40_000, 20, 4
 VIEW = {"bin": "view"}

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import write_set
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.engine.memory import mapped
 from streaming.errors import DataError, ShardstreamError, TooManyBadSamplesError
 from streaming.plan import memory as budget
+from tests.support.sets.data_sets import write_set
 
 NUM_SAMPLES, SAMPLE_BYTES, PER_SHARD, BATCH = 240, 40_000, 20, 4
 

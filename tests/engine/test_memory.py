@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from folders import SUPPORT
-from forked import Forked
-from memory_run import LIMIT_BYTES, NUM_SAMPLES, SAMPLE_BYTES
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.engine.delivery import Depth
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked
+from tests.support.programs.memory_run import LIMIT_BYTES, NUM_SAMPLES, SAMPLE_BYTES
 
 MIB = 1 << 20
 
@@ -71,7 +71,7 @@ def play(forked: Forked, folder: Path, tmp_path: Path) -> Play:
         found, output = tmp_path / "found", tmp_path / "output"
         environ = {"TMPDIR": str(tmp_path)}
         started = forked.start(
-            SUPPORT / "memory_run.py", str(found), str(folder), *args, output=output, environ=environ
+            PROGRAMS / "memory_run.py", str(found), str(folder), *args, output=output, environ=environ
         )
         assert started.wait() == 0, output.read_text()
         report: dict[str, float] = json.loads(found.read_text())

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import write_set
 
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.build import Part, Recipe
@@ -23,6 +22,7 @@ from streaming.engine.threads import pace
 from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.processes import Processes, Worker
+from tests.support.sets.data_sets import write_set
 
 SAMPLES = 100
 

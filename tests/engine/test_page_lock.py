@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from page_lock_account import PAGE, Account
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
@@ -21,6 +20,7 @@ from streaming.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLock
 from streaming.engine.groups import BatchGroups
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, Memory
+from tests.support.processes.page_lock_account import PAGE, Account
 
 
 def batch(ring: BatchRing, num_bytes: int) -> Memory:

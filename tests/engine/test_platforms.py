@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from folders import ROOT
+from tests.support.code.folders import ROOT
 
 MACOS = """
 import sysconfig; sysconfig.get_config_vars()

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from data_sets import write_set
-from forked import Forked
 
 from streaming.device.copiers import page_locked
 from streaming.engine.workers.portable import SentOnce, dumps, received
+from tests.support.processes.forked import Forked
+from tests.support.sets.data_sets import write_set
 
 _SCRIPT = """
 import contextlib

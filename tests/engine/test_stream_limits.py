@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, mesh_of, write_set
 
 from streaming import DataLoader
 from streaming.plan import order as order_module
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.plan import PASSES_LOOKED_AT, Plan
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 
 @pytest.fixture(scope="module")

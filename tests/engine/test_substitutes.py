@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import write_set
 
 from streaming import StreamingDataset
 from streaming.engine.memory.chunk_store import Unit
 from streaming.engine.substitutes import Substitutes
 from streaming.errors import ChecksumError
 from streaming.fetch.read import FetchRange
+from tests.support.sets.data_sets import write_set
 
 
 @pytest.fixture

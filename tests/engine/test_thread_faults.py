@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import SMALL_WINDOW, SampleSet, write_set
-from leftovers import leftovers
 
 from streaming import DataLoader
 from streaming.batches.collate import default_collate
@@ -25,6 +23,8 @@ from streaming.engine.pipeline import Pipeline
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.errors import IteratorEndedError
 from streaming.fetch.read import FetchRange
+from tests.support.processes.leftovers import leftovers
+from tests.support.sets.data_sets import SMALL_WINDOW, SampleSet, write_set
 
 EPOCH = 96
 

@@ -20,19 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import (
-    SMALL_WINDOW,
-    WORLD_SIZES,
-    SampleSet,
-    check_batch,
-    loaders,
-    merged,
-    mesh_of,
-    play,
-    total,
-    write_set,
-)
-from leftovers import leftovers
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
@@ -49,6 +36,19 @@ from streaming.errors import (
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
+from tests.support.processes.leftovers import leftovers
+from tests.support.sets.data_sets import (
+    SMALL_WINDOW,
+    WORLD_SIZES,
+    SampleSet,
+    check_batch,
+    loaders,
+    merged,
+    mesh_of,
+    play,
+    total,
+    write_set,
+)
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from data_sets import write_set
-from folders import ROOT
-from forked import Forked
 from PIL import Image
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
@@ -36,6 +33,9 @@ from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.engine.workers.pool import MAX_DEATHS, WorkerPool
 from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
+from tests.support.code.folders import ROOT
+from tests.support.processes.forked import Forked
+from tests.support.sets.data_sets import write_set
 
 URLS = ["file:///a/000.tar", "file:///a/001.tar"]
 

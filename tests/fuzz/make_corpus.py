@@ -19,7 +19,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
 from streaming.tar.headers import member_header, padding
-from tests.support.tars import tar_bytes
+from tests.support.sets.tars import tar_bytes
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

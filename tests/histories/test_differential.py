@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import loaders
-from differential_cases import (
+
+from streaming import ShuffleConfig, StreamingDataset
+from streaming.index.spans import SPAN_BYTES
+from tests.support.models.differential_cases import (
     NUM_PARTS,
     WORKERS_EVERY,
     Case,
@@ -36,9 +38,7 @@ from differential_cases import (
     wanted_fields,
     write_set,
 )
-
-from streaming import ShuffleConfig, StreamingDataset
-from streaming.index.spans import SPAN_BYTES
+from tests.support.sets.data_sets import loaders
 
 
 def draw_shuffle(dice: random.Random) -> bool | ShuffleConfig:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import loaders
-from differential_cases import (
+
+from streaming import ShuffleConfig
+from tests.support.models.differential_cases import (
     NUM_PARTS,
     WORKERS_EVERY,
     Case,
@@ -33,8 +34,7 @@ from differential_cases import (
     rows_of,
     write_set,
 )
-
-from streaming import ShuffleConfig
+from tests.support.sets.data_sets import loaders
 
 STREAMS_EVERY = 5
 """Of so many cases that ``--differential-cases`` asks for one is played here."""

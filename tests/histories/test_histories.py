@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import mesh_of
-from drawn_sets import MOST_RANKS, SIZES, Spec, draw_options, draw_tree, draw_weights, make, packs_of
 
 from shard_tools import ShardWriter
 from streaming import (
@@ -34,6 +32,17 @@ from streaming import (
     Schedule,
 )  # fmt: skip
 from streaming.errors import ConfigError, MemoryLimitError, StateError
+from tests.support.models.drawn_sets import (
+    MOST_RANKS,
+    SIZES,
+    Spec,
+    draw_options,
+    draw_tree,
+    draw_weights,
+    make,
+    packs_of,
+)
+from tests.support.sets.data_sets import mesh_of
 
 Changes = list[tuple[int, dict[str, float]]]
 """Rows from which other weights hold."""

@@ -1,4 +1,4 @@
-"""Random histories over all kinds of sets, with damage in shards and index, against ``model.py``.
+"""Random histories over all kinds of sets, with damage in shards and index, against ``delivery_model.py``.
 
 A case is JSON, drawn from a seed and its number: a tree of data sets (filters, late columns, views, fields, decoders;
 mixtures, packs, curricula, classes), often several over the same shards; options of the loader; bits that are flipped,
@@ -26,15 +26,15 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from data_sets import mesh_of
-from drawn_sets import MOST_RANKS, draw_weights, make
-from history_cases import SHAPES, Case, Spec, draw_case, least_of, leaves_of
-from known_sets import VIEW, Sample, select, under_one_checksum
-from model import MOST_OFF, Model, Row, Share, check_shares
-from pools import Pools
 
 from streaming import DataLoader, Schedule
 from streaming.errors import ConfigError, ShardstreamError
+from tests.support.models.delivery_model import MOST_OFF, Model, Row, Share, check_shares
+from tests.support.models.drawn_sets import MOST_RANKS, draw_weights, make
+from tests.support.models.history_cases import SHAPES, Case, Spec, draw_case, least_of, leaves_of
+from tests.support.models.history_sets import Pools
+from tests.support.models.known_sets import VIEW, Sample, select, under_one_checksum
+from tests.support.sets.data_sets import mesh_of
 
 NUM_PARTS = 4
 MOST_AHEAD = 2

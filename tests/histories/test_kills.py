@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import write_set
-from forked import Forked, ForkedProcess
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
@@ -30,6 +27,9 @@ from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked, ForkedProcess
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import write_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -282,7 +282,7 @@ def test_the_tokenizer_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
 # --- a rank ----------------------------------------------------------------------------------------------------------
 
 RANK = """
-from ready_server import have_a_server
+from tests.support.processes.ready_server import have_a_server
 from streaming import DataLoader, StreamingDataset
 if arguments["num_workers"]:
     have_a_server()

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import mesh_of
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
 from streaming.index.sample_table import SampleTable
+from tests.support.sets.data_sets import mesh_of
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

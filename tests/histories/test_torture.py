@@ -23,12 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import Batches, merged, mesh_of, total
-from fault_proxy import Fault, FaultProxy, Kind
-from leftovers import leftovers
-from mortal_ranks import MortalRanks
-from servers import MiniS3Server
-from torture_rank import (
+
+from shard_tools import ShardWriter
+from streaming import DataLoader, StreamingDataset
+from streaming.cache.paths import CachePaths
+from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
+from streaming.index.cutter import ChunkRule
+from streaming.storage import Storage
+from streaming.storage.adapters import in_place
+from tests.support.processes.leftovers import leftovers
+from tests.support.processes.mortal_ranks import MortalRanks
+from tests.support.programs.torture_rank import (
     GLOBAL_BATCH,
     IN_PLACE_BYTES,
     PROBE,
@@ -39,15 +45,9 @@ from torture_rank import (
     open_with_patience,
     steps,
 )
-
-from shard_tools import ShardWriter
-from streaming import DataLoader, StreamingDataset
-from streaming.cache.paths import CachePaths
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.cutter import ChunkRule
-from streaming.storage import Storage
-from streaming.storage.adapters import in_place
+from tests.support.servers.fault_proxy import Fault, FaultProxy, Kind
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import Batches, merged, mesh_of, total
 
 SHARD_SAMPLES = 100
 CHUNK_SAMPLES = 4

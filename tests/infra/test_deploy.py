@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
-from folders import ROOT
-from servers import MotoServer
 
 from infra import discover
 from shard_tools import ShardWriter
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError
+from tests.support.code.folders import ROOT
+from tests.support.servers.on_loopback import MotoServer
 
 DEPLOY = ROOT / "infra" / "deploy"
 SCRIPTS = ("slurm/train.sbatch", "torchrun/elastic.sh")

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import Forked
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
 from infra import DEFAULT_AXIS_ORDER, DeviceMesh, MeshError, MeshFinder, agent_store, as_device_mesh, discover
+from tests.support.processes.forked import Forked
 
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")
 TORCHRUN = {

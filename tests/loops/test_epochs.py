@@ -9,11 +9,13 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from leftovers import leftovers
-from loop_kinds import (
+
+from streaming import DataLoader, DevicePrefetcher
+from streaming.epochs.position import Place, Position
+from streaming.errors import ConfigError, IteratorEndedError
+from tests.support.contracts.loop_kinds import (
     ALONE,
     CLOSABLE,
     KINDS,
@@ -29,11 +31,9 @@ from loop_kinds import (
     place_in,
     rows_of,
 )
-from played_ranks import read_here
-
-from streaming import DataLoader, DevicePrefetcher
-from streaming.epochs.position import Place, Position
-from streaming.errors import ConfigError, IteratorEndedError
+from tests.support.processes.leftovers import leftovers
+from tests.support.processes.played_ranks import read_here
+from tests.support.sets.data_sets import SampleSet, write_set
 
 Maker = Callable[[], Any]
 NUM_EPOCHS = 7

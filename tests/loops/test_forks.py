@@ -12,9 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from children import Child, in_child
-from data_sets import SampleSet, make_sample, write_set
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset, forks
@@ -24,6 +21,9 @@ from streaming.replicas.broadcast import Sharing, _left_behind
 from streaming.replicas.options import Broadcast
 from streaming.storage import Storage
 from streaming.storage.adapters import obstore_client
+from tests.support.processes.children import Child, in_child
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import SampleSet, make_sample, write_set
 
 SIZES = (20, 12)
 

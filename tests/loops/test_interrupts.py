@@ -15,8 +15,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
-from leftovers import leftovers
 
 import streaming
 from streaming import DataLoader
@@ -27,6 +25,8 @@ from streaming.epochs.iterator import Batches
 from streaming.epochs.position import Position
 from streaming.monitor import Monitor
 from streaming.storage.adapters.local import LocalAdapter
+from tests.support.processes.leftovers import leftovers
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.timeout(120)
 

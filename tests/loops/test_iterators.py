@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
-from leftovers import leftovers, our_threads
-from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Squares, compress, makers, rows_of
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.epochs.iterator import Loop
@@ -21,6 +18,20 @@ from streaming.epochs.position import Place, Turn
 from streaming.errors import IteratorEndedError, IteratorSupersededError, ShardstreamError
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
+from tests.support.contracts.loop_kinds import (
+    ALONE,
+    CLOSABLE,
+    KINDS,
+    NUM_BATCHES,
+    SHARD_SIZES,
+    SIZE,
+    Squares,
+    compress,
+    makers,
+    rows_of,
+)
+from tests.support.processes.leftovers import leftovers, our_threads
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 every_kind = pytest.mark.parametrize("kind", KINDS)

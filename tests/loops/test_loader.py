@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import SampleSet, check_batch, mesh_of, play, write_set
-from leftovers import leftovers, our_threads
 
 from streaming import DataLoader, DeviceMeshFetcher, StreamingDataset
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import ConfigError, DecodeError, IteratorEndedError
 from streaming.fetch.read import FetchRange
 from streaming.tar import ChunkLayout
+from tests.support.processes.leftovers import leftovers, our_threads
+from tests.support.sets.data_sets import SampleSet, check_batch, mesh_of, play, write_set
 
 SIZE = 24
 NUM_BATCHES = 202 // SIZE

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from data_sets import write_set
 
 from shard_tools import ShardWriter
 from streaming import (
@@ -32,6 +31,7 @@ from streaming import (
 from streaming.arguments import option_names
 from streaming.errors import ConfigError, OptionError
 from streaming.ordinary.map_style import MapLoop
+from tests.support.sets.data_sets import write_set
 
 
 class Squares:

@@ -11,10 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, write_set
-from leftovers import leftovers
-from loop_kinds import ALONE, NUM_BATCHES, NUM_SAMPLES, SHARD_SIZES, SIZE, Passes, Squares, compress, rows_of
-from played_ranks import read_here
 
 from shard_tools import ShardWriter
 from streaming import (
@@ -29,6 +25,20 @@ from streaming import (
     StreamingDataset,
 )
 from streaming.errors import IteratorEndedError, IteratorSupersededError, TooManyBadSamplesError
+from tests.support.contracts.loop_kinds import (
+    ALONE,
+    NUM_BATCHES,
+    NUM_SAMPLES,
+    SHARD_SIZES,
+    SIZE,
+    Passes,
+    Squares,
+    compress,
+    rows_of,
+)
+from tests.support.processes.leftovers import leftovers
+from tests.support.processes.played_ranks import read_here
+from tests.support.sets.data_sets import SampleSet, write_set
 
 ROTTEN = 7
 Make = Callable[..., Any]

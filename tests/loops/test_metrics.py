@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
-from folders import ROOT
 
 from streaming import DataLoader
 from streaming.metrics.table import NUMBERS, OF_EXPORTS
+from tests.support.code.folders import ROOT
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 TABLE = set(NUMBERS) - {one.name for one in OF_EXPORTS}

@@ -10,8 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from data_sets import SampleSet, mesh_of, write_set
-from option_kinds import readers_here
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, RemoteGroup, Schedule, StreamingDataset
@@ -19,6 +17,8 @@ from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ConfigError, TooManyBadSamplesError
 from streaming.loops import epoch_loop
 from streaming.plan import memory as budget
+from tests.support.contracts.option_kinds import readers_here
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 EPOCH = {"batch_size": 4, "epoch_size": 64, "num_threads": 0}
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import SampleSet, mesh_of, write_set
 from torch.utils.data import default_collate as torch_collate
 
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset, RetrySampler
 from streaming.batches.collate import without_rows
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 RANKS = 4
 EPOCH = 98

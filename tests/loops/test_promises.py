@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import (
+
+from infra import DeviceMesh
+from streaming import DataLoader, DeviceMeshFetcher, ShuffleConfig, StreamingDataset
+from streaming.errors import MemoryLimitError
+from streaming.index.spans import SPAN_BYTES
+from streaming.plan.plan import Plan
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import (
     WORLD_SIZES,
     JitteryStorage,
     SampleSet,
@@ -27,13 +34,6 @@ from data_sets import (
     total,
     write_set,
 )  # fmt: skip
-from servers import MiniS3Server
-
-from infra import DeviceMesh
-from streaming import DataLoader, DeviceMeshFetcher, ShuffleConfig, StreamingDataset
-from streaming.errors import MemoryLimitError
-from streaming.index.spans import SPAN_BYTES
-from streaming.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

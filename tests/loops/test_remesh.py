@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from curriculum_sets import write as write_graded
-from data_sets import Batches, SampleSet, data_gets, merged, mesh_of, play, valid_keys, write_set
-from loop_kinds import compress
-from packed_sets import write as write_documents
-from servers import MiniS3Server
 
 from infra import DeviceMesh
 from streaming import (
@@ -44,6 +39,11 @@ from streaming.errors import ConfigError, IteratorSupersededError, StateError
 from streaming.job import store as job_store_module
 from streaming.loops import base
 from streaming.replicas import start_check
+from tests.support.contracts.loop_kinds import compress
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.curriculum_sets import write as write_graded
+from tests.support.sets.data_sets import Batches, SampleSet, data_gets, merged, mesh_of, play, valid_keys, write_set
+from tests.support.sets.packed_sets import write as write_documents
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -17,15 +17,15 @@ from typing import IO, Any, Self
 
 import pytest
 import torch.distributed as dist
-from data_sets import Batches, mesh_of, valid_keys, write_set
-from folders import SUPPORT
-from forked import Forked, ForkedProcess, all_end
-from remesh_rank import GLOBAL_BATCH, open_set
-from servers import MiniS3Server
 
 from streaming import DataLoader
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked, ForkedProcess, all_end
+from tests.support.programs.remesh_rank import GLOBAL_BATCH, open_set
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import Batches, mesh_of, valid_keys, write_set
 
-RANK = SUPPORT / "remesh_rank.py"
+RANK = PROGRAMS / "remesh_rank.py"
 MOST_RANKS = 6
 _WAIT_S = 120.0
 _distributed: Any = dist

@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import (
+
+from infra import DeviceMesh
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.engine.units import BLOCK_SAMPLES
+from streaming.errors import IteratorSupersededError, StateError
+from streaming.fetch.read import FetchRange
+from streaming.plan.intervals import ChunkIntervals
+from streaming.plan.order import EpochOrder, OrderSettings
+from streaming.plan.plan import Plan
+from streaming.tar import ChunkLayout
+from tests.support.sets.data_sets import (
     WORLD_SIZES,
     Batches,
     SampleSet,
@@ -25,16 +35,6 @@ from data_sets import (
     valid_keys,
     write_set,
 )
-
-from infra import DeviceMesh
-from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.units import BLOCK_SAMPLES
-from streaming.errors import IteratorSupersededError, StateError
-from streaming.fetch.read import FetchRange
-from streaming.plan.intervals import ChunkIntervals
-from streaming.plan.order import EpochOrder, OrderSettings
-from streaming.plan.plan import Plan
-from streaming.tar import ChunkLayout
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -13,18 +13,18 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
-import hanging
 import psutil
 import pytest
-from data_sets import SampleSet, write_set
-from hanging import BATCH, GOOD_BATCHES, Hung, until_it_stands
-from leftovers import leftovers
-from loop_kinds import compress
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import GRACE_S
 from streaming.errors import IteratorEndedError
+from tests.support.contracts.loop_kinds import compress
+from tests.support.processes import hanging_functions as hanging
+from tests.support.processes.hanging_functions import BATCH, GOOD_BATCHES, Hung, until_it_stands
+from tests.support.processes.leftovers import leftovers
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = [pytest.mark.usefixtures("one_fork_server"), pytest.mark.timeout(60)]
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import psutil
 import pytest
-from data_sets import SampleSet, write_set
-from fault_proxy import Fault, FaultProxy
-from folders import ROOT, SUPPORT
-from hanging import Hung
-from servers import MiniS3Server, fresh_name
+
+from tests.support.code.folders import PROGRAMS, ROOT
+from tests.support.processes.hanging_functions import Hung
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -150,7 +151,7 @@ class Trainer:
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     temporary = tmp_path_factory.mktemp("temporary")
     with subprocess.Popen(
-        [sys.executable, str(SUPPORT / "shutdown_run.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, str(PROGRAMS / "shutdown_run.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     ) as process:  # fmt: skip
         yield Trainer(process, temporary)
@@ -234,7 +235,7 @@ def check(lines: list[str], state: State) -> None:
         assert warning.startswith(
             "a run has ended, but a function that it called has not returned: thread shardstream-"
         )
-        assert "hanging.py:" in warning
+        assert "hanging_functions.py:" in warning
     else:
         assert told == []
 

@@ -19,10 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import SampleSet, mesh_of, write_set
-from folders import ROOT
-from loop_kinds import CLOSABLE, NUM_BATCHES, SHARD_SIZES, compress, makers
-from packed_sets import write as write_documents
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,6 +31,10 @@ from streaming.storage import Storage
 from streaming.storage.base.adapter import PassingError
 from streaming.tracing import recorder
 from streaming.tracing.ranges import ProfilerRanges
+from tests.support.code.folders import ROOT
+from tests.support.contracts.loop_kinds import CLOSABLE, NUM_BATCHES, SHARD_SIZES, compress, makers
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
+from tests.support.sets.packed_sets import write as write_documents
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 Events = list[dict[str, Any]]

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import SampleSet, write_set
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.device.copiers import Copied, CpuCopier
 from streaming.epochs.watch import Watchdog
 from streaming.errors import ConfigError
 from streaming.storage.adapters.local import LocalAdapter
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, OrdinaryDataset, StreamingDataset
 from streaming.storage import Storage
+from tests.support.sets.data_sets import SampleSet, write_set
 
 
 @pytest.fixture(scope="module")

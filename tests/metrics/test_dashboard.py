@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from data_sets import write_set
-from folders import ROOT
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,6 +15,8 @@ import streaming.metrics
 from streaming import DataLoader
 from streaming.metrics.exported import LABELS
 from streaming.metrics.table import EXPORTED, OF_EXPORTS, OF_ORDINARY
+from tests.support.code.folders import ROOT
+from tests.support.sets.data_sets import write_set
 
 PATH = ROOT / "infra" / "deploy" / "grafana" / "shardstream.json"
 _SERIES = re.compile(r"(rate\()?(shardstream_\w+)\{([^}]*)\}(\[\$__rate_interval\]\))?")

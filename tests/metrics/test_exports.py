@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import SampleSet, mesh_of, write_set
-from loop_kinds import CLOSABLE, compress, makers
-from mixtures import mixture
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from option_kinds import readers_here
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,6 +23,10 @@ import streaming.metrics
 from streaming import DataLoader, DevicePrefetcher, RemoteGroup, RetrySampler
 from streaming.errors import ConfigError
 from streaming.metrics.table import EXPORTED, NUMBERS, OF_EXPORTS
+from tests.support.contracts.loop_kinds import CLOSABLE, compress, makers
+from tests.support.contracts.option_kinds import readers_here
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
+from tests.support.sets.mixtures import mixture
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 Series = dict[tuple[str, str, str], float]

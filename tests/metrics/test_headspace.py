@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import SampleSet, write_set
-from loop_kinds import ALONE, CLOSABLE, compress, makers, rows_of
-from mixtures import mixture
-from option_kinds import readers_here
 
 from streaming import DataLoader, DevicePrefetcher, RemoteGroup
 from streaming.errors import ConfigError
 from streaming.metrics import headspace
 from streaming.metrics.waits import waits
+from tests.support.contracts.loop_kinds import ALONE, CLOSABLE, compress, makers, rows_of
+from tests.support.contracts.option_kinds import readers_here
+from tests.support.sets.data_sets import SampleSet, write_set
+from tests.support.sets.mixtures import mixture
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 FEW: dict[str, Any] = {"steps": 2, "warmup": 1}

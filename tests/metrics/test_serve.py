@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, mesh_of, write_set
-from forked import Forked
-from loop_kinds import CLOSABLE, compress, makers
 
 from streaming import DataLoader
 from streaming.errors import ConfigError
 from streaming.metrics import serve
+from tests.support.contracts.loop_kinds import CLOSABLE, compress, makers
+from tests.support.processes.forked import Forked
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

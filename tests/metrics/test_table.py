@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from folders import ROOT
 
 from streaming.metrics.table import EXPORTED, NUMBERS, OF_EXPORTS, OF_LOADERS, OF_ORDINARY, OF_SHARDS, Number
+from tests.support.code.folders import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 SECTIONS = {

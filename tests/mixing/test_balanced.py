@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from curriculum_sets import FEW_LANES, plain_world
-from data_sets import total
 
 from shard_tools import ShardWriter
 from streaming import Balanced, DataLoader, Mixture, Schedule, StreamingDataset
 from streaming.datasets import balanced as classes
 from streaming.errors import ConfigError, OptionError, StateError
+from tests.support.sets.curriculum_sets import FEW_LANES, plain_world
+from tests.support.sets.data_sets import total
 
 CLASSES = ["cat"] * 100 + ["dog"] * 60 + ["a/b"] * 10 + [""] * 4
 

@@ -18,12 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from curriculum_sets import FEW_LANES, NUM, RARITY, TOKENS, plain_world, write
-from data_sets import Batches, data_gets, total, world_from
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from servers import MiniS3Server
-from thread_peers import ThreadPeers, on_ranks
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -33,6 +29,10 @@ from streaming.errors import ConfigError, OptionError, StateError
 from streaming.index.columns import count_values, plain_values
 from streaming.plan.state import LoaderState
 from streaming.sources.samples import SampleSource
+from tests.support.processes.thread_peers import ThreadPeers, on_ranks
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.curriculum_sets import FEW_LANES, NUM, RARITY, TOKENS, plain_world, write
+from tests.support.sets.data_sets import Batches, data_gets, total, world_from
 
 STEPS = Schedule.steps({0: 0.25, 600: 0.5, 1500: 1.0})
 

@@ -9,10 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from folders import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
-from mixed_plans import Case, cases, global_batches, oracle, unhurried, weights_
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.exact import BatchLanes, ExactLanes
@@ -23,6 +21,8 @@ from streaming.mixing.shares import BatchShares, ShareTree
 from streaming.mixing.source_lanes import SourceLanes
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
+from tests.support.code.folders import GOLDEN
+from tests.support.models.mixed_plans import Case, cases, global_batches, oracle, unhurried, weights_
 
 FIVE = {"a": 0.41, "b": 0.3, "c": 0.17, "d": 0.1, "e": 0.02}
 

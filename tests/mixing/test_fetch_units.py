@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from data_sets import Batches, loaders, merged, total, world_from
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from streaming.index.chunk_table import ShardInfo, one_shard_table
 from streaming.index.sample_table import Spans
 from streaming.index.spans import SPAN_BYTES
 from streaming.sources.fetch_units import divided
+from tests.support.sets.data_sets import Batches, loaders, merged, total, world_from
 
 KIB = 1024
 EXACT, ONE_SOURCE = {"quotas": "exact"}, {"batches": "one_source"}

@@ -10,10 +10,8 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from folders import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixed_plans import Case, batches_of, cases, global_batches, named, unhurried, weights_
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing import stamps
@@ -24,6 +22,8 @@ from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
 from streaming.mixing.stamps import growths
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
+from tests.support.code.folders import GOLDEN
+from tests.support.models.mixed_plans import Case, batches_of, cases, global_batches, named, unhurried, weights_
 
 
 def all_samples(sources: dict[str, list[int]]) -> list[tuple[int, int]]:

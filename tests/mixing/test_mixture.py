@@ -15,12 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from data_sets import Batches, SampleSet, check_batch, loaders, merged, mesh_of, play, total, write_set
-from forked import Forked, all_end
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixtures import FIRST, mixture, source_of, take, take_on, world
-from servers import MiniS3Server
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
@@ -29,6 +25,20 @@ from streaming.errors import ConfigError, IndexMissingError, StateError, TooMany
 from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
 from streaming.sources import drawing
+from tests.support.processes.forked import Forked, all_end
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import (
+    Batches,
+    SampleSet,
+    check_batch,
+    loaders,
+    merged,
+    mesh_of,
+    play,
+    total,
+    write_set,
+)
+from tests.support.sets.mixtures import FIRST, mixture, source_of, take, take_on, world
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -291,7 +301,7 @@ def test_set_weights_takes_the_place_of_what_a_schedule_had_in_store(sets: dict[
 RANK = """
 import json, sys
 import torch.distributed as dist
-from data_sets import check_batch
+from tests.support.sets.data_sets import check_batch
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.errors import AgreementError
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import Batches, SampleSet, check_batch, merged, mesh_of, play, total, write_set
-from mixtures import FIRST, mixture, source_of, take, world
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, MemoryLimitError, StateError
+from tests.support.sets.data_sets import Batches, SampleSet, check_batch, merged, mesh_of, play, total, write_set
+from tests.support.sets.mixtures import FIRST, mixture, source_of, take, world
 
 EXACT, ONE_SOURCE = {"quotas": "exact"}, {"batches": "one_source"}
 FEW_LANES = ShuffleConfig(lanes=2)

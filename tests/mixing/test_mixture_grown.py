@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import Batches, merged, total, write_set
-from folders import GOLDEN
-from mixtures import FIRST, source_of, take, take_on, world
 
 from shard_tools.plan.steps import PlannedRun
 from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import StateError
 from streaming.plan.state import LoaderState
+from tests.support.code.folders import GOLDEN
+from tests.support.sets.data_sets import Batches, merged, total, write_set
+from tests.support.sets.mixtures import FIRST, source_of, take, take_on, world
 
 SHARDS = {"web": (41, 7, 23), "code": (20, 3), "math": (60,)}
 MORE = (31, 8)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import write_set
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from infra import DeviceMesh
 from streaming import Mixture, ShuffleConfig, StreamingDataset
 from streaming.plan.ledger import Ledger
 from streaming.plan.plan import Plan
+from tests.support.sets.data_sets import write_set
 
 SHARDS = {"web": (41, 7, 23), "code": (20, 3), "math": (5,), "chat": (11, 1)}
 LARGEST = 4  # samples of a chunk

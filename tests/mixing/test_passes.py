@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, loaders, make_sample, write_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixed_plans import Case, cases, lanes_dealt, named, sizes_, unhurried, weights_
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
@@ -27,6 +25,8 @@ from streaming.mixing.passes import Sources, Weights
 from streaming.plan.ledger import Dealt
 from streaming.plan.order import OrderSettings, default_window
 from streaming.plan.plan import Plan
+from tests.support.models.mixed_plans import Case, cases, lanes_dealt, named, sizes_, unhurried, weights_
+from tests.support.sets.data_sets import SampleSet, loaders, make_sample, write_set
 
 LARGE = [100] * 120
 DEALT: list[Dealt] = ["chunks", "samples", "batches"]

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, check_batch, merged, mesh_of, write_set
-from packed_sets import write as write_documents
-from played_ranks import Play, played, read_here
 
 from infra import DeviceMesh
 from streaming import (
@@ -28,6 +25,9 @@ from streaming import (
 )
 from streaming.errors import AgreementError, ConfigError, MemoryLimitError, StateError
 from streaming.loops.epoch_loop import EpochLoop
+from tests.support.processes.played_ranks import Play, played, read_here
+from tests.support.sets.data_sets import SampleSet, check_batch, merged, mesh_of, write_set
+from tests.support.sets.packed_sets import write as write_documents
 
 SIZE = 24
 SOON = 20

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixed_plans import oracle
 
 from streaming.errors import ConfigError
 from streaming.mixing.passes import Weights
 from streaming.mixing.shares import MAX_POSITIONS, BatchShares, ShareTree, product
+from tests.support.models.mixed_plans import oracle
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 weights_ = st.dictionaries(

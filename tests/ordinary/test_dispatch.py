@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from folders import SUPPORT
-from forked import Forked
-from leftovers import leftovers
-from played_ranks import Play, played
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
 from streaming import Broadcast, DataLoader, OrdinaryDataset, StageFields
 from streaming.errors import ConfigError, ReplicaError
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked
+from tests.support.processes.leftovers import leftovers
+from tests.support.processes.played_ranks import Play, played
 
 SIZE = 8
 ALONE = DeviceMesh.from_sizes(dp_size=1, rank=0, environ={})
@@ -266,7 +266,7 @@ def test_several_ranks_need_torch_distributed() -> None:
 def test_two_processes_deal_and_a_killed_reader_is_named(tmp_path: Path, forked: Forked) -> None:
     """Two processes under gloo: two epochs that differ, an error in the data set, a reader that is killed."""
     output = tmp_path / "output"
-    ranks = forked.start_ranks(SUPPORT / "dispatch_worker.py", str(tmp_path), world_size=2, output=output)
+    ranks = forked.start_ranks(PROGRAMS / "dispatch_rank.py", str(tmp_path), world_size=2, output=output)
     assert [rank.wait() for rank in ranks] == [17, 0], output.read_text()[-6000:]
     got = [json.loads((tmp_path / f"got-{rank}.json").read_text()) for rank in range(2)]
     first, second = zip(*(one["epochs"] for one in got), strict=True)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from data_sets import SampleSet, write_set
 from torch.utils.data.distributed import DistributedSampler
 
 from infra import DeviceMesh
@@ -19,6 +18,7 @@ from streaming import DeviceMeshSampler, Mixture, StreamingDataset, TorchIterabl
 from streaming.errors import ConfigError, StateError
 from streaming.ordinary.retry import SharedLog
 from streaming.torch_view import _Epochs
+from tests.support.sets.data_sets import SampleSet, write_set
 
 TOTAL = 85
 

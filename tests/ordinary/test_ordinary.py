@@ -15,10 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from folders import SUPPORT
-from forked import Forked, all_end
-from leftovers import leftovers
-from shared_fixtures import server_imports
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -30,6 +26,10 @@ from streaming.ordinary.options import OrdinaryConfig
 from streaming.plan.settings import Shape
 from streaming.plan.sizes import Sizes
 from streaming.plan.state import LoaderState
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked, all_end
+from tests.support.processes.leftovers import leftovers
+from tests.support.shared_fixtures import server_imports
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -559,7 +559,7 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     arguments, output = (str(tmp_path), str(num_workers)), tmp_path / "said"
-    started = forked.start_ranks(SUPPORT / "ordinary_worker.py", *arguments, world_size=2, output=output, environ=place)
+    started = forked.start_ranks(PROGRAMS / "ordinary_rank.py", *arguments, world_size=2, output=output, environ=place)
     assert all_end(started, 150) == [0, 0], output.read_text()[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for name in ("drop", "pad"):

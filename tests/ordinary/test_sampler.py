@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leftovers import leftovers
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, SubsetRandomSampler
 
 from infra import DeviceMesh
@@ -23,6 +22,7 @@ from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, Tr
 from streaming.ordinary.mesh_sampler import DeviceMeshSampler, RetrySampler
 from streaming.ordinary.retry import Candidates, SharedLog
 from streaming.plan.permutation import MAX_SORTED, Permutation, substitutes
+from tests.support.processes.leftovers import leftovers
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 

@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exchange_worker import GLOBAL_BATCH, LENGTH, RAMP, dearness, loader_of, rows_of
-from folders import SUPPORT
-from forked import Forked, all_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_sets import write
 
 from infra import DeviceMesh
 from streaming import DataLoader, Packed, StreamingDataset
@@ -25,6 +21,10 @@ from streaming.packing.fit import other_company, pack
 from streaming.packing.rules import PackRules
 from streaming.replicas.batch_codec import decode, encode
 from streaming.replicas.exchange import _allocated
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked, all_end
+from tests.support.programs.exchange_rank import GLOBAL_BATCH, LENGTH, RAMP, dearness, loader_of, rows_of
+from tests.support.sets.packed_sets import write
 
 costs_of_batches = st.lists(st.integers(0, 6), min_size=1, max_size=9).flatmap(
     lambda shares: st.lists(st.integers(0, 50), min_size=sum(shares), max_size=sum(shares)).map(
@@ -169,7 +169,7 @@ def test_rows_of_a_batch_join_to_that_batch(folder: Path, options: dict[str, Any
 def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path, forked: Forked) -> None:
     """The same global batches, each rank as many packs as before, dealt as computed; resumed after three batches."""
     world = 4
-    program, output = SUPPORT / "exchange_worker.py", tmp_path / "output"
+    program, output = PROGRAMS / "exchange_rank.py", tmp_path / "output"
     ranks = [
         forked.start(program, str(folder), str(tmp_path), str(rank), str(world), output=output) for rank in range(world)
     ]

@@ -17,9 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_worker import GLOBAL_BATCH, LENGTH, dearness, rows_of
-from packed_sets import write
-from page_lock_account import Account
 
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, StageFields, StreamingDataset
@@ -27,6 +24,9 @@ from streaming.errors import ConfigError
 from streaming.packing.balance import exchange
 from streaming.replicas import exchange as exchange_module
 from streaming.replicas import group as group_module
+from tests.support.processes.page_lock_account import Account
+from tests.support.programs.exchange_rank import GLOBAL_BATCH, LENGTH, dearness, rows_of
+from tests.support.sets.packed_sets import write
 
 LONGEST_S = 60.0
 Rows = list[Any]

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import same_batch
-from packed_sets import LENGTH, damaged, loader_of, real_tokens, write
-from played_ranks import Play, played
 
 from infra import DeviceMesh
 from streaming import (
@@ -29,6 +26,9 @@ from streaming import (
     StreamingDataset,
 )  # fmt: skip
 from streaming.errors import ConfigError, DataError
+from tests.support.processes.played_ranks import Play, played
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import LENGTH, damaged, loader_of, real_tokens, write
 
 GROWING = Schedule.steps({0: 16, 100: 32, 300: 64})
 """On batches of 8, the first of 32 begins at row 104, the first of 64 at row 304."""

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import same_batch
-from packed_sets import LENGTH, document_lengths, epoch_of, loader_of, real_tokens, write
 
 from infra import DeviceMesh
 from streaming import (
@@ -26,6 +24,8 @@ from streaming import (
 )  # fmt: skip
 from streaming.errors import ConfigError
 from streaming.packing.groups import cut_groups
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import LENGTH, document_lengths, epoch_of, loader_of, real_tokens, write
 
 
 @pytest.fixture(scope="module")

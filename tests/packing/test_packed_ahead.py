@@ -12,8 +12,6 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from data_sets import same_batch
-from packed_sets import LENGTH, epoch_of, loader_of, write
 
 from streaming import Mixture, Packed, StreamingDataset
 from streaming.batches.items.packs import TokenPacks
@@ -23,6 +21,8 @@ from streaming.lru_cache import LruCache
 from streaming.packing.fit import Fit, fit
 from streaming.packing.rules import PackRules
 from streaming.plan import memory as budget
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import LENGTH, epoch_of, loader_of, write
 
 
 @pytest.fixture(scope="module")

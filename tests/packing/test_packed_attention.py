@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_sets import write
-from small_gpt import LENGTH, ROWS, VOCAB_SIZE, Attention, Gpt, dense
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from streaming import DataLoader, Packed, StreamingDataset
+from tests.support.programs.small_gpt import LENGTH, ROWS, VOCAB_SIZE, Attention, Gpt, dense
+from tests.support.sets.packed_sets import write
 
 
 def flex(documents: Tensor, _: Tensor) -> Attention:

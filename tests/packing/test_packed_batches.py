@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import same_batch
-from packed_sets import LENGTH, damaged, document_lengths, epoch_of, loader_of, real_tokens, write
-from servers import MiniS3Server, fresh_name
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, StreamingDataset
 from streaming.errors import ChecksumError, DecodeError, TooManyBadSamplesError
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import LENGTH, damaged, document_lengths, epoch_of, loader_of, real_tokens, write
 
 NUM_DOCS = 300
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_sets import LENGTH, document_lengths, write
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, StreamingDataset, TorchIterable
 from streaming.errors import ConfigError
+from tests.support.sets.packed_sets import LENGTH, document_lengths, write
 
 NUM_DOCS, PAD, IGNORED = 150, 7_000_000, -100
 ENTRIES = ("input_ids", "labels", "position_ids", "document_ids")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_sets import same_batch
-from packed_sets import LENGTH, epoch_of, write
 
 from streaming import Packed, StreamingDataset
 from streaming.catalog.open import sample_records
@@ -16,6 +14,8 @@ from streaming.errors import IndexFormatError
 from streaming.fetch import read
 from streaming.fetch.read import layout_by_records, layout_of
 from streaming.index.sample_table import Records, SampleTable
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import LENGTH, epoch_of, write
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from packed_sets import write
-from small_gpt import LENGTH, VOCAB_SIZE, Gpt, dense
 from torch import Tensor
 from torch.nn import functional
 
 from infra import DeviceMesh
 from streaming import DataLoader, Packed, SequenceSlice, StreamingDataset
 from streaming.errors import ConfigError
+from tests.support.programs.small_gpt import LENGTH, VOCAB_SIZE, Gpt, dense
+from tests.support.sets.packed_sets import write
 
 ROWS, CP = 8, 2
 CUT = ("input_ids", "labels", "position_ids", "document_ids")

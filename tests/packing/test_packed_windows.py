@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import same_batch
-from packed_sets import document_lengths, epoch_of, loader_of, write
 
 from shard_tools import ShardWriter
 from streaming import Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError
 from streaming.packing.fit import pack
 from streaming.packing.rules import PackRules
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import document_lengths, epoch_of, loader_of, write
 
 LENGTH, STRIDE, NUM_DOCS = 64, 48, 300
 

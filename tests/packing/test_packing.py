@@ -10,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from folders import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from streaming.packing import several_budgets
 from streaming.packing.fit import fit, other_company, pack
 from streaming.packing.rules import PackRules, Packs
 from streaming.plan.permutation import hash_range
+from tests.support.code.folders import GOLDEN
 
 
 @st.composite

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import same_batch
-from packed_sets import damaged, document_lengths, write
 
 from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Packed, Schedule, SequenceSlice, StreamingDataset
 from streaming.errors import ConfigError, OptionError
+from tests.support.sets.data_sets import same_batch
+from tests.support.sets.packed_sets import damaged, document_lengths, write
 
 BUDGET = 256
 NUM_DOCS = 300

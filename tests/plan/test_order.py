@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folders import GOLDEN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sample_numbers import samples_at
 
 from streaming.errors import ConfigError, StateError
 from streaming.plan.order import (
@@ -23,6 +21,8 @@ from streaming.plan.order import (
     default_lanes,
     default_window,
 )
+from tests.support.code.folders import GOLDEN
+from tests.support.models.sample_numbers import samples_at
 
 chunk_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=16).filter(sum)
 shuffled = st.builds(

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import mesh_of
-from order_contract import OrderContract, ReversedBits
-from source_contract import KEYS, NUM, DictSource, fields_of, write_samples
 
 from shard_tools.plan.report import PlanOptions, plan_opened
 from shard_tools.plan.steps import PlannedRun
@@ -20,6 +17,9 @@ from streaming.mixing.passes import MixedPasses, Sources, Weights
 from streaming.mixing.quotas import BatchPasses, ExactPasses
 from streaming.plan.order import EpochOrders, OrderSettings
 from streaming.plan.state import LoaderState
+from tests.support.contracts.order_contract import OrderContract, ReversedBits
+from tests.support.contracts.source_contract import KEYS, NUM, DictSource, fields_of, write_samples
+from tests.support.sets.data_sets import mesh_of
 
 CHUNKS = [7, 5, 9, 1, 6, 8, 5, 7]
 LANED = OrderSettings(seed=3, lanes=4, window=6)

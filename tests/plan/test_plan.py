@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from sample_numbers import samples_at
 
 from streaming.errors import ConfigError
 from streaming.plan import memory as budget
@@ -21,6 +20,7 @@ from streaming.plan.intervals import ChunkIntervals
 from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan, RankBatches
 from streaming.types import LastBatch
+from tests.support.models.sample_numbers import samples_at
 
 # A busy machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

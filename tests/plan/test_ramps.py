@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, merged, mesh_of, play, total, valid_keys, world_from, write_set
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packed_sets import write as write_documents
 
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError
 from streaming.plan.settings import order_settings
 from streaming.plan.sizes import Sizes
+from tests.support.sets.data_sets import SampleSet, merged, mesh_of, play, total, valid_keys, world_from, write_set
+from tests.support.sets.packed_sets import write as write_documents
 
 RAMP = Schedule.steps({0: 6, 40: 12, 130: 24, 420: 9})
 SIZE = 202  # samples of the set

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from data_sets import SampleSet, write_set
-from packed_sets import write as write_documents
 
 import streaming
 from infra import DeviceMesh
@@ -25,6 +23,8 @@ from streaming.job.agreement import Together, agree
 from streaming.loops import course
 from streaming.replicas import start_check
 from streaming.replicas.start_check import StartCheck
+from tests.support.sets.data_sets import SampleSet, write_set
+from tests.support.sets.packed_sets import write as write_documents
 
 GOOD: dict[str, Any] = {"seed": 5, "batch": 24}
 

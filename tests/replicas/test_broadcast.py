@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from data_sets import SampleSet, check_batch, data_gets, write_set
-from leftovers import leftovers
-from played_ranks import Play, played
-from servers import MiniS3Server
 
 from infra import DeviceMesh
 from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset
 from streaming.errors import ConfigError, DecodeError, ReplicaError, StateError, TooManyBadSamplesError, WorkerError
 from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.replicas import broadcast
+from tests.support.processes.leftovers import leftovers
+from tests.support.processes.played_ranks import Play, played
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, check_batch, data_gets, write_set
 
 SIZE = 24
 OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "replicate": Broadcast(timeout_s=60)}

@@ -16,11 +16,22 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from data_sets import WORLD_SIZES, Batches, SampleSet, data_gets, loaders, merged, play, total, write_set
-from elastic_worker import commits
-from folders import ROOT, SUPPORT
-from forked import Forked, ForkedProcess, all_end
-from servers import MiniS3Server
+
+from tests.support.code.folders import PROGRAMS, ROOT
+from tests.support.processes.forked import Forked, ForkedProcess, all_end
+from tests.support.programs.elastic_rank import commits
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import (
+    WORLD_SIZES,
+    Batches,
+    SampleSet,
+    data_gets,
+    loaders,
+    merged,
+    play,
+    total,
+    write_set,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -87,7 +98,7 @@ def ranks(forked: Forked, folder: Path, samples: SampleSet, world_size: int, *jo
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environ |= {"TORCHELASTIC_RUN_ID": "test", "READY_SERVER": "1"}
     processes = forked.start_ranks(
-        SUPPORT / "torchrun_worker.py", config, world_size=world_size, output=folder / "output", environ=environ
+        PROGRAMS / "torchrun_rank.py", config, world_size=world_size, output=folder / "output", environ=environ
     )
     try:
         yield Ranks(folder, world_size, processes)
@@ -100,7 +111,7 @@ def ranks(forked: Forked, folder: Path, samples: SampleSet, world_size: int, *jo
 def torchrun(forked: Forked, folder: Path, samples: SampleSet, world_size: int, *jobs: dict[str, Any]) -> Ranks:
     """The same, by ``torchrun``, whose ranks are new interpreters, to the end."""
     config = configured(folder, samples, jobs)
-    words = ["--standalone", "--nproc-per-node", str(world_size), str(SUPPORT / "torchrun_worker.py"), config]
+    words = ["--standalone", "--nproc-per-node", str(world_size), str(PROGRAMS / "torchrun_rank.py"), config]
     agent = forked.start("from torch.distributed.run import main; main()", *words, output=folder / "output")
     assert agent.wait() == 0, agent.output.read_text()[-4000:]
     return Ranks(folder, world_size, ())
@@ -212,7 +223,7 @@ def test_one_rank_of_three_is_killed_and_torchrun_restarts_them_in_place(
     environ |= {"PYTHON_EXEC": forked.python} if interpreter == "forked" else {}
     agent = forked.start(
         "from torch.distributed.run import main; main()", *options, "--monitor-interval", "0.2",
-        str(SUPPORT / "elastic_worker.py"), str(tmp_path / "config.json"),
+        str(PROGRAMS / "elastic_rank.py"), str(tmp_path / "config.json"),
         output=tmp_path / "output", environ=environ, leads=True,
     )  # fmt: skip
     log, deadline_s = str(tmp_path / "commits.jsonl"), time.monotonic() + 120

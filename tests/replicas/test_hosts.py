@@ -1,6 +1,6 @@
 """Several hosts, each with a network of its own, an S3 server on another, torchrun's agents and gloo between them.
 
-The hosts are network namespaces (``hosts.py``). Wrong addresses, ports that only loopback reaches and state that only
+The hosts are network namespaces (``network_hosts.py``). Wrong addresses, ports that only loopback reaches and state that only
 one machine has show here, and nowhere in the tests on one host.
 """
 
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from data_sets import SampleSet, merged, play, total, write_set
-from elastic_worker import commits
-from folders import SUPPORT
-from forked import Forked, ForkedProcess, all_end
-from hosts import Host, Hosts, why_not
-from servers import MiniS3Server
+
+from tests.support.clusters.network_hosts import Host, Hosts, why_not
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked, ForkedProcess, all_end
+from tests.support.programs.elastic_rank import commits
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, merged, play, total, write_set
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -70,7 +71,7 @@ class Job:
             "--nnodes", nodes, "--nproc-per-node", str(num_processes),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._first.address}:{PORT}", "--rdzv-id", "hosts",
             "--rdzv-conf", f"{RENDEZVOUS},is_host={str(host is self._first).lower()}", "--local-addr", host.address,
-            "--max-restarts", "5", "--monitor-interval", "0.2", str(SUPPORT / "elastic_worker.py"), str(self._config),
+            "--max-restarts", "5", "--monitor-interval", "0.2", str(PROGRAMS / "elastic_rank.py"), str(self._config),
         ]  # fmt: skip
         environ = {
             "GLOO_SOCKET_IFNAME": "eth0",
@@ -79,7 +80,7 @@ class Job:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self._agents[host.name] = self._forked.start(
-            SUPPORT / "elastic_worker.py", *words,
+            PROGRAMS / "elastic_rank.py", *words,
             output=self.folder / f"{host.name}.log", environ=environ, network=host.network, leads=True,
         )  # fmt: skip
         self._hosts.append(host)
@@ -157,7 +158,7 @@ def test_grids_of_eight_processes_on_two_hosts(
     store.clear_log()
     config = {"url": samples.url, "storage_options": samples.storage_options, "dataset": DATASET}
     (tmp_path / "config.json").write_text(json.dumps({**config, "folder": str(tmp_path), "jobs": jobs}))
-    output, script = tmp_path / "output", SUPPORT / "torchrun_worker.py"
+    output, script = tmp_path / "output", PROGRAMS / "torchrun_rank.py"
     with ranks_on(forked, hosts.hosts[:2], 4, output, script, tmp_path / "config.json") as ranks:
         assert set(all_end(ranks)) == {0}, output.read_text()[-4000:]
     dataset = samples.open(**DATASET)

@@ -23,14 +23,7 @@ import pytest
 import ray
 import torch
 from click.testing import CliRunner
-from conversions import contents, parquet_source
-from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
-from folders import EXAMPLES, ROOT
-from forked import Forked
-from page_blocks import blocks
-from played_ranks import read_here
 from ray.util import placement_group, remove_placement_group
-from ray_cluster import TwoNodes, locations, wait_for_end
 from torch.utils.data import IterableDataset
 
 import infra
@@ -42,6 +35,13 @@ from streaming import DataLoader, Mixture, OrdinaryDataset, RemoteBatch, RemoteG
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
 from streaming.remote.reader import RemoteReader
+from tests.support.clusters.ray_cluster import TwoNodes, locations, wait_for_end
+from tests.support.code.folders import EXAMPLES, ROOT
+from tests.support.code.page_blocks import blocks
+from tests.support.processes.forked import Forked
+from tests.support.processes.played_ranks import read_here
+from tests.support.sets.data_sets import SampleSet, mesh_of, play, valid_keys, write_set
+from tests.support.sources.conversions import contents, parquet_source
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, data_gets, mesh_of, write_set
-from folders import SUPPORT
-from forked import Forked
-from servers import MiniS3Server
 
 from streaming import DataLoader
+from tests.support.code.folders import PROGRAMS
+from tests.support.processes.forked import Forked
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, data_gets, mesh_of, write_set
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def run(forked: Forked, folder: Path, samples: SampleSet, world_size: int, jobs:
         for rank in range(world_size):
             output = folder / f"output-{rank}"
             started.append(
-                forked.start(SUPPORT / "replica_worker.py", str(path), output=output, environ={"RANK": str(rank)})
+                forked.start(PROGRAMS / "replica_rank.py", str(path), output=output, environ={"RANK": str(rank)})
             )
         return [one.wait(200) for one in started]
     finally:

@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from data_sets import SampleSet, write_set
-from servers import MiniS3Server
-from thread_peers import NUM_RANKS, ThreadPeers, on_ranks
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the backend of one process)
 
 from infra import AgentStore
@@ -25,6 +22,9 @@ from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.job import shared_results as shared
 from streaming.job import store
 from streaming.storage import Storage
+from tests.support.processes.thread_peers import NUM_RANKS, ThreadPeers, on_ranks
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, write_set
 
 
 @pytest.fixture

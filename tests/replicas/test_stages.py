@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import SampleSet, check_batch, data_gets, write_set
-from servers import MiniS3Server
 
 from infra import DeviceMesh
 from streaming import DataLoader, SequenceSlice, StageFields, StreamingDataset
 from streaming.batches.portion import Portion
 from streaming.errors import ConfigError
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets.data_sets import SampleSet, check_batch, data_gets, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import mesh_of
-from fault_proxy import Fault, FaultProxy
 from PIL import Image
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.bench import decoding
@@ -35,6 +32,9 @@ from streaming.catalog.build import index_shards
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import mesh_of
 
 CHUNK_BYTES = 64 << 10
 SAMPLES, SAMPLE_BYTES = 64, 60_000

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from servers import MiniS3Server, fresh_name
-from verb_cases import NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
 
 from shard_tools.cli import cli
 from shard_tools.columns.compute import ComputeOptions, compute_column
@@ -27,6 +25,8 @@ from shard_tools.sets.rewrite.reshard import reshard
 from shard_tools.stats.run import StatsOptions, stats
 from streaming.errors import ConfigError
 from streaming.storage import Storage
+from tests.support.contracts.verb_cases import NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 _MOST_BYTES = 1 << 20
 

@@ -9,7 +9,6 @@ from typing import Any
 import boto3
 import pytest
 from click.testing import CliRunner, Result
-from forked import Forked
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -17,6 +16,7 @@ from shard_tools.sets.clean import clean
 from shard_tools.sets.rewrite.field_changes import FieldChanges
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
+from tests.support.processes.forked import Forked
 
 HELD = """
 import sys, time

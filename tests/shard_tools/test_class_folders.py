@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from index_files import change_document
 from PIL import Image
 
 from shard_tools import ShardWriter
@@ -19,6 +18,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError
+from tests.support.sets.index_files import change_document
 
 NUM_CLASSES, NUM_IMAGES = 30, 10
 

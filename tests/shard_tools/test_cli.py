@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from forked import Forked
-from servers import MiniS3Server, MotoServer, fresh_name
 
 from shard_tools.cli import cli
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked
+from tests.support.servers.on_loopback import MiniS3Server, MotoServer, fresh_name
 
 PNG = b"\x89PNG\r\n\x1a\n\0\xff"
 VERBS = (

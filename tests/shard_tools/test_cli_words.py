@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import write_set
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.convert import convert
 from shard_tools.running.progress import progress_bar
 from streaming.catalog.unfinished import Unfinished
+from tests.support.sets.data_sets import write_set
 
 
 def run(*arguments: object) -> Result:

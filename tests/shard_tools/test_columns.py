@@ -16,8 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from index_files import change_document
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -28,6 +26,8 @@ from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMism
 from streaming.index.files import write_document
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.index_files import change_document
 
 NUM = 90
 

@@ -17,13 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conversions import members, tree
-from forked import Forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_files import change_document
-from stopped import stopping
-from tars import write_tar
 
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
 from shard_tools.convert.base.records import TEXT_UNITS, permutation
@@ -40,6 +35,11 @@ from streaming.errors import (
 )
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked
+from tests.support.processes.killed_programs import stopping
+from tests.support.sets.index_files import change_document
+from tests.support.sets.tars import write_tar
+from tests.support.sources.conversions import members, tree
 
 PNG = b"\x89PNG\r\n\x1a\n"
 JPG = b"\xff\xd8\xff\xe0"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from conversions import members
-from source_sets import VOC, coco, picture, voc
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, ImageOptions, convert
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
+from tests.support.sources.conversions import members
+from tests.support.sources.foreign_sets import VOC, coco, picture, voc
 
 
 def run(*arguments: object) -> Result:

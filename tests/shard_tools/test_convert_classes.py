@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from servers import MiniS3Server, fresh_name
 
 from shard_tools.cli import cli
 from streaming import StreamingDataset
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 TRAIN = ("ant", "bee", "cat")
 VAL = ("bee", "cat")  # which, by itself, would be 0 and 1

@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
-from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError
+from tests.support.sets.tars import write_tar
 
 NUM_DIGESTS = 2000
 ACCIDENTS = (b"BM", b"\xff\xfb", b"ID3", b"\xff\xd8\xff\xd0", b"\0\0\0\0ftyq", b"GIF8")  # how files begin, or nearly

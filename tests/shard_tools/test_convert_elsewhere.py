@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conversions import contents, parquet_source
-from executors import Stopping
 
 from shard_tools.convert import ConvertOptions, convert, elsewhere
 from shard_tools.running.engine import ordered
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
+from tests.support.clusters.executors import Stopping
+from tests.support.sources.conversions import contents, parquet_source
 
 
 def small_source(folder: Path) -> str:

@@ -12,10 +12,6 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pytest
-from conversions import contents
-from every_source import DATA, EVERY
-from executors import Sending
-from servers import MiniS3Server
 
 from shard_tools.convert import SourceOptions, convert, elsewhere, open_source, tars
 from shard_tools.convert.base import counts
@@ -23,6 +19,10 @@ from shard_tools.convert.base.records import Countable, Source
 from shard_tools.convert.sources import LAYOUTS
 from streaming.errors import ConfigError
 from streaming.storage import Storage
+from tests.support.clusters.executors import Sending
+from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sources.conversions import contents
+from tests.support.sources.every_source import DATA, EVERY
 
 
 @pytest.fixture

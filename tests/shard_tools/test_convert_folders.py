@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import soundfile
 from click.testing import CliRunner, Result
-from conversions import members
-from source_sets import picture, write_sound
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert, open_source
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
+from tests.support.sources.conversions import members
+from tests.support.sources.foreign_sets import picture, write_sound
 
 FILES = ConvertOptions(kind="files")
 

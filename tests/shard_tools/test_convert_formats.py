@@ -11,14 +11,14 @@ from typing import Any
 import lmdb
 import pytest
 from click.testing import CliRunner
-from conversions import tree
-from forked import Forked
-from servers import MotoServer
-from stopped import stopping
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked
+from tests.support.processes.killed_programs import stopping
+from tests.support.servers.on_loopback import MotoServer
+from tests.support.sources.conversions import tree
 
 DATA = Path(__file__).resolve().parent / "data"
 SETS = {

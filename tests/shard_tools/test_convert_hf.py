@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from conversions import members
-from source_sets import hf, picture, write_sound
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, NotFoundError
+from tests.support.sources.conversions import members
+from tests.support.sources.foreign_sets import hf, picture, write_sound
 
 HF = ConvertOptions(kind="hf")
 

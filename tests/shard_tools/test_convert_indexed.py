@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversions import members
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,6 +27,7 @@ from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import Storage
+from tests.support.sources.conversions import members
 
 DATA = Path(__file__).resolve().parent / "data"
 

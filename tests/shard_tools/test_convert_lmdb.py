@@ -13,13 +13,13 @@ from typing import Any
 
 import lmdb
 import pytest
-from conversions import members, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_tools.convert import ConvertOptions, SourceOptions, convert, open_source
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import Storage
+from tests.support.sources.conversions import members, tree
 
 JPG = b"\xff\xd8\xff\xe0"
 

@@ -12,17 +12,17 @@ from typing import Any
 import cloudpickle
 import pytest
 from click.testing import CliRunner, Result
-from conversions import contents
-from forked import Forked
-from servers import MiniS3Server, fresh_name
-from source_sets import MAKE, audio, files, picture
-from stopped import stopping
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, ImageOptions, SourceOptions, convert, elsewhere, open_source
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked
+from tests.support.processes.killed_programs import stopping
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sources.conversions import contents
+from tests.support.sources.foreign_sets import MAKE, audio, files, picture
 
 COUNT = 50
 KINDS = tuple(MAKE)

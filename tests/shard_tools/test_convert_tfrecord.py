@@ -14,7 +14,6 @@ from typing import Any
 import crc32c
 import numpy as np
 import pytest
-from conversions import members
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from shard_tools.convert.formats.example import parse_example
 from shard_tools.convert.formats.tfrecord import RECORD
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import Storage
+from tests.support.sources.conversions import members
 
 DATA = Path(__file__).resolve().parent / "data" / "tfrecord"
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import make_sample
-from fault_proxy import Fault, FaultProxy
-from forked import Forked, killed_until_it_is_done
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
@@ -33,6 +29,10 @@ from streaming.errors import (
 from streaming.index.files import write_document
 from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked, killed_until_it_is_done
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import make_sample
 
 COUNT = 60
 

@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -27,6 +26,7 @@ from streaming.errors import ChecksumError
 from streaming.index.cutter import ChunkRule
 from streaming.index.large_members import LARGE_BYTES
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 Fields = Mapping[str, bytes]
 Samples = Sequence[tuple[str, Fields]]

@@ -18,9 +18,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import write_set
-from folders import ROOT
-from servers import MiniS3Server, free_port
 
 import shard_tools.__main__ as program
 from shard_tools import ShardWriter
@@ -31,6 +28,9 @@ from shard_tools.doctor.packages import PackageState
 from shard_tools.doctor.store import StoreLook
 from streaming.errors import ConfigError
 from streaming.platforms import group_limits
+from tests.support.code.folders import ROOT
+from tests.support.servers.on_loopback import MiniS3Server, free_port
+from tests.support.sets.data_sets import write_set
 
 GOOD = Machine(
     system="Linux", python="3.13.1", cores=8, cores_there=8, quota_cores=None, memory_bytes=64 << 30,

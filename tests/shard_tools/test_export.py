@@ -17,7 +17,6 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from PIL import Image
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -27,6 +26,7 @@ from shard_tools.export.run import FORMATS, export
 from shard_tools.sets.copy import copy
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 COUNT = {"train": 25, "val": 7}
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import write_set
-from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -19,6 +17,8 @@ from streaming import StreamingDataset
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, UnfinishedError
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import write_set
 
 WRITING = {
     "convert": ["convert", "{source}/lines.jsonl", "{target}"],

@@ -11,7 +11,6 @@ import made_samples
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from conversions import contents, members
 from made_samples import changed
 from PIL import Image
 
@@ -25,6 +24,7 @@ from shard_tools.sets.inspect import list_samples
 from streaming.decode import resolve_decoders
 from streaming.errors import ChecksumError, ConfigError, DecodeError
 from streaming.storage import Storage
+from tests.support.sources.conversions import contents, members
 
 HERE = Running(workers=0)
 

@@ -22,8 +22,6 @@ import made_samples
 import numpy as np
 import psutil
 import pytest
-from conversions import contents, members
-from folders import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import Interrupted, dies_always, dies_once, exits, fails_at_threes, large, slow, varied
@@ -49,6 +47,8 @@ from streaming.errors import (
     WorkerError,
 )
 from streaming.platforms import unnamed_file
+from tests.support.code.folders import ROOT
+from tests.support.sources.conversions import contents, members
 
 run: Any = functools.partial(optimize, progress=False)
 here: Any = functools.partial(run, workers=0)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from conversions import contents, members
-from forked import Forked
-from ray_cluster import TwoNodes
 
 from shard_tools import ShardWriter, optimize
 from shard_tools.functions.mapped import MapOptions, map_set
 from shard_tools.functions.run import Running
 from streaming.errors import WorkerDiedError
+from tests.support.clusters.ray_cluster import TwoNodes
+from tests.support.processes.forked import Forked
+from tests.support.sources.conversions import contents, members
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

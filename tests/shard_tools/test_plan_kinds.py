@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from drawn_sets import make
-from history_cases import Case
-from planned_cases import Row, World, as_arguments, drawn
-from pools import Pools
 
 from shard_tools.cli import cli
 from streaming import Mixture
 from streaming.errors import ConfigError, MemoryLimitError
+from tests.support.models.drawn_sets import make
+from tests.support.models.history_cases import Case
+from tests.support.models.history_sets import Pools
+from tests.support.models.planned_cases import Row, World, as_arguments, drawn
 
 NUM_PARTS = 3
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import SampleSet, mesh_of, write_set
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.plan.sources import Reads
 from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, OptionError
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 G, RANKS = 12, 2
 SHUFFLE = {"lanes": 2, "window": 6}

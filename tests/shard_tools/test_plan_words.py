@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import mesh_of, write_set
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Balanced, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.arguments import counted
 from streaming.errors import ConfigError
+from tests.support.sets.data_sets import mesh_of, write_set
 
 LENGTH = 64
 

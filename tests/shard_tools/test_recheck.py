@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from data_sets import make_sample, mesh_of
 
 from shard_tools import ShardWriter
 from shard_tools.check.recheck import RecheckReport, recheck
@@ -19,6 +18,7 @@ from streaming.batches.bad_file import BadRecord
 from streaming.errors import ConfigError, DataError, IndexMissingError, NotFoundError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.sets.data_sets import make_sample, mesh_of
 
 BAD = (7, 50, 51, 99)
 

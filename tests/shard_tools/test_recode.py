@@ -14,16 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from conversions import contents, members
-from image_files import saved, smooth
 from PIL import Image, ImageCms
-from tars import write_tar
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, ImageOptions, convert
 from streaming import StreamingDataset
 from streaming.decode.images import image as decoder
 from streaming.errors import ConfigError
+from tests.support.sets.tars import write_tar
+from tests.support.sources.conversions import contents, members
+from tests.support.sources.image_files import saved, smooth
 
 
 def run(*arguments: object) -> Result:

@@ -15,11 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import make_sample, mesh_of
-from fault_proxy import Fault, FaultProxy
-from forked import Forked, killed_until_it_is_done
-from servers import MiniS3Server, fresh_name
-from stopped import stopping
 
 import shard_tools.sets.rewrite.shard_source as shard_source
 from shard_tools import ShardWriter
@@ -33,6 +28,11 @@ from streaming.batches.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DuplicateKeyError, NotFoundError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked, killed_until_it_is_done
+from tests.support.processes.killed_programs import stopping
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import make_sample, mesh_of
 
 COUNT = 100
 LANGUAGES = ("en", "de", None)

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversions import contents
-from executors import Sending, Stopping
 
 from shard_tools import ShardWriter
 from shard_tools.sets.rewrite.field_changes import FieldChanges
@@ -20,6 +18,8 @@ from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.catalog.build import index_shards
 from streaming.errors import ChecksumError, ConfigError, DataError, DuplicateKeyError
 from streaming.storage import Storage
+from tests.support.clusters.executors import Sending, Stopping
+from tests.support.sources.conversions import contents
 
 COUNT = 120
 COLUMNS = {"number": "json.number", "lang": "json.lang", "name": "json.name"}

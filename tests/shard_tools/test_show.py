@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
-from servers import MiniS3Server, fresh_name
-from shown import Shown
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shard_tools import ShardWriter
@@ -32,6 +30,8 @@ from shard_tools.show.data import columns, gallery
 from streaming import Schedule, StreamingDataset
 from streaming.index.files import write_document
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.servers.show_pages import Shown
 
 COUNT = 300
 LANGS = ("en", "de", None, "fr")

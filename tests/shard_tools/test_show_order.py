@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn_sets import make
-from history_cases import Case, leaves_of
-from planned_cases import Row, World, as_file, drawn
-from pools import Pools
-from shown import Shown
 
 from streaming.errors import ConfigError
+from tests.support.models.drawn_sets import make
+from tests.support.models.history_cases import Case, leaves_of
+from tests.support.models.history_sets import Pools
+from tests.support.models.planned_cases import Row, World, as_file, drawn
+from tests.support.servers.show_pages import Shown
 
 KINDS = (
     "plain", "stored", "filtered", "view", "joined", "mixture", "packs", "curriculum", "balanced", "grouped", "ramp",

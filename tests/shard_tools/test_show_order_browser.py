@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from browser import Pictures, Tab
-from shown import Shown
 
 from shard_tools import ShardWriter
+from tests.support.servers.browser import Pictures, Tab
+from tests.support.servers.show_pages import Shown
 
 NEW_TAB = Callable[..., Tab]
 

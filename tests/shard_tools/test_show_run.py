@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Tab, running
-from data_sets import SampleSet, mesh_of, write_set
 from prometheus_client import CollectorRegistry, start_http_server
-from shown import Shown
 
 import streaming.metrics
 from shard_tools.show.run import attach
@@ -24,6 +21,9 @@ from shard_tools.show.run import page as run_page
 from streaming import DataLoader
 from streaming.errors import ConfigError
 from streaming.metrics.waits import CAUSES, OWN, REST
+from tests.support.servers.browser import Tab, running
+from tests.support.servers.show_pages import Shown
+from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 HOSTILE = '"><script>document.title="ran"</script><img src=x onerror=\'document.title="ran"\'>'
 

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import OUTLINES, PICTURES, Pictures, Tab
 from click.testing import CliRunner
 from PIL import Image
-from pretty_set import write_pretty
-from shown import Shown
-from tars import write_tar
 
 from shard_tools.cli import cli
 from shard_tools.show.data.workers import DecodingWorkers
 from streaming.errors import DecodeError
+from tests.support.servers.browser import OUTLINES, PICTURES, Pictures, Tab
+from tests.support.servers.show_pages import Shown
+from tests.support.sets.pretty_set import write_pretty
+from tests.support.sets.tars import write_tar
 
 MARKUP = '<script>window.ran = 1; alert(1)</script><img src=x onerror="window.ran = 1; alert(2)">"\'&{{ 7*7 }}'
 KEY = "<img src=x onerror=alert(2)><script>alert(3)<b>\"'&{{ 7*7 }}"

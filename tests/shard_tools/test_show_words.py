@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import mesh_of
-from shown import Shown
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.storage import Storage
+from tests.support.servers.show_pages import Shown
+from tests.support.sets.data_sets import mesh_of
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 

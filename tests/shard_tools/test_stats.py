@@ -19,13 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from browser import Tab
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
-from servers import MiniS3Server, fresh_name
-from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -39,6 +36,9 @@ from shard_tools.stats.shard import ShardReader, StatsPart
 from shard_tools.stats.sketches import Distribution, Repeats, Top
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
+from tests.support.servers.browser import Tab
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.tars import write_tar
 
 Sample = dict[str, Any]
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversions import TEXTS, jsonl, run
-from index_files import change_document
-from servers import MiniS3Server, fresh_name
 
 from shard_tools.sets.copy import copy
 from streaming import DataLoader, Mixture, Packed, StreamingDataset
@@ -19,6 +16,9 @@ from streaming.catalog.listing import FoundShards
 from streaming.errors import IndexFormatError
 from streaming.index.files import write_document
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.index_files import change_document
+from tests.support.sources.conversions import TEXTS, jsonl, run
 
 NOTE = Path("_shardstream/tokens.json")
 

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from index_files import change_document
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError, DataError
+from tests.support.sets.index_files import change_document
 
 RNG = np.random.default_rng(6)
 IDS = [RNG.integers(0, 50_000, RNG.integers(1, 300)).tolist() for _ in range(60)]

@@ -26,10 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
-from conversions import TEXTS, jsonl, members, run, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import MiniS3Server, fresh_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shard_tools.cli import cli
@@ -47,6 +45,8 @@ from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sources.conversions import TEXTS, jsonl, members, run, tree
 
 
 @pytest.fixture(scope="session")

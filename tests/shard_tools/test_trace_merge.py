@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from data_sets import mesh_of, write_set
 
 from shard_tools.cli import cli
 from shard_tools.trace import merge_traces, read
 from streaming import DataLoader
 from streaming.errors import ConfigError, DataError, ShardstreamError
+from tests.support.sets.data_sets import mesh_of, write_set
 
 Content = dict[str, Any]
 STEPS = 6

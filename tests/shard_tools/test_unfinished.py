@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from forked import Forked
-from servers import HttpServer, MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -34,6 +32,8 @@ from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, UnfinishedError
 from streaming.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage
+from tests.support.processes.forked import Forked
+from tests.support.servers.on_loopback import HttpServer, MiniS3Server, fresh_name
 
 COUNT, PER_SHARD = 40, 8
 MOMENTS = ("first", "mid", "unindexed", "indexed", "unmarked")

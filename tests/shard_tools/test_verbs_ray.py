@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from forked import Forked
-from killed_node import killed_node
-from ray_cluster import TwoNodes
-from servers import MiniS3Server, fresh_name
-from verb_cases import NUM_SHARDS, PER_SHARD, VERBS, files, write_damaged, write_good
 
 from shard_tools.cli import cli
 from shard_tools.running.engine import open_engine
 from streaming.storage import Storage
+from tests.support.clusters.killed_node import killed_node
+from tests.support.clusters.ray_cluster import TwoNodes
+from tests.support.contracts.verb_cases import NUM_SHARDS, PER_SHARD, VERBS, files, write_damaged, write_good
+from tests.support.processes.forked import Forked
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import VerifyReport, verify
@@ -24,6 +23,7 @@ from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, N
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
+from tests.support.sets.tars import write_tar
 
 NUM_SHARDS = 4
 SAMPLES_PER_SHARD = 25

@@ -13,11 +13,11 @@ from typing import Any
 from xml.dom import minidom
 
 import pytest
-from folders import ROOT, TESTS
-from page_blocks import blocks
 
 from streaming.platforms import later
 from tests.release import verbs
+from tests.support.code.folders import ROOT, TESTS
+from tests.support.code.page_blocks import blocks
 
 DATA = TESTS / "shard_tools" / "data"
 

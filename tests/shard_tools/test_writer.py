@@ -19,7 +19,6 @@ from pathlib import Path
 import crc32c
 import numpy as np
 import pytest
-from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +32,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
+from tests.support.sets.data_sets import cut_records
 
 
 def encoded(value, field):

@@ -10,12 +10,6 @@ from typing import Any
 import datasets
 import pytest
 from click.testing import CliRunner
-from conversions import contents, run
-from every_source import EVERY
-from forked import Forked
-from killed_node import killed_engine, killed_node
-from ray_cluster import TwoNodes
-from watched import Watched
 
 from shard_tools import ShardWriter, optimize
 from shard_tools.cli import cli
@@ -26,6 +20,12 @@ from shard_tools.running.ray_engine import RayExecutor
 from shard_tools.sets.reindex import index
 from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from streaming.storage import Storage
+from tests.support.clusters.killed_node import killed_engine, killed_node
+from tests.support.clusters.ray_cluster import TwoNodes
+from tests.support.clusters.repeated_calls import Watched
+from tests.support.processes.forked import Forked
+from tests.support.sources.conversions import contents, run
+from tests.support.sources.every_source import EVERY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, mesh_of, valid_keys, write_set
-from servers import MiniS3Server, fresh_name
 
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import TransferError
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import SampleSet, mesh_of, valid_keys, write_set
 
 SHUFFLE = ShuffleConfig(seed=1, lanes=2, window=8)
 BATCHING: dict[str, Any] = {"batch_size": 10, "num_threads": 0, "memory_limit": "512KiB"}

@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
-from servers import GuardedHttpServer, MiniS3Server, free_port
 
 import shard_tools
 import streaming
@@ -34,6 +33,7 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming.storage import Storage
+from tests.support.servers.on_loopback import GuardedHttpServer, MiniS3Server, free_port
 
 USER, PASSWORD, QUERY = "swordfish", "hunter2", "X-Amz-Signature=abcdef0123&token=0ddba11"
 SECRETS = (USER, PASSWORD, "abcdef0123", "0ddba11", "fedcba9876", MiniS3Server.secret,

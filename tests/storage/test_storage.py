@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import HttpServer, fresh_name
 
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TransferError
@@ -26,6 +25,7 @@ from streaming.storage.adapters import object as object_adapter
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.base.options import parse_options
 from streaming.storage.requests.transfer import Transfer
+from tests.support.servers.on_loopback import HttpServer, fresh_name
 
 DATA = np.random.default_rng(7).integers(0, 256, 3_000_001, np.uint8).tobytes()
 PART = 5 << 20

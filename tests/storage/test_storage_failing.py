@@ -13,8 +13,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from fault_proxy import Fault, FaultProxy
-from leftovers import leftovers, our_threads
 
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
@@ -35,6 +33,8 @@ from streaming.storage.requests.silences import Patience, Silences
 from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.traffic import Traffic
 from streaming.storage.requests.transfer import Transfer, _Request
+from tests.support.processes.leftovers import leftovers, our_threads
+from tests.support.servers.fault_proxy import Fault, FaultProxy
 
 MIB = 1 << 20
 DATA = np.random.default_rng(12).integers(0, 256, 2 * MIB, np.uint8).tobytes()

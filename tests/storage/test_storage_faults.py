@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fault_proxy import Fault, FaultProxy
 from obstore.exceptions import GenericError, PermissionDeniedError
-from servers import HttpServer, with_port
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
 from streaming.storage.adapters import in_place
 from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.base.adapter import ThrottledError
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import HttpServer, with_port
 
 MIB = 1 << 20
 DATA = np.random.default_rng(11).integers(0, 256, 4 * MIB, np.uint8).tobytes()

@@ -10,13 +10,13 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from leftovers import leftovers, our_threads
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import TransferError
 from streaming.storage import ChangedError, Storage
 from streaming.storage.requests import traffic
+from tests.support.processes.leftovers import leftovers, our_threads
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, 2 * MIB, np.uint8).tobytes()

@@ -17,14 +17,14 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from fault_proxy import Fault, FaultProxy
-from servers import GuardedHttpServer, HttpServer
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
 from streaming.storage.adapters.credentials import goes_through_proxy
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.adapters.plain_http import can_ask
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import GuardedHttpServer, HttpServer
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, 4 * MIB, np.uint8).tobytes()

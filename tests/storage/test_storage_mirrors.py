@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from data_sets import SampleSet, make_sample
-from fault_proxy import Fault, FaultProxy
-from servers import fresh_name
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -19,6 +16,9 @@ from streaming.errors import AccessDeniedError, ConfigError, IndexMismatchError,
 from streaming.fetch.read import FetchRange, _Read, _whole_of
 from streaming.storage import ChangedError, Storage, mirrors_of
 from streaming.storage.base.mirrors import REST_S, Mirror, Route, Routes, parse_mirrors
+from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.on_loopback import fresh_name
+from tests.support.sets.data_sets import SampleSet, make_sample
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, MIB, np.uint8).tobytes()

@@ -12,12 +12,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from leftovers import leftovers
 
 from streaming.storage import Storage
 from streaming.storage.base.adapter import Sink, ThrottledError, copy_piece
 from streaming.storage.requests.node_slowdown import NodeSlowdown
 from streaming.storage.requests.throttle import CUT, GIVEN_BACK, LEAST_SHARE, RECOVERY_S, Gate, Slowdown, SlowdownState
+from tests.support.processes.leftovers import leftovers
 
 
 class Clock:

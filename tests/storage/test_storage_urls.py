@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from folders import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from streaming.storage.base.adapter import PassingError, UnreachableError
 from streaming.storage.base.options import StorageOptions, parse_options
 from streaming.storage.requests.retry import retrying
 from streaming.storage.store import _MOST_PINS, Pins
+from tests.support.code.folders import ROOT
 
 SEGMENT = st.text(st.characters(codec="utf-8", exclude_characters="/?#:\0{}"), min_size=1, max_size=8).filter(
     lambda text: text not in {".", ".."}

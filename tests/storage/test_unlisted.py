@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from data_sets import write_set
-from servers import MiniS3Server, fresh_name
 
 from shard_tools.cli import cli
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.data_sets import write_set
 
 SHARDS = "{000000..000001}.tar"
 

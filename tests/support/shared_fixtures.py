@@ -7,12 +7,8 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import browser
 import fsspec.asyn
 import pytest
-from forked import IMPORTS, Forked
-from forked import SHARED as SHARED_ORIGIN
-from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.catalog import open as catalog_open
 from streaming.datasets import table_file
@@ -21,6 +17,10 @@ from streaming.engine.workers.fork_server import SHARED
 from streaming.job.shared_results import Peers
 from streaming.sources import grouped, packs, samples
 from streaming.storage import Storage
+from tests.support.processes.forked import IMPORTS, Forked
+from tests.support.processes.forked import SHARED as SHARED_ORIGIN
+from tests.support.servers import browser
+from tests.support.servers.on_loopback import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from packed_sets import write
 from trainer_names import FOLDER, QUIET, URL
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -15,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError
 from streaming.integrations.transformers import use_loader
+from tests.support.sets.packed_sets import write
 
 
 class OfOneField(torch.nn.Module):

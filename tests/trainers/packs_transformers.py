@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from packed_sets import LENGTH
 from trainer_names import FOLDER, QUIET, RANKS
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from infra import DeviceMesh
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.integrations.transformers import use_loader
+from tests.support.sets.packed_sets import LENGTH
 
 GLOBAL_BATCH, ACCUMULATED, RATE, VOCAB_SIZE = 4, 2, 0.5, 97
 documents = Path(f"{FOLDER}-documents")

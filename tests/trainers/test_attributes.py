@@ -6,13 +6,13 @@ import importlib
 
 import pytest
 import torch
-from data_sets import SampleSet, write_set
 from torch.utils.data import BatchSampler, default_collate
 
 from infra import DeviceMesh
 from streaming import DataLoader, DevicePrefetcher, TorchIterable
 from streaming.errors import ConfigError
 from streaming.integrations.lightning import OneBehind
+from tests.support.sets.data_sets import SampleSet, write_set
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
 from torch.utils.data import IterableDataset
 
 from streaming import DataLoader, Mixture
 from streaming.errors import ConfigError, StateError
 from streaming.integrations.checkpoint import WholeState
+from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
 

@@ -8,11 +8,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, write_set
 
 from infra import MeshError
 from infra.frameworks import DefaultGroup
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, OrdinaryDataset
+from tests.support.sets.data_sets import SampleSet, write_set
 
 KINDS = ("indexed", "unindexed", "map-style", "fetcher")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")

@@ -22,14 +22,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from data_sets import SampleSet, write_set
-from folders import ROOT, SUPPORT
-from forked import Forked, all_end
-from packed_sets import write as write_documents
-from page_blocks import blocks
 
 from shard_tools import ShardWriter
 from streaming import DataLoader
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import blocks
+from tests.support.processes.forked import Forked, all_end
+from tests.support.sets.data_sets import SampleSet, write_set
+from tests.support.sets.packed_sets import write as write_documents
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -125,7 +125,7 @@ ENVIRON = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` has it
-    "PYTHONPATH": os.pathsep.join(map(str, (HERE, SUPPORT, ROOT))),
+    "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT))),
 }
 
 

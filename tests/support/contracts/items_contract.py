@@ -1,0 +1,326 @@
+"""What a loader promises of batches, whatever their rows are: a battery for any ``Items``, and rows of our own.
+
+``windows`` have rows that streaming/ does not know: sliding windows over a data set.
+"""
+
+from __future__ import annotations
+
+import copy
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+
+from infra import DeviceMesh
+from shard_tools import ShardWriter
+from streaming import DataLoader, Packed, Schedule, StreamingDataset
+from streaming.batches.build import BatchBuilder, Mask, Part
+from streaming.batches.collate import default_collate, empty_like
+from streaming.batches.items.pieces import PieceItems, pieces_of
+from streaming.batches.portion import Portion
+from streaming.batches.rows import Rows
+from streaming.datasets.face import reading
+from streaming.errors import DataError
+from streaming.packing.layout import PackRows
+from streaming.replicas.batch_codec import decode, encode
+from streaming.sources.samples import SampleSource
+from streaming.types import Int64Array, Sample
+from tests.support.processes.played_ranks import Play
+from tests.support.sets.data_sets import mesh_of
+
+LENGTHS = [3 + 5 * number % 17 for number in range(64)]
+KEYS = [f"{number:05d}" for number in range(len(LENGTHS))]
+LOST = KEYS[19]
+_SHARD, _GLOBAL_BATCH = 8, 4
+
+
+def write_documents(folder: Path) -> Path:
+    """Eight shards of one chunk each, of documents with a class and tokens, and a column of their number."""
+    count = {"tokens": lambda sample: len(sample["tok"]) // 2}
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=_SHARD, columns=count) as writer:
+        for number, length in enumerate(LENGTHS):
+            tokens = np.arange(100 * number, 100 * number + length, dtype="<u2")
+            writer.write({"__key__": KEYS[number], "cls": number, "tok": tokens.tobytes()})
+    return folder
+
+
+def damage(folder: Path) -> None:
+    """Flip a bit in the tokens of the document ``LOST``."""
+    path = folder / f"{int(LOST) // _SHARD:06d}.tar"
+    with tarfile.open(path) as archive:
+        at = archive.getmember(f"{LOST}.tok").offset_data
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# --- a kind of row of our own ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRows(PieceItems):
+    """A row is a run of samples, each field stacked."""
+
+    size: int
+
+    def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
+        return positions[packs.packs] * self.size + packs.places
+
+    def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
+        packs = pieces_of(rows)
+        mask = builder.recipe.mask_of(len(rows.keys), None if valid is None else valid[packs.packs])
+        samples = [builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
+        spans = list(pairwise(packs.splits.tolist()))
+        each = None if mask is None else np.array([mask[low:high].all() for low, high in spans])
+        return builder.collate([default_collate(samples[low:high]) for low, high in spans], each)
+
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
+        row, recipe = default_collate([builder.first_of(prototypes)] * self.size), builder.recipe
+        if recipe.collate_fn is not None:
+            return builder.without_rows(row)
+        whole = replace(recipe, portion=Portion(), finish=None)
+        return recipe.portion(empty_like(whole.whole(builder.default([row]), whole.mask_of(1, None), 1)), 0)
+
+    def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:
+        raise NotImplementedError
+
+
+class WindowSource(SampleSource):
+    """The sliding windows of ``size`` samples over each chunk of a source."""
+
+    size: int
+
+    @classmethod
+    def over(cls, source: SampleSource, size: int) -> Self:
+        made = cls.__new__(cls)
+        made.__dict__ |= {**source.__dict__, "size": size}
+        return made
+
+    @property
+    def items(self) -> WindowRows:
+        return WindowRows(size=self.size)
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        return np.maximum(super().chunk_samples - self.size + 1, 0)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint}-{self.size}"
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        inside = (offsets[:, None] + np.arange(self.size)).reshape(-1)
+        return PackRows.of_samples(
+            self.samples_of(chunk_ids.repeat(self.size), inside), self.size * np.arange(len(offsets) + 1)
+        )
+
+    def has_sample_tables(self) -> bool:
+        return False  # no slices
+
+    def expected_samples(self, num_rows: float) -> float:
+        return num_rows * self.size
+
+
+def windows(folder: Path, size: int, **options: Any) -> StreamingDataset:
+    """Return a set whose rows are such windows."""
+    dataset = StreamingDataset(str(folder), **options)
+    return reading(dataset, WindowSource.over(dataset.source, size))
+
+
+# --- the battery ---
+
+
+class ItemsContract:
+    """What rows of any kind keep of a loader's promises; a subclass says how a set of such rows is made."""
+
+    as_list = False
+    """Whether a row is a batch by itself, of which a loader hands out lists."""
+    field = "cls"
+    """A field that can be read alone; "": none can."""
+
+    @pytest.fixture
+    def folder(self, documents: Path) -> Path:
+        return documents
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        """Return a set of such rows of ``write_documents``."""
+        raise NotImplementedError
+
+    def due(self) -> Counter[tuple[str, ...]] | None:
+        """The keys of all rows; None: the keys of all samples are due once."""
+        return None
+
+    def rows(self, batch: Any) -> list[tuple[str, ...]]:
+        """The keys of each row of a batch."""
+        return [(key,) if isinstance(key, str) else tuple(key) for key in batch["__key__"]]
+
+    # --- reading ---
+
+    def loader(self, dataset: Any, world: int = 1, rank: int = 0, **options: Any) -> DataLoader:
+        chosen = {"global_batch_size": _GLOBAL_BATCH, "num_threads": 0, "last_batch": "partial"} | options
+        chosen |= {"collate_fn": list} if self.as_list else {}
+        return DataLoader(dataset, **{"device_mesh": mesh_of(world, rank), **chosen})
+
+    def batches(self, dataset: Any, count: int | None = None, state: Any = None, **options: Any) -> list[Any]:
+        with self.loader(dataset, **options) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            return [copy.deepcopy(batch) for batch in islice(loader, count)]
+
+    def whole(self, dataset: Any, world: int = 1, **options: Any) -> list[list[tuple[str, ...]]]:
+        """The keys of the rows of each global batch."""
+        ranks = [self.batches(dataset, world=world, rank=rank, **options) for rank in range(world)]
+        return [[row for batch in parts for row in self.keys(batch)] for parts in zip(*ranks, strict=True)]
+
+    def keys(self, batch: Any) -> list[tuple[str, ...]]:
+        return [tuple(one["__key__"]) for one in batch] if self.as_list else self.rows(batch)
+
+    def state(self, dataset: Any, count: int, **options: Any) -> dict[str, Any]:
+        with self.loader(dataset, **options) as loader:
+            for _ in islice(loader, count):
+                pass
+            return loader.state_dict()
+
+    # --- promises ---
+
+    @pytest.mark.parametrize("world", [3])
+    def test_every_row_is_delivered_once_in_the_same_global_batches_on_any_world(
+        self, folder: Path, world: int
+    ) -> None:
+        dataset = self.make(folder)
+        whole = self.whole(dataset)
+        rows = [row for batch in whole for row in batch]
+        assert all(len(batch) == _GLOBAL_BATCH for batch in whole[:-1])
+        assert len(rows) == int(dataset.source.chunk_samples.sum())
+        if (due := self.due()) is None:
+            assert Counter(key for row in rows for key in row) == Counter(KEYS)
+        else:
+            assert Counter(rows) == due
+        assert self.whole(dataset, world) == whole
+
+    @pytest.mark.parametrize(
+        ("on_error", "options"), [("substitute", {"num_threads": 2}), ("skip", {"num_workers": 2})], ids=str
+    )
+    def test_batches_do_not_depend_on_who_builds_them_even_with_damage(
+        self, folder: Path, on_error: str, options: dict[str, Any]
+    ) -> None:
+        damage(folder)
+        dataset = self.make(folder, on_error=on_error, max_bad_samples=1.0)
+        assert same(self.batches(dataset, **options), self.batches(dataset))
+
+    def test_resumed_behind_any_batch_the_rest_is_the_same(self, folder: Path) -> None:
+        dataset = self.make(folder)
+        whole = self.batches(dataset, last_batch="pad")
+        with self.loader(dataset, last_batch="pad") as loader:
+            states = [loader.state_dict() for _ in loader]
+        for count, state in enumerate(states[:-1], 1):
+            assert same(self.batches(dataset, state=state, last_batch="pad"), whole[count:]), count
+
+    @pytest.mark.parametrize(("before", "after"), [(2, 3)])
+    def test_resumed_on_another_world_the_rest_is_the_same(self, folder: Path, before: int, after: int) -> None:
+        dataset = self.make(folder)
+        whole = self.whole(dataset)
+        state = self.state(dataset, 2, world=before, rank=before - 1)
+        assert self.whole(dataset, after, state=state) == whole[2:]
+
+    @pytest.mark.parametrize("world", [2])
+    def test_the_last_batch_is_dropped_padded_or_partial(self, folder: Path, world: int) -> None:
+        dataset = self.make(folder)
+        size = next(size for size in (5, 7) if int(dataset.source.chunk_samples.sum()) % size)
+        options = {"global_batch_size": size * world}
+        found = {how: self.whole(dataset, world, last_batch=how, **options) for how in ("drop", "partial", "pad")}
+        due, left = divmod(int(dataset.source.chunk_samples.sum()), size * world)
+        assert [len(batch) for batch in found["drop"]] == due * [size * world]
+        assert [len(batch) for batch in found["partial"]] == due * [size * world] + [left] * (left > 0)
+        assert [len(batch) for batch in found["pad"]] == (due + (left > 0)) * [size * world]
+        assert found["drop"] == found["partial"][:due] == found["pad"][:due]
+
+    def test_a_rank_without_rows_gets_a_batch_of_the_same_form(self, folder: Path) -> None:
+        dataset, short = self.make(folder), {"world": 2, "epoch_size": 2 * _GLOBAL_BATCH + 1}
+        none, one = (self.batches(dataset, rank=rank, **short)[-1] for rank in (0, 1))
+        assert [len(self.keys(batch)) for batch in (none, one)] == [0, 1]
+        if not self.as_list:
+            assert none.keys() == one.keys()
+            assert all(type(none[name]) is type(value) for name, value in one.items())
+
+    @pytest.mark.parametrize("options", [{}, {"last_batch": "pad", "world": 2}], ids=str)
+    def test_damage_costs_what_on_error_says(self, folder: Path, options: dict[str, Any]) -> None:
+        whole = self.whole(self.make(folder), **options)
+        damage(folder)
+        for on_error in ("substitute", "skip"):
+            dataset = self.make(folder, on_error=on_error, max_bad_samples=1.0)
+            found = self.whole(dataset, **options)
+            assert [len(batch) for batch in found] == [len(batch) for batch in whole]
+            assert LOST not in {key for batch in found for row in batch for key in row}
+            with self.loader(dataset, **options) as loader:
+                marked = [one for batch in loader for one in (batch if self.as_list else [batch])]
+                assert loader.metrics()["bad_samples"] >= (options.get("world", 1) == 1)
+            is_marked = on_error == "skip" or options.get("last_batch") == "pad"
+            assert all(("__valid__" in one) == is_marked for one in marked)
+        with pytest.raises(DataError, match="00000"):
+            self.whole(self.make(folder, on_error="raise"), **options)
+
+    def test_fields_that_are_not_asked_for_are_not_there(self, folder: Path) -> None:
+        if self.field:
+            batch = self.batches(self.make(folder, fields=(self.field,)), 1)[0]
+            names = (batch[0] if self.as_list else batch).keys()
+            assert {name for name in names if not name.startswith("__")} == {self.field}
+
+    def test_a_cache_gives_the_same_and_reads_nothing_again(self, folder: Path, tmp_path: Path) -> None:
+        whole = self.batches(self.make(folder))
+        for num_reads in (True, False):
+            dataset = self.make(folder, cache_dir=str(tmp_path / "cache"))
+            assert same(self.batches(dataset), whole)
+            assert bool(dataset.source.counters().get("cache_misses", 0)) == num_reads
+
+    @pytest.mark.parametrize("world", [2])
+    def test_batches_that_grow_are_the_same_on_any_world_and_after_a_resume(self, folder: Path, world: int) -> None:
+        dataset, ramp = self.make(folder), {"global_batch_size": Schedule.steps({0: 2, 4: 4, 12: 6})}
+        whole = self.whole(dataset, **ramp)
+        assert [len(batch) for batch in whole[:4]] == [2, 2, 4, 4][: len(whole)]
+        state = self.state(dataset, 3, **ramp)
+        assert self.whole(dataset, world, state=state, **ramp) == whole[3:]
+
+    def test_batches_travel_to_other_ranks_as_they_are(self, folder: Path) -> None:
+        whole = self.batches(self.make(folder))
+        assert same(
+            [decode(encode(batch, lambda size: torch.empty(size, dtype=torch.uint8))) for batch in whole], whole
+        )
+
+    def test_one_rank_reads_for_its_replicas(self, folder: Path, play: Play) -> None:
+        dataset = self.make(folder)
+
+        def run(mesh: DeviceMesh) -> list[Any]:
+            return self.batches(dataset, device_mesh=mesh, replicate="broadcast")
+
+        alone = self.batches(dataset)
+        assert all(same(found, alone) for found in play(run, tp_size=2))
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether values, at any depth, are of the same types, shapes and content."""
+    if isinstance(found, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(found, dict):
+        return list(found) == list(expected) and all(same(found[name], expected[name]) for name in found)
+    if isinstance(found, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+class PackedContract(ItemsContract):
+    """Rows by ``Packed``, whose documents are of tokens."""
+
+    field = ""
+    packed: Mapping[str, Any] = MappingProxyType({})
+
+    def make(self, folder: Path, **options: Any) -> Packed:
+        return Packed(StreamingDataset(str(folder), **options), **self.packed)

@@ -1,0 +1,1 @@
+"""Files of other formats that tools convert and decoders read; no set of ours."""
