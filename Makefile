@@ -1,12 +1,13 @@
 # make demo   from raw data to training from a bucket, with a crash in the middle (DEMO_URL=s3://… for a real one)
-# make test   everything that must hold: ruff, mypy, all tests
-# make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
+# make test   the promises, in minutes: ruff, mypy, contracts, histories, orders, one job per launcher, the pages of the docs
+# make test-all   make test, then what is marked `thorough`: Ray, browsers, trainers, the site, torture, option table
+# make venv | lint | types | pytest | thorough | bench | peers    the parts (peers: us beside the other loaders)
 # make docs   the site, in build/site: pages, reference and all messages; fails on a broken link
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
 # make release-check  wheel and sdist in clean environments of every Python that is found, types, extras, oldest versions
-# make matrix all tests, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
+# make matrix all tests of both, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
 # make flips  FLIPS=100000 flipped bits in all files of an index, under each reader, drawn from SEED=1
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, as many histories of all
 #             kinds of sets against a model, and CASES/20 against an undisturbed rank, drawn from SEED=1
@@ -22,17 +23,18 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 GPU_ARGS ?=
+RUN_TESTS = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RELEASE_ARGS ?=
 
 # Compiled files are kept even where the environment says otherwise (container images do): tests start a hundred
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: release-check help venv demo test lint types pytest format bench docs gpu peers fuzz torture flips matrix differential clean
+.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers fuzz torture flips matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -15
 
 venv: $(VENV)/.installed
 
@@ -49,6 +51,9 @@ demo: venv
 test: lint
 	@$(MAKE) --no-print-directory -j2 types pytest
 
+test-all: test
+	@$(MAKE) --no-print-directory thorough
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,7 +62,10 @@ types: venv
 	$(BIN)/mypy
 
 pytest: venv
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(RUN_TESTS) -m "not thorough" $(PYTEST_ARGS)
+
+thorough: venv
+	$(RUN_TESTS) -m thorough $(PYTEST_ARGS)
 
 format: venv
 	$(BIN)/ruff format .
@@ -79,7 +87,7 @@ release-check: venv
 	$(BIN)/python -m tests.release $(RELEASE_ARGS)
 
 matrix: venv
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --matrix $(PYTEST_ARGS)
+	$(RUN_TESTS) --matrix $(PYTEST_ARGS)
 
 fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)

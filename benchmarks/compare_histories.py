@@ -45,7 +45,10 @@ def play(tree: Path, seed: int, cases: int) -> dict[int, Any]:
     """Play cases with the code and the tests of a tree: how each ended, its batches, their hash and the last state."""
     tests = tree / "tests"
     sys.path[:0] = [str(tree), str(tests), *sorted(str(one) for one in tests.glob("*/"))]
-    model, drawn = importlib.import_module("test_histories_model"), importlib.import_module("tests.support.models.history_cases")
+    model, drawn = (
+        importlib.import_module("test_histories_model"),
+        importlib.import_module("tests.support.models.history_cases"),
+    )
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     folder, found = Path(tempfile.mkdtemp()), {}

@@ -186,6 +186,7 @@ def test_what_becomes_of_a_short_video():
 # --- of files, only what is needed ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ALL)
 def test_of_a_file_only_the_bytes_around_the_clip_are_read(kind):
     data = streams.video(kind, 300, size=(96, 128), gop=10, grain=60)

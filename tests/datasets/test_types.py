@@ -71,7 +71,7 @@ def plain(revealed: str) -> str:
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", revealed)
 
 
-@pytest.mark.slow  # type checking torch takes some seconds where nothing is cached
+@pytest.mark.thorough
 def test_a_type_checker_knows_what_users_hold_and_takes_what_pages_write(tmp_path: Path) -> None:
     script = tmp_path / "held.py"
     script.write_text(HEAD + "".join(f"reveal_type({expression})\n" for expression in KNOWN))

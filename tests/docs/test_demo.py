@@ -18,6 +18,8 @@ import pytest
 from tests.support.code.folders import EXAMPLES
 from tests.support.processes.forked import Forked
 
+pytestmark = pytest.mark.thorough
+
 
 def example(name: str) -> ModuleType:
     """A script of ``examples/`` as a module."""
@@ -38,7 +40,6 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", ["forked", pytest.param("interpreters", marks=pytest.mark.matrix)])
 def test_the_demo_passes_in_three_minutes_and_leaves_nothing_running(

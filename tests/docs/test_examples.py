@@ -21,6 +21,8 @@ from PIL import Image
 from tests.support.code.folders import EXAMPLES
 from tests.support.processes.forked import Forked, ForkedProcess
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """
 import os, runpy, sys
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -87,7 +89,6 @@ def kill_after(example: ForkedProcess, said: str) -> None:
     assert example.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_pictures_are_learnt_from_class_folders_after_a_kill_too(forked: Forked, tmp_path: Path) -> None:
     kill_after(start(forked, "train_images.py", tmp_path, "--epochs", "9"), "epoch 1: accuracy")
     said = run(forked, "train_images.py", tmp_path, "--epochs", "4")
@@ -97,7 +98,6 @@ def test_pictures_are_learnt_from_class_folders_after_a_kill_too(forked: Forked,
     assert accuracies[-1] > 60  # by chance 10
 
 
-@pytest.mark.slow
 def test_pictures_find_their_captions(forked: Forked, tmp_path: Path) -> None:
     said = run(forked, "train_pairs.py", tmp_path, "--epochs", "4")
     found = re.findall(r"([\d.]+)% find their caption", said)
@@ -105,7 +105,6 @@ def test_pictures_find_their_captions(forked: Forked, tmp_path: Path) -> None:
     assert float(found[-1]) > 30  # by chance 0.7
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(forked: Forked, tmp_path: Path) -> None:
     calm, crashed = tmp_path / "calm", tmp_path / "crashed"
@@ -142,7 +141,6 @@ def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(forked: Fo
     assert share_of_prose[-16:].mean() > 0.45
 
 
-@pytest.mark.slow
 def test_answers_are_learnt_from_masked_conversations(forked: Forked, tmp_path: Path) -> None:
     said = run(forked, "finetune_chat.py", tmp_path, "--epochs", "2")
     for what in ("the answers", "answers that were held out"):
@@ -151,7 +149,6 @@ def test_answers_are_learnt_from_masked_conversations(forked: Forked, tmp_path: 
         assert float(found[2]) < float(found[1]) / 2
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_goes_on_with_one_of_two_nodes_and_every_sample_counts_once(forked: Forked, tmp_path: Path) -> None:
     said = run(forked, "elastic.py", tmp_path, PYTHON_EXEC=forked.python)  # torchrun's name for the ranks' interpreter
@@ -162,7 +159,6 @@ def test_torchrun_goes_on_with_one_of_two_nodes_and_every_sample_counts_once(for
     assert "missing: 0, doubled: 0\neach of 1,797 samples, in each of 4 epochs: True" in said
 
 
-@pytest.mark.slow
 def test_the_count_of_the_elastic_job_notices_what_is_missing_or_doubled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +179,6 @@ def test_the_count_of_the_elastic_job_notices_what_is_missing_or_doubled(
     assert "missing: 0, doubled: 1" in said
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_and_shows_pictures(forked: Forked, tmp_path: Path) -> None:
     notebook = EXAMPLES / "look_at_a_data_set.ipynb"
     written = json.loads(notebook.read_text())

@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.code.folders import ROOT
 
+pytestmark = pytest.mark.thorough
+
 _SPEC = importlib.util.spec_from_file_location("figures_of_pages", ROOT / "benchmarks" / "figures.py")
 assert _SPEC is not None
 assert _SPEC.loader is not None

@@ -6,6 +6,8 @@ import importlib
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.code.folders import ROOT
 from tests.support.code.source_tree import KNOWN_TO, NOT_DECLARED, imports, is_under, modules, ours, report
 
@@ -91,6 +93,7 @@ for before, modules, without_torch in %(steps)r:
 """
 
 
+@pytest.mark.thorough
 def test_imports_have_no_side_effects() -> None:
     """No thread, no handler, no process, no look at the environment; and tools start without torch."""
 

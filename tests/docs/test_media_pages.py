@@ -16,6 +16,8 @@ from tests.support.code.page_blocks import PYTHON, blocks, run_python
 from tests.support.processes.forked import Forked
 from tests.support.sources import streams
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """
 import os, runpy, sys
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -47,7 +49,6 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(batch["length"].tolist()) == 32_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "least"),
     [

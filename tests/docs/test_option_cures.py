@@ -40,6 +40,8 @@ from streaming import (
 from tests.support.code.cure_messages import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
 from tests.support.sets.data_sets import write_set
 
+pytestmark = pytest.mark.thorough
+
 _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 
 RUN_ELSEWHERE = {

@@ -32,6 +32,8 @@ from tests.support.code.folders import ROOT
 from tests.support.contracts.option_kinds import BAD, COUNT, ENDLESS, KINDS, OWNERS, Options, Places, Run, run
 from tests.support.sets.data_sets import mesh_of
 
+pytestmark = pytest.mark.thorough
+
 SHOWN = ("plain", "mixture", "nested", "packed", "by size", "balanced", "unindexed", "map-style", "iterable", "remote")
 """Kinds that `make test` walks. `make matrix` walks all: the others are read in the same way as one of these."""
 CURE = "write the page anew: PYTHONPATH=. .venv/bin/python tests/docs/test_option_table.py"

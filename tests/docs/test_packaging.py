@@ -20,6 +20,8 @@ from tests.release import contents
 from tests.release.environments import FailedError
 from tests.support.code.folders import ROOT
 
+pytestmark = pytest.mark.thorough
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -27,7 +27,6 @@ def test_an_excuse_gives_a_reason() -> None:
     assert [b.line for b in blocks(README.read_text()) if b.excuse == ""] == []
 
 
-@pytest.mark.slow
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.code.folders import ROOT
 
+pytestmark = pytest.mark.thorough
+
 
 def run(code: str, *paths: Path) -> str:
     """What a process with these folders first on its path says as it fails."""

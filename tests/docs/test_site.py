@@ -29,7 +29,7 @@ from streaming.decode import images, registry
 from tests.support.code.cure_messages import error_of, messages
 from tests.support.code.folders import ROOT
 
-pytestmark = pytest.mark.timeout(600)  # the site is built by the first test that needs it
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]  # the site is built by the first test that needs it
 
 DRAWN = 200  # messages that are looked for
 FILLED = ("s3://bucket/train/000017.tar", "17", "'a/b'", "4.0 GiB", "tokens, lang", "3 of 8")
@@ -200,7 +200,6 @@ def test_their_block_stands_beside_ours() -> None:
 # ------------------------------------------------------------------------------------------- what is built
 
 
-@pytest.mark.slow
 def test_the_check_sees_what_is_wrong(site: Path, tmp_path: Path) -> None:
     from docs.site import check  # noqa: PLC0415
 
@@ -221,7 +220,6 @@ def test_the_check_sees_what_is_wrong(site: Path, tmp_path: Path) -> None:
     assert check.problems(site) == []
 
 
-@pytest.mark.slow
 def test_200_messages_have_a_heading_and_are_in_the_index(site: Path) -> None:
     pages: dict[str, str] = {}
     index = (site / "searchindex.js").read_text()
@@ -247,7 +245,6 @@ def test_the_table_for_the_browser_names_every_message() -> None:
 # ------------------------------------------------------------------------------------------- in a browser
 
 
-@pytest.mark.slow
 def test_nothing_leaves_a_page_and_nothing_is_wider_than_a_phone(
     site: Path, address: str, tab: Callable[..., Any]
 ) -> None:
@@ -262,7 +259,6 @@ def test_nothing_leaves_a_page_and_nothing_is_wider_than_a_phone(
     assert one.errors == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_text_has_contrast(address: str, tab: Callable[..., Any], scheme: str) -> None:
     """At least 4.5 to 1, as WCAG asks, of everything with text: prose, code, links, tables."""
@@ -298,7 +294,6 @@ def test_text_has_contrast(address: str, tab: Callable[..., Any], scheme: str) -
         assert poor == [], page
 
 
-@pytest.mark.slow
 def test_200_messages_are_found_by_what_is_raised(address: str, tab: Callable[..., Any]) -> None:
     one = tab()
     page = one.open(f"{address}docs/troubleshooting.html")
@@ -314,7 +309,6 @@ def test_200_messages_are_found_by_what_is_raised(address: str, tab: Callable[..
     assert first >= 0.95 * DRAWN
 
 
-@pytest.mark.slow
 def test_messages_as_users_see_them_lead_to_a_heading(
     site: Path, address: str, tab: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ import shard_tools
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import PYTHON, SHELL, Block, blocks, run_python, run_shell
 
+pytestmark = pytest.mark.thorough
+
 COMING_FROM = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 PEERS = {"webdataset": "webdataset", "torch": "torch", "datasets": "datasets"}
 """Pages whose left column runs where this package is installed."""
@@ -57,7 +59,6 @@ def write_inputs(folder: Path) -> None:
             table.write(json.dumps({"text": f"text {number}", "tokens": number}) + "\n")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the peers
 @pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
 def test_both_columns_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
@@ -94,7 +95,6 @@ def test_all_peers_have_a_page() -> None:
         assert page.read_text().count("\n|") > 10, page
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", ["tutorial", "launchers", "stores"])
 def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,8 @@ from streaming.fetch import read
 from tests.support.code.folders import ROOT
 from tests.support.sets.data_sets import SampleSet, write_set
 
+pytestmark = pytest.mark.thorough
+
 PAGE = ROOT / "docs" / "waiting.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -107,6 +107,7 @@ def test_batches_are_those_of_whole_members(
     assert sum(row[2] is not None for rank in expected for batch in rank for row in batch) == NUM - NUM // 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

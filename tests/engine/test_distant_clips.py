@@ -131,6 +131,7 @@ def play(dataset: Any, world_size: int = 1, epochs: int = 1, **options: Any) -> 
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_random_clips_are_those_of_whole_members(opened: Any, num_workers: int) -> None:
     plainly = opened(decode=WHOLE)

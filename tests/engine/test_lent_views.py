@@ -265,6 +265,7 @@ def as_list(samples: list[Any]) -> list[Any]:
     return samples
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_torch_workers_get_bytes(made: Path, context: str) -> None:
     """What they return is pickled, in a thread whose errors nobody sees."""
@@ -367,6 +368,7 @@ def test_nothing_is_left_of_views_that_are_gone(folder: Path) -> None:
 # --- who writes ---
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("limit", ["8MiB", "1GiB"])
 def test_what_is_written_to_a_view_reaches_nobody_else(folder: Path, limit: str) -> None:

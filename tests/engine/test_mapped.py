@@ -146,6 +146,7 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [overwrite, cut_short, empty])
 def test_who_changes_a_shard_in_place_waits_until_it_is_copied(folder: Path, change: Callable[[Path], None]) -> None:
     """P7: no mixture, no end of the process by a signal; what is not there yet is an error, as where it is read."""

@@ -19,6 +19,8 @@ from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked
 from tests.support.programs.memory_run import LIMIT_BYTES, NUM_SAMPLES, SAMPLE_BYTES
 
+pytestmark = pytest.mark.thorough
+
 MIB = 1 << 20
 
 OBJECTS = {
@@ -121,7 +123,6 @@ def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
         assert 'Use memory_limit="48MiB"' in told[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, more(2), 8])
 def test_all_processes_together_keep_within_the_limit(play: Play, num_workers: int) -> None:
     found = play(str(num_workers))
@@ -132,7 +133,6 @@ def test_all_processes_together_keep_within_the_limit(play: Play, num_workers: i
     assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_workers"),
     [("streamed", 0), more("streamed", 2), more("streamed", 8), more("mixed", 0), ("mixed", 2)],
@@ -146,7 +146,6 @@ def test_so_they_do_without_an_index(play: Play, name: str, num_workers: int) ->
     assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_workers"),
     [

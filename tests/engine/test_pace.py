@@ -24,6 +24,8 @@ from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.processes import Processes, Worker
 from tests.support.sets.data_sets import write_set
 
+pytestmark = pytest.mark.thorough
+
 SAMPLES = 100
 
 

@@ -10,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.code.folders import ROOT
+
+pytestmark = pytest.mark.thorough
 
 MACOS = """
 import sysconfig; sysconfig.get_config_vars()

@@ -333,6 +333,7 @@ def test_closing_while_processes_start_takes_no_time_and_a_run_may_begin_again(n
         held.let_go.set()
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_killed_while_processes_start_is_replaced(numbers: Path, held: Held) -> None:
     with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=2) as loader:
         batches = iter(loader)

@@ -445,6 +445,7 @@ def test_workers_that_do_not_start_are_not_blamed_on_the_batch(monkeypatch: Any)
     arena.close()
 
 
+@pytest.mark.thorough
 def test_idle_workers_and_their_server_may_be_killed_and_a_forgotten_pool_ends_its_processes() -> None:
     before = descendants()
     ring, arena = BatchRing(2), Arena(1 << 20)
@@ -570,6 +571,7 @@ def wait_gone(pids: list[int]) -> None:
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_guard_works_and_ends_in_silence(tmp_path: Path) -> None:
     """In the middle of a loop, too, with workers that are at work."""
     url = write_set(tmp_path / "set", (80,)).url
@@ -603,6 +605,7 @@ def named_files(pid: int) -> list[str]:
     ]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_reaches_the_training_loop_alone_and_a_killed_parent_leaves_nothing(
     tmp_path: Path, forked: Forked
 ) -> None:

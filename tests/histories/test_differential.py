@@ -195,7 +195,6 @@ def play_case(case: Case) -> None:
     assert before.merged(case) + after.merged(case) == calm.merged(case)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(NUM_PARTS))

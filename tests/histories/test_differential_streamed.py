@@ -165,7 +165,6 @@ def play_stream(case: Case) -> None:
     assert [one + other for one, other in zip(before.batches, after.batches, strict=True)] == calm.batches
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_streams_against_tarfile(

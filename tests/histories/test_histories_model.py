@@ -466,7 +466,6 @@ def error_of(case: Case, folder: Path, pool: dict[str, list[Sample]]) -> type[Ex
     return None
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(36_000)
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("part", range(NUM_PARTS))

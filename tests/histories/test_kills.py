@@ -31,7 +31,7 @@ from tests.support.processes.forked import Forked, ForkedProcess
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.timeout(280)]
 
 STEPS = """
 import json, os, signal, sys

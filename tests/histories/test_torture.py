@@ -49,6 +49,8 @@ from tests.support.servers.fault_proxy import Fault, FaultProxy, Kind
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import Batches, merged, mesh_of, total
 
+pytestmark = pytest.mark.thorough
+
 SHARD_SAMPLES = 100
 CHUNK_SAMPLES = 4
 FAULT_SHARE = 0.55
@@ -232,7 +234,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniS3Se
         yield server
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_sample_survives(
     server: MiniS3Server, one_fork_server: None, tmp_path: Path, request: pytest.FixtureRequest

@@ -46,6 +46,7 @@ def keys(batches: Any) -> list[list[str]]:
 # --- object stores ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("client", ["obstore", "fsspec"])
 def test_a_child_reads_after_its_parent_has_read(mini_s3: MiniS3Server, on_s3: SampleSet, client: str) -> None:
     """Its grandchild, too; both beside the parent, which goes on."""
@@ -201,6 +202,7 @@ LOADERS: dict[str, Callable[[SampleSet], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.usefixtures("one_fork_server")
 def test_an_iterator_belongs_to_the_process_that_began_it(on_disk: SampleSet, name: str) -> None:

@@ -28,7 +28,7 @@ from streaming.storage.adapters.local import LocalAdapter
 from tests.support.processes.leftovers import leftovers
 from tests.support.sets.data_sets import SampleSet, write_set
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
 
 OURS = str(Path(streaming.__file__).parent)
 STEPS: dict[str, Callable[[Monitor], object]] = {

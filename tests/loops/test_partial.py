@@ -144,6 +144,7 @@ COLLATE: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], Any], Any]]
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", list(COLLATE))
 def test_a_collate_fn_is_never_called_without_samples(samples: SampleSet, kind: str) -> None:
     collate, seen_as, expected = COLLATE[kind]

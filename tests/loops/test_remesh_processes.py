@@ -25,6 +25,8 @@ from tests.support.programs.remesh_rank import GLOBAL_BATCH, open_set
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import Batches, mesh_of, valid_keys, write_set
 
+pytestmark = pytest.mark.thorough
+
 RANK = PROGRAMS / "remesh_rank.py"
 MOST_RANKS = 6
 _WAIT_S = 120.0
@@ -144,7 +146,6 @@ def truth(made: dict[str, Any], count: int) -> Batches:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", ["one set", "mixture"])
 def test_nothing_is_lost_or_doubled_over_random_changes_with_kills(
@@ -177,7 +178,6 @@ def test_nothing_is_lost_or_doubled_over_random_changes_with_kills(
         assert max(job.cpu_s) < 1  # seconds of a core, since other tests share the machine
 
 
-@pytest.mark.slow
 def test_the_loop_of_the_page(urls: dict[str, str], mini_s3: MiniS3Server, forked: Forked, tmp_path: Path) -> None:
     """Of three ranks one dies in its fourth step, two go on, another one joins; gloo is set up for each world."""
     made = {"urls": urls, "storage_options": mini_s3.storage_options, "loader": {"num_threads": 1}}

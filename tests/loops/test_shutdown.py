@@ -115,6 +115,7 @@ cells = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @cells
 def test_loop_left_by_break_ends_promptly(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     for _ in case.loader:
@@ -125,6 +126,7 @@ def test_loop_left_by_break_ends_promptly(case: Case, caplog: pytest.LogCaptureF
     case.check(caplog, begun_s)
 
 
+@pytest.mark.thorough
 @cells
 def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     def train() -> None:
@@ -140,6 +142,7 @@ def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) 
     case.check(caplog, begun_s[0])
 
 
+@pytest.mark.thorough
 @cells
 def test_loop_interrupted_ends_promptly(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     def interrupt() -> None:
@@ -163,6 +166,7 @@ def test_loop_interrupted_ends_promptly(case: Case, caplog: pytest.LogCaptureFix
     case.check(caplog, begun_s[0])
 
 
+@pytest.mark.thorough
 @cells
 def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     found: list[int] = []

@@ -243,6 +243,7 @@ def check(lines: list[str], state: State) -> None:
 STATES = {**WAITING, **BETWEEN}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STATES)
 def test_interrupted_process_ends_with_one_traceback(play: Play, name: str) -> None:
     lines = play.ended(STATES[name], "SIGINT")
@@ -256,6 +257,7 @@ def test_killed_process_leaves_nothing(play: Play, name: str) -> None:
     assert play.ended(STATES[name], "SIGKILL") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["return", "sys.exit"])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_the_interpreter_ends(play: Play, name: str, end: str) -> None:

@@ -345,6 +345,7 @@ next(batches), next(batches)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["recording", "writing", "fork", "exit"])
 def test_a_killed_process_leaves_no_half_file(samples: SampleSet, tmp_path: Path, when: str) -> None:
     path = tmp_path / "t.json"

@@ -42,6 +42,7 @@ def opened(root: Path, names: str, *, more: str = "", where: str | None = None, 
     return Mixture(sources, **{"shuffle": FEW_LANES, **options})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dealt", DEALT)
 def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
     root: Path, dealt: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -106,6 +107,7 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dealt", DEALT)
 @pytest.mark.parametrize("known", [True, False], ids=["", "state-of-an-older-release"])
 def test_what_was_seen_of_a_pass_is_not_repeated(

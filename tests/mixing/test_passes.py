@@ -249,6 +249,7 @@ def kinds(sets: dict[str, SampleSet], kind: str) -> Mixture:
     return Mixture(here, shuffle=few_lanes, **options[kind])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("kind", ["chunks", "exact", "one source", "schedule", "nested"])
 def test_passes_that_a_loader_reports_are_those_that_came(sets: dict[str, SampleSet], kind: str) -> None:

@@ -229,6 +229,7 @@ def started(mix: Mixture, mesh: DeviceMesh, steps: int, **options: Any) -> tuple
     return loader, batches, keys_of(batches, steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("replicate", "at", "dealt"),
     [

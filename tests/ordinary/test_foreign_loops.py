@@ -20,6 +20,8 @@ from streaming.ordinary.retry import SharedLog
 from streaming.torch_view import _Epochs
 from tests.support.sets.data_sets import SampleSet, write_set
 
+pytestmark = pytest.mark.thorough
+
 TOTAL = 85
 
 

@@ -551,8 +551,8 @@ def test_data_pipes_with_a_sharding_filter() -> None:
 # --- real processes ---
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num_workers: int) -> None:
     """Two processes over gloo; rank 1 has a third of the samples of rank 0."""
@@ -579,7 +579,7 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num
     ("make", "method"),
     [
         (Squares, "fork"),
-        pytest.param(Stream, "forkserver", marks=pytest.mark.slow),
+        pytest.param(Stream, "forkserver", marks=pytest.mark.thorough),
         pytest.param(Squares, "forkserver", marks=pytest.mark.matrix),
         pytest.param(Stream, "fork", marks=pytest.mark.matrix),
     ],

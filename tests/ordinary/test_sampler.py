@@ -411,7 +411,7 @@ def test_substitutes_do_not_depend_on_world_size_or_workers(num_workers: int) ->
     assert not set(flat) & rotten
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.thorough)])
 def test_reports_come_back_from_worker_processes(method: str) -> None:
     before = leftovers()
     sampler = retry(Always(24, {2, 17}))

@@ -14,6 +14,8 @@ from infra import DeviceMesh
 from streaming import DeviceMeshSampler, RetrySampler
 from streaming.errors import ConfigError, TooManyBadSamplesError
 
+pytestmark = pytest.mark.thorough
+
 
 class Flaky(Dataset[int]):
     """Numbers, of which some cannot be had."""

@@ -164,8 +164,8 @@ def test_rows_of_a_batch_join_to_that_batch(folder: Path, options: dict[str, Any
                 break
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path, forked: Forked) -> None:
     """The same global batches, each rank as many packs as before, dealt as computed; resumed after three batches."""
     world = 4

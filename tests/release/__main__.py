@@ -363,7 +363,7 @@ def quick_tests(environment: Environment) -> str:
     pins.write_text("\n".join(held))
     wanted = [line for line in PROJECT["optional-dependencies"]["dev"] if named(line) in NEEDED_BY_TESTS]
     environment.pip("install", "-c", str(pins), *wanted)
-    options = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not slow and not distributed and not ray"]
+    options = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not thorough and not distributed"]
     options += ["-p", "no:cacheprovider", "-W", "default", *(f"tests/{name}" for name in TESTS_OF_OLDEST)]
     options += [f"--deselect=tests/{name}" for name in NOT_WITH_OLDEST]
     with (WORK / "oldest.log").open("w") as log:

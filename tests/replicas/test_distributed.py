@@ -33,7 +33,7 @@ from tests.support.sets.data_sets import (
     write_set,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 DATASET: dict[str, Any] = {"seed": 5}
 SHUFFLED = {"global_batch_size": 24, "last_batch": "pad"}
@@ -211,6 +211,7 @@ def restarting_torchrun(num_ranks: int) -> tuple[list[str], dict[str, str]]:
     return words, {found[0]: found[1]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("interpreter", ["forked", pytest.param("own", marks=pytest.mark.matrix)])
 def test_one_rank_of_three_is_killed_and_torchrun_restarts_them_in_place(
     samples: SampleSet, tmp_path: Path, forked: Forked, interpreter: str

@@ -1,7 +1,7 @@
 """Several hosts, each with a network of its own, an S3 server on another, torchrun's agents and gloo between them.
 
-The hosts are network namespaces (``network_hosts.py``). Wrong addresses, ports that only loopback reaches and state that only
-one machine has show here, and nowhere in the tests on one host.
+The hosts are network namespaces (``network_hosts.py``). Wrong addresses, ports that only loopback reaches and state
+that only one machine has show here, and nowhere in the tests on one host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.support.sets.data_sets import SampleSet, merged, play, total, write_s
 
 WHY_NOT = why_not()
 pytestmark = [
-    pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "hosts"),
+    pytest.mark.thorough,
+    pytest.mark.distributed, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "hosts"),
 ]  # fmt: skip
 
 DATASET: dict[str, Any] = {"seed": 5}

@@ -43,7 +43,7 @@ from tests.support.processes.played_ranks import read_here
 from tests.support.sets.data_sets import SampleSet, mesh_of, play, valid_keys, write_set
 from tests.support.sources.conversions import contents, parquet_source
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray]
 
 AWAY = RemoteGroup(name="readers", num_cpus=0.5, resources={"away": 0.01})
 QUICK_TRAIN = {

@@ -14,7 +14,7 @@ from tests.support.processes.forked import Forked
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import SampleSet, data_gets, mesh_of, write_set
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ from tests.support.servers.fault_proxy import Fault, FaultProxy
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import mesh_of
 
+pytestmark = pytest.mark.thorough
+
 CHUNK_BYTES = 64 << 10
 SAMPLES, SAMPLE_BYTES = 64, 60_000
 Choose = Callable[[str, str, str | None], Fault | None]

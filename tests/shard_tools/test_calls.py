@@ -80,6 +80,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[[], 
     return lambda: f"{server.create_bucket(fresh_name())}/sets", Storage(server.storage_options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", VERBS)
 def test_reports_files_and_progress_are_those_of_one_machine(
     place: tuple[Callable[[], str], Storage], verb: str, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_a_set_that_is_not_changed_is_the_same_set(tmp_path: Path, source: Path)
     assert after == before
 
 
+@pytest.mark.thorough
 def test_several_sources_follow_each_other(tmp_path: Path, source: Path) -> None:
     """Named one by one or by a pattern, in the order of the command line."""
     for name in ("a", "b"):

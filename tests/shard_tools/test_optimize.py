@@ -86,6 +86,7 @@ def test_any_number_of_workers_writes_what_a_plain_loop_writes(tmp_path: Path, o
     assert reports[0]["num_shards"] > 5
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(at=st.integers(0, 119), max_samples=st.integers(1, 40))
 def test_a_run_goes_on_wherever_it_was_interrupted(
@@ -148,6 +149,7 @@ def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_with_the_same_bytes_and_leaves_no_process(tmp_path: Path, seed: int) -> None:
     run(slow, range(300), tmp_path / "whole", workers=0, max_bytes=50_000)
@@ -168,6 +170,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes_and_leaves_no_process(tmp_path
     assert contents(target) == contents(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_all_processes_and_the_run_goes_on(tmp_path: Path) -> None:
     target = tmp_path / "stopped"
     with program("slow", target) as process:
@@ -237,6 +240,7 @@ def test_the_first_failing_input_is_named(tmp_path: Path, workers: int) -> None:
     assert not (tmp_path / "t").exists() or not contents(tmp_path / "t")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_failing_inputs_are_dropped_counted_and_listed(
     tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
@@ -287,6 +291,7 @@ def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
     assert raised.value.code == 7
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "marks").mkdir()
     inputs = [(number, str(tmp_path / "marks")) for number in range(100)]
@@ -383,6 +388,7 @@ def test_a_column_of_several_types_ends_the_run_at_once(tmp_path: Path) -> None:
     assert len(called) < 80
 
 
+@pytest.mark.thorough
 def test_memory_is_bounded_for_large_samples(tmp_path: Path) -> None:
     peak, done = [0], threading.Event()
     before = {child.pid for child in psutil.Process().children()}  # such as servers of other tests

@@ -22,7 +22,7 @@ from tests.support.clusters.ray_cluster import TwoNodes
 from tests.support.processes.forked import Forked
 from tests.support.sources.conversions import contents, members
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,8 @@ from tests.support.models.history_cases import Case
 from tests.support.models.history_sets import Pools
 from tests.support.models.planned_cases import Row, World, as_arguments, drawn
 
+pytestmark = pytest.mark.thorough
+
 NUM_PARTS = 3
 
 
@@ -211,7 +213,6 @@ def check_resume(
 # --- tests
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(36_000)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_the_tool_says_what_loaders_deliver(

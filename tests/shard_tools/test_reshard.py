@@ -427,6 +427,7 @@ def test_all_that_changes_the_bytes_is_part_of_the_work() -> None:
     assert [(number, works.index(one)) for number, one in enumerate(works) if one in works[:number]] == []
 
 
+@pytest.mark.thorough
 def test_a_target_that_fails_leaves_whole_shards_and_is_gone_on_with(
     data: Path, tmp_path: Path, mini_s3: MiniS3Server
 ) -> None:

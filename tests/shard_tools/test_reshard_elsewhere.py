@@ -53,6 +53,7 @@ def both(source: str | list[str], folder: Path, **options: Any) -> ReshardReport
     return here
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -270,6 +270,7 @@ def links(html: str) -> list[str]:
     return [found.replace("&amp;", "&") for found in re.findall(r'href="(/\?[^"]*)"', html)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "asked",
     [
@@ -545,7 +546,7 @@ def test_errors_say_what_was_expected(shown: Shown, path: str, status: int, said
     assert "Traceback" not in found.text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_prints_one_line_serves_and_ends_with_0(data: Path, tmp_path: Path) -> None:
     """And it leaves nothing behind in the set, in its home, and where it was started."""
     before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}

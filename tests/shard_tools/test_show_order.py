@@ -17,6 +17,8 @@ from tests.support.models.history_sets import Pools
 from tests.support.models.planned_cases import Row, World, as_file, drawn
 from tests.support.servers.show_pages import Shown
 
+pytestmark = pytest.mark.thorough
+
 KINDS = (
     "plain", "stored", "filtered", "view", "joined", "mixture", "packs", "curriculum", "balanced", "grouped", "ramp",
 )  # fmt: skip

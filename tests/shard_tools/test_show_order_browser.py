@@ -12,6 +12,8 @@ from shard_tools import ShardWriter
 from tests.support.servers.browser import Pictures, Tab
 from tests.support.servers.show_pages import Shown
 
+pytestmark = pytest.mark.thorough
+
 NEW_TAB = Callable[..., Tab]
 
 

@@ -25,6 +25,8 @@ from tests.support.servers.browser import Tab, running
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
+pytestmark = pytest.mark.thorough
+
 HOSTILE = '"><script>document.title="ran"</script><img src=x onerror=\'document.title="ran"\'>'
 
 

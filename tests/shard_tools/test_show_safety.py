@@ -29,6 +29,8 @@ from tests.support.servers.show_pages import Shown
 from tests.support.sets.pretty_set import write_pretty
 from tests.support.sets.tars import write_tar
 
+pytestmark = pytest.mark.thorough
+
 MARKUP = '<script>window.ran = 1; alert(1)</script><img src=x onerror="window.ran = 1; alert(2)">"\'&{{ 7*7 }}'
 KEY = "<img src=x onerror=alert(2)><script>alert(3)<b>\"'&{{ 7*7 }}"
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" onload="window.ran = 1"><script>window.ran = 1</script></svg>'

@@ -488,6 +488,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(ORPHANS)
     said = subprocess.run(

@@ -19,7 +19,7 @@ from tests.support.contracts.verb_cases import NUM_SHARDS, PER_SHARD, VERBS, fil
 from tests.support.processes.forked import Forked
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")

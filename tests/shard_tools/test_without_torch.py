@@ -19,6 +19,8 @@ from tests.release import verbs
 from tests.support.code.folders import ROOT, TESTS
 from tests.support.code.page_blocks import blocks
 
+pytestmark = pytest.mark.thorough
+
 DATA = TESTS / "shard_tools" / "data"
 
 
@@ -36,7 +38,6 @@ def run(environment: dict[str, str], *arguments: object, cwd: Path) -> subproces
     return subprocess.run(command, env=environment, cwd=cwd, check=False, capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.slow
 def test_every_verb_runs_or_names_what_it_needs(tmp_path: Path, without_torch: dict[str, str]) -> None:
     (tmp_path / "work").mkdir()
     ran = run(without_torch, TESTS / "release" / "verbs.py", tmp_path / "work", cwd=tmp_path)

@@ -27,7 +27,7 @@ from tests.support.processes.forked import Forked
 from tests.support.sources.conversions import contents, run
 from tests.support.sources.every_source import EVERY
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ def check_afterwards(directory: Path, limit_bytes: int, log: Path) -> None:
     assert used_bytes(directory) <= limit_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_reads", "num_kills"), [(120, 8), pytest.param(600, 25, marks=pytest.mark.matrix)])
 def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path, num_reads: int, num_kills: int) -> None:
     limit_bytes = DATA_BYTES // 10
@@ -223,7 +223,7 @@ def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path, nu
     check_afterwards(directory, limit_bytes, log)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_when_everything_fits_every_chunk_is_fetched_once_per_node(tmp_path: Path) -> None:
     directory, log = tmp_path / "cache", tmp_path / "log"
     run_with_kills(epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed, 0.0), num_kills=0, limit_s=100)
@@ -231,7 +231,7 @@ def test_when_everything_fits_every_chunk_is_fetched_once_per_node(tmp_path: Pat
     assert used_bytes(directory) == DATA_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_kill_costs_at_most_the_fetch_that_it_hits(tmp_path: Path) -> None:
     directory, log = tmp_path / "cache", tmp_path / "log"
     killed = run_with_kills(

@@ -47,7 +47,7 @@ def until_requests_fail(dataset: StreamingDataset) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_epoch_goes_on_where_it_was(server: MiniS3Server, one_fork_server: None, num_workers: int) -> None:
     samples = samples_in(server)

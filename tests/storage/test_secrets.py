@@ -238,6 +238,7 @@ def test_each_verb_is_tried() -> None:
     assert {*VERBS} == {*leaves(cli)} - {"trace merge"}  # which reads no store
 
 
+@pytest.mark.thorough
 def test_verbs_tell_no_secret(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     caplog.set_level(logging.DEBUG)
     told, local = Told(), tmp_path / "local"

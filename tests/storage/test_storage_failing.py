@@ -654,6 +654,7 @@ class TestHedging:
                 storage.read(url, 0, 10)
         assert storage.metrics.get("hedges") < 5  # three times the usual silence is longer than nearly all of them
 
+    @pytest.mark.thorough
     def test_extra_requests_are_bounded(self, mini_s3, url: str) -> None:
         with FaultProxy(mini_s3.port, choose=lambda *_: Fault(kind="slow", seconds=0.03)) as proxy:
             storage = through(proxy, mini_s3)

@@ -14,6 +14,8 @@ from streaming.errors import ConfigError
 from streaming.integrations.lightning import OneBehind
 from tests.support.sets.data_sets import SampleSet, write_set
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:

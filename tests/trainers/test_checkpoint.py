@@ -15,7 +15,10 @@ from streaming.errors import ConfigError, StateError
 from streaming.integrations.checkpoint import WholeState
 from tests.support.sets.data_sets import SampleSet, write_set
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]  # one process, as meant
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from infra.frameworks import DefaultGroup
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, OrdinaryDataset
 from tests.support.sets.data_sets import SampleSet, write_set
 
+pytestmark = pytest.mark.thorough
+
 KINDS = ("indexed", "unindexed", "map-style", "fetcher")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")
 

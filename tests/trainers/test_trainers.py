@@ -31,7 +31,7 @@ from tests.support.processes.forked import Forked, all_end
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.thorough, pytest.mark.distributed]
 
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs/trainers.md"
