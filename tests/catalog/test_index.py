@@ -307,6 +307,7 @@ def test_index_files_lie_at_fixed_paths() -> None:
         assert samples_path(name) == f"_shardstream/samples/{name}.parquet"
 
 
+@pytest.mark.thorough
 def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:
     """Nor does reading packs of it in a mixture by tokens: Arrow imports it on many ways to NumPy, if it is installed.
 

@@ -86,6 +86,7 @@ def write_jsonl(path: Path, count: int, first: int = 0) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 3])

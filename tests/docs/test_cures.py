@@ -122,6 +122,7 @@ def commands_of(message: Message) -> Iterator[tuple[str, list[str]]]:
         yield found[1], _FLAG.findall(found[2])
 
 
+@pytest.mark.thorough
 def test_messages_are_found() -> None:
     assert len(messages()) > 500
     assert sum(1 for message in messages() for _ in commands_of(message)) > 40
@@ -147,6 +148,7 @@ def test_every_command_that_a_message_names_exists() -> None:
             assert set(flags) <= our_flags(verb) | FOREIGN_FLAGS.keys(), message
 
 
+@pytest.mark.thorough
 def test_every_variable_that_a_message_names_is_read() -> None:
     whole = {message.text for message in messages()}
     named = {name for text in whole for name in _VARIABLE.findall(text)} - FOREIGN_VARIABLES.keys()

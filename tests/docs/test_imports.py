@@ -131,6 +131,7 @@ print(*sorted(sys.modules))
 """
 
 
+@pytest.mark.thorough
 def test_an_import_loads_what_it_needs() -> None:
     """The package next to nothing, the samplers torch, NumPy, infra and the plan: no reader, no store, no decoder."""
     command = [sys.executable, "-c", LOADED]

@@ -223,6 +223,7 @@ def test_a_set_fits_of_which_no_whole_member_would(clips: str, num_workers: int)
     assert play(opened(clips, shuffle=ShuffleConfig(lanes=2, window=4)), **limits) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_is_closed_while_a_store_is_silent(clips: str, num_workers: int) -> None:
     dataset, gone = opened(clips), threading.Event()

@@ -433,6 +433,7 @@ def test_the_same_sample_twice_in_a_batch(made: Path) -> None:
                     assert data == payload(int(other)), (key, other)
 
 
+@pytest.mark.thorough
 def test_a_chunk_without_a_checksum_is_copied(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing could tell later whether it was written to."""
     dataset = open_at(made)

@@ -42,6 +42,7 @@ def test_decoded_json_weighs_about_what_it_takes(name: str) -> None:
     assert 0.9 * taken_bytes <= weigh(batch) <= 1.35 * taken_bytes
 
 
+@pytest.mark.thorough
 def test_documents_of_all_sizes_weigh_about_their_sum() -> None:
     dice = random.Random(3)
     texts = [json.dumps(list(range(1000, 1000 + int(dice.expovariate(1 / 200))))) for _ in range(4096)]

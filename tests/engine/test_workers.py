@@ -483,6 +483,7 @@ def num_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.thorough
 def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)

@@ -224,6 +224,7 @@ def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.
     return held
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_interrupted_while_it_waits(dataset: StreamingDataset, num_workers: int) -> None:
     gate = threading.Event()

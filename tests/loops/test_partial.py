@@ -75,6 +75,7 @@ def test_every_rank_has_as_many_batches_and_each_sample_counts_once(
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_rank_without_a_row_gets_an_empty_batch_of_the_right_shape(
     samples: SampleSet, num_workers: int, one_fork_server: None

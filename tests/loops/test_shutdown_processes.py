@@ -265,5 +265,6 @@ def test_the_interpreter_ends(play: Play, name: str, end: str) -> None:
     check(play.ended(BETWEEN[name], end), BETWEEN[name])
 
 
+@pytest.mark.thorough
 def test_the_process_ends_at_once(play: Play) -> None:
     assert play.ended(BETWEEN["workers"], "os._exit") == []

@@ -163,6 +163,7 @@ def test_no_two_classes_have_one_name() -> None:
     assert len(set(map(classes._name, labels))) == len(labels)
 
 
+@pytest.mark.thorough
 def test_hundreds_of_classes_of_few_samples(tmp_path: Path) -> None:
     num_classes, num_samples = 200, 1000
     with ShardWriter(str(tmp_path / "{:06d}.tar"), max_samples=500, columns={"cls": "json.c"}) as writer:

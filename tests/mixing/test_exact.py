@@ -237,6 +237,7 @@ def test_quotas_of_batches_are_whole_batches() -> None:
         BatchPasses(sources, quotas={"a": 9, "b": 6}, batch_size=3)
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True), st.booleans(), st.data())
 def test_appended_weights_are_those_that_were_there_from_the_start(

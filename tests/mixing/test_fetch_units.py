@@ -184,6 +184,7 @@ def test_a_run_that_began_with_whole_chunks_keeps_them(folder: Path) -> None:
     assert last["ledger"] == state["ledger"]
 
 
+@pytest.mark.thorough
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.fixed_dictionaries({}, optional={name: st.integers(64 * KIB, 1 << 20) for name in SIZES}),

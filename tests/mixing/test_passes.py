@@ -136,6 +136,7 @@ def test_what_was_drawn_is_counted_at_every_row(case: Case, row: int, data: st.D
         assert size * orders.free_pass(name) >= count - 2 * lanes * case.settings.window - lanes
 
 
+@pytest.mark.thorough
 @settings(unhurried, max_examples=20)
 @given(cases(endless=True, dealt="chunks"), st.integers(0, 60), st.integers(0, 200), st.data())
 def test_appended_weights_are_those_that_were_there_from_the_start(

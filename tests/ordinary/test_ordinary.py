@@ -575,6 +575,7 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num
     assert ranks[0]["leftovers"] == ranks[1]["leftovers"] == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "method"),
     [

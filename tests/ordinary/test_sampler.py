@@ -241,6 +241,7 @@ def test_a_tail_that_is_too_small_for_the_ranks_is_that_behind_the_state() -> No
             assert len(list(sampler)) == -(-(50 - seen) // 16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_under_torch_with_exact_state(num_workers: int) -> None:
     before = leftovers()
@@ -392,6 +393,7 @@ def test_a_report_is_taken_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert log.take() == [], "it has a log of its own"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_substitutes_do_not_depend_on_world_size_or_workers(num_workers: int) -> None:
     rotten = {2, 17, 30}
@@ -411,6 +413,7 @@ def test_substitutes_do_not_depend_on_world_size_or_workers(num_workers: int) ->
     assert not set(flat) & rotten
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.thorough)])
 def test_reports_come_back_from_worker_processes(method: str) -> None:
     before = leftovers()

@@ -123,6 +123,7 @@ def batches_of(folder: Path, rank: int, world: int, **options: Any) -> list[list
         return [rows_of(batch) for batch in loader]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize(("num_workers", "size"), [(0, GLOBAL_BATCH), (2, GLOBAL_BATCH), (0, RAMP)])
 def test_local_balance_puts_the_dearest_packs_first(folder: Path, num_workers: int, size: Any) -> None:

@@ -138,6 +138,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.usefixtures("one_fork_server")
 def test_each_rank_gets_what_the_planner_deals_and_replicas_the_same(

@@ -106,6 +106,7 @@ def test_ranks_partition_the_samples_by_lanes() -> None:
         assert np.array_equal(np.sort(got), np.sort(expected))
 
 
+@pytest.mark.thorough
 def test_every_rank_of_a_batch_gets_its_own_samples(request: pytest.FixtureRequest) -> None:
     """Of a whole global batch, which holds no sample twice, each rank gets its own part, row by row (P3).
 

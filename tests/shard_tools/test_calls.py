@@ -25,7 +25,7 @@ from shard_tools.sets.rewrite.reshard import reshard
 from shard_tools.stats.run import StatsOptions, stats
 from streaming.errors import ConfigError
 from streaming.storage import Storage
-from tests.support.contracts.verb_cases import NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
+from tests.support.contracts.verb_cases import LENGTH, NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
 _MOST_BYTES = 1 << 20
@@ -188,12 +188,12 @@ def test_a_stopped_run_elsewhere_goes_on_with_either_engine(tmp_path: Path) -> N
         chosen = ComputeOptions(fields=("txt",), workers=1)
         with pytest.raises(KeyboardInterrupt):
             compute_column(
-                target(), "verb_cases:length", options=chosen, executor=OtherMachine(), progress=Stopped()
+                target(), LENGTH, options=chosen, executor=OtherMachine(), progress=Stopped()
             )  # fmt: skip
         written = [*(tmp_path / "good/_shardstream/columns" / name).iterdir()]
         times = {path: path.stat().st_mtime_ns for path in written}
         assert 3 <= len(written) < NUM_SHARDS
-        report = compute_column(target(), "verb_cases:length", options=chosen, executor=executor)
+        report = compute_column(target(), LENGTH, options=chosen, executor=executor)
         assert (report.num_samples, report.num_missing) == (NUM_SHARDS * PER_SHARD, 0)
         assert {path: path.stat().st_mtime_ns for path in written} == times  # they were not computed again
 

@@ -128,6 +128,7 @@ def test_files_of_killed_writers_are_removed_and_no_others(shards: str, tmp_path
     assert clean(shards).found == ()
 
 
+@pytest.mark.thorough
 def test_uploads_that_nobody_finished(moto_bucket: Any, moto: Any) -> None:
     options = moto.storage_options
     client = boto3.client(

@@ -419,6 +419,7 @@ def test_s3_failures_are_one_line_with_the_cure(mini_s3: MiniS3Server, images: P
 # -------------------------------------------------------------------------------------- real processes
 
 
+@pytest.mark.thorough
 def test_python_m_and_console_script(shards: Path) -> None:
     script = Path(sys.executable).with_name("shard_tools")
     assert script.exists(), "the console script is installed with the package"

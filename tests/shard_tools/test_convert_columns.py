@@ -60,6 +60,7 @@ def fields_of(target: Path) -> dict[str, int]:
     return {name: sum(sample.get(name) is not None for sample in samples) for name in sorted(names)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", [pa.binary(), pa.binary(16), pa.large_binary(), pa.dictionary(pa.int32(), pa.binary())]
 )

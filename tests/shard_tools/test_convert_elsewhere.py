@@ -30,6 +30,7 @@ def image_source(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -54,6 +54,7 @@ def told(source: Source, start: int) -> list[tuple[str, dict[str, bytes], str]]:
     return [(record.key, dict(record.fields), record.where) for record in source.records(start)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("name", ["jsonl", "text", "csv", "tars", "tars, numbered", "tfrecord", "tfrecord, shuffled"])
 def test_counted_records_are_the_same_from_any_position(tmp_path: Path, name: str) -> None:

@@ -39,6 +39,7 @@ def without_journal(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: body for name, body in files.items() if not name.endswith("convert.json")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["mds", "litdata", "tfrecord"])
 def test_from_a_store_to_a_store(tmp_path: Path, moto: MotoServer, moto_bucket: str, kind: str) -> None:
     options = moto.storage_options
@@ -62,6 +63,7 @@ convert(sys.argv[1], sys.argv[2], options=ConvertOptions(max_samples=3, shuffle_
 """)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [None, 2])
 @pytest.mark.parametrize("kind", SETS)
 def test_killed_at_random_points_and_gone_on_with(tmp_path: Path, forked: Forked, kind: str, seed: int | None) -> None:

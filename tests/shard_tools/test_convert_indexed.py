@@ -465,6 +465,7 @@ def test_columns_that_differ_between_streams(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- fuzz
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     ["mds/every", "mds/compressed/zstd", "mds/compressed/br-1", "mds/compressed/snappy", "litdata/values",

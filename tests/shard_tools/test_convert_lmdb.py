@@ -286,6 +286,7 @@ def test_a_page_that_leads_to_itself(tmp_path: Path) -> None:
         entries_of(folder)
 
 
+@pytest.mark.thorough
 @given(
     changes=st.lists(
         st.tuples(st.integers(0, 10**6), st.integers(0, 4095), st.integers(0, 255)), min_size=1, max_size=4

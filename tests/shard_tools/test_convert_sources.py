@@ -80,6 +80,7 @@ convert(sys.argv[1], sys.argv[2], options=ConvertOptions(kind=sys.argv[4], max_s
 """)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
 def test_killed_and_gone_on_with(sources: dict[str, Path], name: str, tmp_path: Path, forked: Forked) -> None:
     source, out = str(sources[name]), tmp_path / "out"
@@ -92,6 +93,7 @@ def test_killed_and_gone_on_with(sources: dict[str, Path], name: str, tmp_path: 
     assert contents(out) == contents(tmp_path / "calm")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
 def test_a_source_in_a_store_gives_the_same_shards(
     sources: dict[str, Path], name: str, tmp_path: Path, mini_s3: MiniS3Server

@@ -195,6 +195,7 @@ def test_requirements_as_metadata_writes_them() -> None:
     assert packages.required(["d>=1; extra == 'x'", "d>=1"])["d"] == ("1", ())
 
 
+@pytest.mark.thorough
 def test_imports_that_fail_end_the_process_or_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {
         "doctor_good": "print('noise')\n__version__ = '1.2'\n",

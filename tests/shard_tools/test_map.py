@@ -61,6 +61,7 @@ def fields_of(target: Path) -> dict[str, dict[str, bytes]]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_the_function_names_changes_and_the_rest_keeps_its_bytes(tmp_path: Path, source: Path) -> None:
     options = MapOptions(max_samples=30)
     for workers in (0, 1, 3):
@@ -135,6 +136,7 @@ def test_several_sources_follow_each_other(tmp_path: Path, source: Path) -> None
         map_set([str(source), f"{source}/"], str(tmp_path / "twice"), "made_samples:unchanged", running=HERE)
 
 
+@pytest.mark.thorough
 def test_fields_are_decoded_as_asked_and_samples_selected(tmp_path: Path, source: Path) -> None:
     shell("column", "add", source, "late", "--compute", "test_map_columns:late")
     ran = shell(
@@ -181,6 +183,7 @@ def test_values_changed_in_place_are_noticed(field: str) -> None:
     assert type(other[field]) is type(resolve_decoders("auto").decoder_for(field)(raw))
 
 
+@pytest.mark.thorough
 def test_a_stopped_map_goes_on(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = MapOptions(max_samples=7)
     map_set(str(source), str(tmp_path / "whole"), "made_samples:changed", options=options, running=HERE)
@@ -280,6 +283,7 @@ def test_another_function_is_refused(tmp_path: Path, source: Path) -> None:
         map_set(str(source), str(source), "made_samples:unchanged", running=HERE)
 
 
+@pytest.mark.thorough
 def test_a_set_without_an_index_is_taken_too(tmp_path: Path, source: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -227,6 +227,7 @@ def test_a_function_without_source_is_told_apart_by_its_bytecode(tmp_path: Path)
     assert here(spaces[2]["made"], range(5), tmp_path / "t").num_resumed_samples == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_first_failing_input_is_named(tmp_path: Path, workers: int) -> None:
     with pytest.raises(LookupError, match="no 13") as raised:
@@ -318,6 +319,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> subprocess.Compl
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     ran = script(
         tmp_path,
@@ -335,6 +337,7 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     assert members(tmp_path / "out")["000000019.txt"] == b"22"
 
 
+@pytest.mark.thorough
 def test_a_module_that_starts_workers_when_they_import_it_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "from shard_tools import optimize\n"
@@ -439,6 +442,7 @@ def test_lines_and_json_lines_are_inputs(tmp_path: Path) -> None:
     assert f"failed on {tmp_path}/in.txt:1" in "\n".join(raised.value.__notes__)
 
 
+@pytest.mark.thorough
 def test_samples_of_a_set_are_inputs(tmp_path: Path) -> None:
     with ShardWriter(f"{tmp_path}/in/{{:06d}}.tar", max_samples=7, columns=["cls"]) as writer:
         for number in range(30):
@@ -601,6 +605,7 @@ def test_shared_memory_holds_what_was_put_until_it_is_freed(data: st.DataObject)
     os.close(fd)
 
 
+@pytest.mark.thorough
 def test_the_program_of_the_docs_runs(tmp_path: Path) -> None:
     section = (ROOT / "docs/tools.md").read_text().partition("## Your own function")[2].partition("## index")[0]
     text = section.partition("```python\n")[2].partition("```")[0]

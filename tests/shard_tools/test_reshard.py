@@ -123,6 +123,7 @@ BOTH: list[dict[str, Any]] = [{}, {"sort": "tokens"}]
 """Played with little memory and with much; the others take turns, except under ``--matrix``."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "expected", "memory_bytes"),
     [
@@ -366,6 +367,7 @@ reshard(sys.argv[1], sys.argv[2], options=ReshardOptions(max_samples=20, shuffle
 """)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stop_at", [0, 1, 21, 45, 79])
 def test_killed_and_gone_on_with(data: Path, tmp_path: Path, forked: Forked, stop_at: int) -> None:
     options: dict[str, Any] = {"max_samples": 20, "shuffle_seed": 3, "where": "tokens < 25"}

@@ -123,6 +123,7 @@ def test_a_call_carries_only_what_its_shard_needs(tmp_path: Path) -> None:
     assert sizes[60] < 0.3 * sizes[6] < 10_000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shuffle_seed", [None, 4])
 def test_a_stopped_one_goes_on_here_or_elsewhere(source: str, tmp_path: Path, shuffle_seed: int | None) -> None:
     options = ReshardOptions(max_bytes=100_000, shuffle_seed=shuffle_seed)

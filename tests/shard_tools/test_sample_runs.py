@@ -57,6 +57,7 @@ def written(folder: Path, write: Callable[[UnmarkedWriter], None], **options: An
     return writer.num_samples, told, files
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(samples_alike(), max_size=6),

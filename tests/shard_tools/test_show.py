@@ -408,6 +408,7 @@ def test_bad_samples_are_listed_with_the_command_that_leaves_them_out(data: Path
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
+@pytest.mark.thorough
 def test_tokens_are_text_where_their_tokenizer_is_at_hand(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "Grüße <b>"}\n{"text": "two words"}\n')
     done = CliRunner().invoke(

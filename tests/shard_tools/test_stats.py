@@ -528,6 +528,7 @@ def test_broken_values_are_counted_and_never_fatal(tmp_path: Path) -> None:
     json.dumps(report.as_dict(), allow_nan=False)
 
 
+@pytest.mark.thorough
 def test_headers_of_giant_images_cost_nothing(tmp_path: Path) -> None:
     """10^5 x 10^5 pixels as PNG, 16383 x 16383 as WebP (whose canvas Pillow allocates on opening), a packed text."""
     bomb = PngImagePlugin.PngInfo()
@@ -710,6 +711,7 @@ def test_a_run_over_a_bucket_goes_on_from_the_bucket(mini_s3: MiniS3Server, monk
     assert list(storage.list(f"{bucket}/journal/")) == []
 
 
+@pytest.mark.thorough
 def test_a_journal_of_other_work_or_damaged_is_not_used(tmp_path: Path) -> None:
     data = write(tmp_path / "d", ({"__key__": f"{i:04d}", "txt": f"{i}"} for i in range(60)), per_shard=20)
     place = tmp_path / "journal"
@@ -781,6 +783,7 @@ def test_nothing_of_the_data_is_markup(hostile_page: Path) -> None:
     assert "style=" not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_the_page_in_a_browser(hostile_page: Path, tab: Callable[..., Tab]) -> None:
     colors = {}

@@ -443,6 +443,7 @@ def test_stopped_anywhere_and_gone_on_with_gives_the_same_bytes(
         run(source, tmp_path / "whole", **options, eos="none")
 
 
+@pytest.mark.thorough
 def test_all_that_changes_the_bytes_is_part_of_the_work(tmp_path: Path) -> None:
     rows = [{"text": f"one {n}", "other": f"two {n}", "chat": CHAT, "talk": CHAT} for n in range(16)]
     sources = {"rows": jsonl(tmp_path / "a.jsonl", rows), "text": tmp_path / "a.txt"}
@@ -658,6 +659,7 @@ def said(folder: Path, number: int = 0) -> tuple[list[int], list[int]]:
     return tokens, np.frombuffer(found[f"{number:09d}.mask"], np.uint8).tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, bpe: Path, template: str) -> None:
     report = chat_set(tmp_path / "a", bpe, template, [CHAT])

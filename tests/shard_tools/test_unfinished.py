@@ -197,6 +197,7 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spelling", ["{}", pytest.param("{}/", marks=pytest.mark.matrix), "{}/{{000000..000001}}.tar"])
 def test_no_verb_takes_it_unasked(killed: Path, tmp_path: Path, spelling: str) -> None:
     before = contents(str(tmp_path), {})
@@ -213,6 +214,7 @@ def test_no_verb_takes_it_unasked(killed: Path, tmp_path: Path, spelling: str) -
         assert contents(str(tmp_path), {}) == before, name
 
 
+@pytest.mark.thorough
 def test_every_verb_takes_it_when_asked(killed: Path, tmp_path: Path) -> None:
     found = 2 * 7  # samples in its shards
     last = ["index"]  # it makes a whole set of it

@@ -15,7 +15,7 @@ from shard_tools.running.engine import open_engine
 from streaming.storage import Storage
 from tests.support.clusters.killed_node import killed_node
 from tests.support.clusters.ray_cluster import TwoNodes
-from tests.support.contracts.verb_cases import NUM_SHARDS, PER_SHARD, VERBS, files, write_damaged, write_good
+from tests.support.contracts.verb_cases import LENGTH, NUM_SHARDS, PER_SHARD, VERBS, files, write_damaged, write_good
 from tests.support.processes.forked import Forked
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
@@ -69,7 +69,7 @@ def test_commands_do_the_same_on_ray_and_tell_no_secret(nodes: TwoNodes, mini_s3
             run_tool("verify", url, "--decode", *how),
             run_tool("stats", url, "--all", f"--journal={bucket}/journal", *how),
             run_tool("copy", url, f"{bucket}/copied/", *how),
-            run_tool("column", "add", url, "length", "--compute", "verb_cases:length", "--fields", "txt", *how),
+            run_tool("column", "add", url, "length", "--compute", LENGTH, "--fields", "txt", *how),
             run_tool("column", "add", url, "half", "--lift", "json.half", *how),
             run_tool("index", url, "--force", *how),
         ]

@@ -593,6 +593,7 @@ def test_the_index_says_what_the_shards_hold(tmp_path, size):
     assert keys == [sample["__key__"] for sample in samples]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("index", [None, "", "idx"])
 @pytest.mark.parametrize("num_bytes", [10, 70_000])
 def test_indexing_the_shards_again_gives_the_same_files(tmp_path, index, num_bytes):
@@ -735,6 +736,7 @@ def test_a_large_value_is_not_copied(tmp_path):
     assert os.path.getsize(writer.shards[0]) > 2 * len(value)
 
 
+@pytest.mark.thorough
 def test_the_same_bytes_on_s3_in_parts(tmp_path, s3_bucket, mini_s3):
     samples = [{"__key__": f"{i:03d}", "bin": bytes([i]) * (5 << 20)} for i in range(8)]
     local = write_all(tmp_path, samples, max_bytes="36MiB")

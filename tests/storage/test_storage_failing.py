@@ -643,6 +643,7 @@ class TestHedging:
             assert bytes(storage.read(url)) == DATA
         assert (storage.metrics.get("hedges"), storage.metrics.get("retries")) == (0, 1)
 
+    @pytest.mark.thorough
     def test_a_store_that_is_slow_altogether_is_not_asked_twice_as_much(
         self, mini_s3, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

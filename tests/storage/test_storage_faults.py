@@ -84,6 +84,7 @@ def test_a_reset_in_place_of_an_answer_is_not_taken_for_a_missing_server(mini_s3
     assert len(proxy.log) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["truncate", "reset", "stall"])
 def test_after_a_break_only_the_missing_bytes_are_asked_for(mini_s3, url: str, kind) -> None:
     counts: Counter[str] = Counter()
@@ -228,6 +229,7 @@ def test_a_store_that_stays_busy_is_given_up(mini_s3, url: str) -> None:
     assert "gave up after 5 attempts" in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.thorough
 def test_the_deadline_bounds_a_read_that_makes_progress(mini_s3, url: str) -> None:
     faults = [Fault(kind="stall", at_bytes=MIB // 2)] * 20
     began_s = time.monotonic()
@@ -330,6 +332,7 @@ class TestRefusals:
         cured = Storage({**mini_s3.storage_options, "region": "us-east-1"})
         assert len(cured.read(url)) == cured.info(url).size_bytes > 0
 
+    @pytest.mark.thorough
     def test_a_refused_endpoint(self, s3fs_closed) -> None:
         with socket.socket() as held:  # bound, so that nobody else takes the port, but not listening
             held.bind(("127.0.0.1", 0))

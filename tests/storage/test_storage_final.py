@@ -69,6 +69,7 @@ def listing(*keys: str) -> Answer:
     return lambda handler: send(handler, 200, body, Content_Type="application/xml")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
@@ -94,6 +95,7 @@ def redirected(handler: BaseHTTPRequestHandler) -> None:
     send(handler, 302, b"", Location=f"{handler.path}a")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("answer", "why", "most"),
     [

@@ -21,6 +21,8 @@ from streaming.storage import Storage
 
 NUM_SHARDS = 8
 PER_SHARD = 6
+LENGTH = "tests.support.contracts.verb_cases:length"
+"""A function below, as users name it for ``column add --compute``."""
 
 
 def picture(width: int) -> bytes:
@@ -112,7 +114,7 @@ def run_columns(base: str, storage: Storage, **how: Any) -> Any:
     target = ColumnTarget([f"{base}/good/"], "length", storage=storage, index_url=None, overwrite=True)
     workers = how.pop("workers")
     options = ComputeOptions(fields=("txt",), workers=workers)
-    computed = compute_column(target, "verb_cases:length", options=options, **how)
+    computed = compute_column(target, LENGTH, options=options, **how)
     lifted = lift_all([f"{base}/good/"], ["json.half"], storage=storage, index_url=None, workers=workers, **how)
     found = files(f"{base}/good/_shardstream/columns", storage)
     assert len(found) == 2 * (NUM_SHARDS + 1)

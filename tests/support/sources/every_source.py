@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 
 from shard_tools.convert import ConvertOptions
 from shard_tools.convert.recode import ImageOptions
+from tests.support.code.folders import TESTS
 from tests.support.sources.foreign_sets import MAKE
 
 COUNT = 40
-DATA = Path(__file__).resolve().parents[1] / "shard_tools/data"
+DATA = TESTS / "shard_tools/data"
 Made = tuple[list[str], ConvertOptions]
 
 
