@@ -268,8 +268,7 @@ def worker_pids(loader: DataLoader) -> list[int]:
 
 
 def test_chunks_of_lanes_that_stay_are_not_fetched_again(mini_s3: MiniS3Server, s3_bucket: str) -> None:
-    options = {**mini_s3.storage_options, "hedge": False}  # a slow answer is not asked for a second time
-    dataset = write_set(f"{s3_bucket}/train", storage_options=options).open(shuffle=ShuffleConfig(lanes=6, window=8))
+    dataset = write_set(f"{s3_bucket}/train", storage_options=mini_s3.storage_options).open(shuffle=ShuffleConfig(lanes=6, window=8))
     loader = DataLoader(dataset, global_batch_size=SIZE, device_mesh=mesh_of(3, 1))
     alone = DataLoader(dataset, global_batch_size=SIZE, device_mesh=mesh_of(2, 1))
     needed = []

@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 from leftovers import leftovers, our_threads
+from waiting import PATIENCE_S, ended
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -75,8 +76,7 @@ class TestHedging:
         before, others, self.end = leftovers(), our_threads(), threading.Event()
         yield self.end
         self.end.set()
-        for thread in our_threads() - others:
-            thread.join(10)
+        ended(*our_threads() - others)
         assert leftovers() - before == Counter()
 
     def stall(self, *reads: int) -> Callable[[int, int | None], None]:
@@ -89,7 +89,7 @@ class TestHedging:
                 count += 1
                 stalls = count in reads
             if stalls:
-                self.end.wait(30)
+                self.end.wait(PATIENCE_S)
 
         return script
 
