@@ -42,8 +42,6 @@ from streaming.errors import (
 )
 from streaming.storage import Storage
 
-pytestmark = pytest.mark.timeout(20)
-
 NUM_SAMPLES = 60
 QUICK = {"unreachable_s": 0.2}
 

