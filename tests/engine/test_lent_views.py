@@ -21,6 +21,7 @@ import pytest
 import torch
 from children import in_child
 from servers import MiniS3Server, fresh_name
+from waiting import PATIENCE_S
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, ShuffleConfig, StreamingDataset
@@ -489,7 +490,7 @@ def test_finalizers_wait_for_nothing(made: Path) -> None:
                 place.whole = None
             thread = threading.Thread(target=drop)
             thread.start()
-            assert is_done.wait(20)
+            assert is_done.wait(PATIENCE_S)
             thread.join()
             assert lender._returned
         assert sum(len(check(batch)) for batch in batches) == NUM_SAMPLES - BATCH

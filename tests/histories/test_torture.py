@@ -39,6 +39,7 @@ from torture_rank import (
     open_with_patience,
     steps,
 )
+from waiting import PATIENCE_S
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -258,7 +259,7 @@ def test_every_sample_survives(
             leg(dice.randint(1, 6), min(run.num_left, dice.randint(1, max(3, len(calm) // 8))))
     for thread in threading.enumerate():
         if thread.name.startswith("shardstream-"):  # requests that lost their race end with their answers
-            thread.join(10)
+            thread.join(PATIENCE_S)
     left = leftovers() - before
     run.events["legs killed on the way"] = mortals.num_in_mid_leg
 

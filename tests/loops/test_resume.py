@@ -25,6 +25,7 @@ from data_sets import (
     valid_keys,
     write_set,
 )
+from waiting import PATIENCE_S
 
 from infra import DeviceMesh
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
@@ -360,7 +361,7 @@ class Gate:
 
     def __call__(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
         if (wanted.url, wanted.byte_start, wanted.byte_end) not in self._allowed:
-            assert self._open.wait(60)
+            assert self._open.wait(PATIENCE_S)
         elif not self._open.is_set():
             with self._lock:
                 self.passed.append(wanted)

@@ -21,6 +21,7 @@ from folders import SUPPORT
 from forked import Forked, ForkedProcess, all_end
 from hosts import Host, Hosts, why_not
 from servers import MiniS3Server
+from waiting import until
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -107,10 +108,8 @@ class Job:
             assert agent.wait() == 0, self.logs()
 
     def wait_for_commits(self, count: int) -> None:
-        deadline_s = time.monotonic() + 150
-        while len(commits(str(self.folder / "commits.jsonl"))) < count:
-            assert time.monotonic() < deadline_s, self.logs()
-            time.sleep(0.1)  # another process's progress has no event to wait for
+        log = str(self.folder / "commits.jsonl")
+        until(lambda: len(commits(log)) >= count, f"{count} steps are committed", within_s=200, details=self.logs)
 
 
 GRIDS: dict[str, dict[str, Any]] = {
