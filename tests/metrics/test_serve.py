@@ -15,7 +15,7 @@ import pytest
 from data_sets import SampleSet, mesh_of, write_set
 from forked import Forked
 from loop_kinds import CLOSABLE, compress, makers
-from waiting import until
+from waiting import PATIENCE_S, until
 
 from streaming import DataLoader
 from streaming.errors import ConfigError
@@ -36,7 +36,7 @@ def kinds(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def asked(path: Path | str) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(20)
+        connection.settimeout(PATIENCE_S)
         connection.connect(str(path))
         data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert data.endswith(b"\n")

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from index_files import change_document
 from stopped import stopping
 from tars import write_tar
+from waiting import PATIENCE_S
 
 from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
 from shard_tools.convert.base.records import TEXT_UNITS, permutation
@@ -578,7 +579,7 @@ def test_small_files_of_a_store_are_fetched_ahead(monkeypatch: pytest.MonkeyPatc
         storage.put(f"{folder}{name}.{'txt' if kind == 'text' else kind}", text.encode())
 
     def read_in_pairs(self: Storage, *what: object) -> object:
-        both.wait(timeout=20)  # broken, and an error, where no other read is under way
+        both.wait(PATIENCE_S)  # broken, and an error, where no other read is under way
         return read(self, *what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Storage, "read", read_in_pairs)

@@ -24,6 +24,7 @@ from PIL import Image
 from servers import MiniS3Server, fresh_name
 from shown import Shown
 from tokenizers import Tokenizer, models, pre_tokenizers
+from waiting import PATIENCE_S
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -566,7 +567,7 @@ def test_the_command_prints_one_line_serves_and_ends_with_0(data: Path, tmp_path
         with urllib.request.urlopen(line.strip()) as answer:
             assert answer.status == 200
         program.send_signal(end)
-        rest, told = program.communicate(timeout=30)
+        rest, told = program.communicate(timeout=PATIENCE_S)
         assert (program.returncode, rest, told) == (0, "", "")
         assert list(home.iterdir()) == []
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before

@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from forked import Forked
 from servers import HttpServer, MiniS3Server, fresh_name
+from waiting import PATIENCE_S
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -285,7 +286,7 @@ def test_the_mark_takes_no_round_trip_of_its_own(monkeypatch: pytest.MonkeyPatch
 
     def read_in_pairs(self: Storage, url: str, *span: int) -> object:
         if url.endswith(("chunks.parquet", UNFINISHED_FILE)):
-            both.wait(timeout=20)  # broken, and an error, where no other read is under way
+            both.wait(PATIENCE_S)  # broken, and an error, where no other read is under way
         return read(self, url, *span)
 
     monkeypatch.setattr(Storage, "read", read_in_pairs)
