@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import threading
 import tomllib
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -741,15 +743,19 @@ def tls(tmp_path: Path) -> Iterator[tuple[str, str]]:
 
         def finish_request(self, request: Any, address: Any) -> None:
             with context.wrap_socket(request, server_side=True) as secure:
-                secure.settimeout(0.5)  # what a client keeps open to no end
+                kept_open.append(secure)
                 super().finish_request(secure, address)
 
+    kept_open: list[ssl.SSLSocket] = []
     server = Server(("127.0.0.1", 0), _Quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"https://localhost:{server.server_address[1]}/00.tar", str(cert)
     server.shutdown()
     thread.join()
+    for one in kept_open:
+        with suppress(OSError):  # the client has closed it
+            one.shutdown(socket.SHUT_RDWR)
     server.server_close()
 
 

@@ -361,7 +361,7 @@ def test_a_new_wait_is_counted_from_its_beginning(reports: Reports, monkeypatch:
 
     clock = StillClock(sleeps=5, then={3: wait_anew})
     watch(clock, dog, monkeypatch)
-    assert [text.split("\n")[0] for text in reports.texts] == [f"nothing for {s:.1f} s" for s in (1, 1, 2)]
+    assert [text.split("\n")[0] for text in reports.texts] == [f"nothing for {s:.1f} s" for s in (1, 2, 1, 2)]
 
 
 def test_a_consumer_that_takes_its_time_is_no_stall(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:

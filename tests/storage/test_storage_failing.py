@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -293,6 +294,18 @@ class TestCrew:
         ended(*threads)
 
 
+class Impatience(Silences):
+    """None, once a condition holds."""
+
+    def __init__(self, holds: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(quantile=1, least_s=0, unknown_s=0)
+        self._holds = holds
+
+    @property
+    def limit_s(self) -> float:
+        return 0.0 if self._holds() else 3600.0
+
+
 class Answer:
     """Pieces of an answer; a function among them is called (and may wait) before the next one."""
 
@@ -302,15 +315,18 @@ class Answer:
         self._pieces = pieces
         self.num_bytes = sum(len(piece) for piece in pieces if isinstance(piece, bytes))
         self.closed = threading.Event()
+        self.script: Script | None = None
 
     def fill(self, sink: Sink) -> None:
         for piece in self._pieces:
             if isinstance(piece, bytes):
                 sink.take(lambda room, piece=piece: copy_piece(piece, room))
-            else:
-                piece()
+            elif self.script is not None:
+                self.script.stand(piece)
 
     def close(self) -> None:
+        if self.script is not None and not self.closed.is_set():
+            self.script.over()
         self.closed.set()
 
 
@@ -322,21 +338,48 @@ class Script:
     def __init__(self, *answers: Answer | BaseException | Callable[[], Answer]) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[int, int | None, str | None]] = []
+        self._lock, self._num_standing, self._num_over = threading.Lock(), 0, 0
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> Answer:
-        self.asked.append((start, stop, version))
-        answer = self.answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer() if callable(answer) else answer
+        with self._lock:
+            self.asked.append((start, stop, version))
+            answer = self.answers.pop(0)
+        try:
+            found = self.stand(answer) if callable(answer) else answer
+        except BaseException:
+            self.over()
+            raise
+        found.script = self
+        return found
+
+    def stand(self, call: Callable[[], Any]) -> Any:
+        """Call what may wait; until it returns, its request brings nothing."""
+        with self._lock:
+            self._num_standing += 1
+        try:
+            return call()
+        finally:
+            with self._lock:
+                self._num_standing -= 1
+
+    def over(self) -> None:
+        with self._lock:
+            self._num_over += 1
+
+    def all_stand(self) -> bool:
+        """Tell whether some requests are under way, and none of them brings anything."""
+        with self._lock:
+            return 0 < len(self.asked) - self._num_over == self._num_standing
 
 
 class Eager:
-    """Hedging after a hundredth of a second."""
+    """Hedging once all requests stand, and not before, however slow this machine is."""
 
     def __init__(self, allowed: int = 1) -> None:
         self.threads = RequestThreads()
-        self.patience = Patience(quantile=1, least_s=0.01, unknown_s=0.01)
+        self.script = Script()
+        self.patience = Patience(quantile=1, least_s=60, unknown_s=60)
+        self.patience.first = self.patience.later = Impatience(lambda: self.script.all_stand())  # noqa: PLW0108  of the script that comes
         self.left = allowed
         self.ended: list[bool] = []
 
@@ -361,6 +404,7 @@ class TestRace:
         assert leftovers() - before == Counter()
 
     def read(self, script: Script, hedging: Eager, out: bytearray) -> Transfer:
+        hedging.script = script
         transfer = Transfer(script, "s3://b/x", 0, len(out), count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
         with hedging.threads:
             transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + PATIENCE_S)
@@ -441,8 +485,9 @@ class TestRace:
     @pytest.mark.parametrize("kind", ["first", "later"])
     def test_each_kind_of_silence_has_a_bound_of_its_own(self, kind: str) -> None:
         out, hedging = bytearray(4), Eager()
-        hedging.patience = Patience(quantile=1, least_s=60, unknown_s=60)
-        setattr(hedging.patience, kind, Silences(quantile=1, least_s=0.01, unknown_s=0.01))
+        eager = hedging.patience.first
+        hedging.patience = Patience(quantile=1, least_s=3600, unknown_s=3600)
+        setattr(hedging.patience, kind, eager)
         stalls = Answer([b"w", self.wait, b"XYZ"]) if kind == "later" else self.silent
         self.read(Script(stalls, Answer([b"xyz" if kind == "later" else b"wxyz"])), hedging, out)
         assert out == b"wxyz"
@@ -480,13 +525,15 @@ class TestRace:
             request.teach(SimpleNamespace(first=SimpleNamespace(note=taught.append)))  # type: ignore[arg-type]
             assert taught == [pytest.approx(500 / scale, abs=50 / scale)]
 
-    def test_at_the_end_of_its_time_a_call_that_stands_still_is_over(self) -> None:
-        out, hedging = bytearray(4), Eager(allowed=9)
-        transfer = Transfer(  # type: ignore[arg-type]
-            Script(*[self.silent] * 3), "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out)
-        )
+    def test_at_the_end_of_its_time_a_call_that_stands_still_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its time ends once three are under way."""
+        out, hedging, monotonic = bytearray(4), Eager(allowed=9), time.monotonic
+        script = hedging.script = Script(*[self.silent] * 3)
+        clock = SimpleNamespace(monotonic=lambda: monotonic() + (1e6 if len(script.asked) == 3 else 0))
+        monkeypatch.setattr(transfer_module, "time", clock)
+        transfer = Transfer(script, "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
         with hedging.threads, pytest.raises(PassingError, match="got 0 bytes, expected 4; the answer stands still"):
-            transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 0.2)
+            transfer.attempt(Call("s3://b/x"), hedging, monotonic() + 1e5)
         assert not self.held.is_set()
         assert hedging.ended == [False, False]
 
@@ -568,7 +615,7 @@ class TestRace:
             raise TransferError("another one")
 
         hedging = Eager()
-        script = Script(Answer([b"w", passing, b"xyz"]), final, Answer([b"xyz"]))
+        script = hedging.script = Script(Answer([b"w", passing, b"xyz"]), final, Answer([b"xyz"]))
         transfer = Transfer(script, "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
         with hedging.threads, pytest.raises(TransferError, match="another one"):
             transfer.attempt(call, hedging, time.monotonic() + PATIENCE_S)
@@ -624,7 +671,8 @@ class TestRace:
 
     def test_an_end_that_nobody_knew_is_learnt_by_either(self) -> None:
         hedging = Eager()
-        transfer = Transfer(Script(self.silent, Answer([b"wx", b"yz"])), "s3://b/x", 0, None, count=lambda *_: None)  # type: ignore[arg-type]
+        script = hedging.script = Script(self.silent, Answer([b"wx", b"yz"]))
+        transfer = Transfer(script, "s3://b/x", 0, None, count=lambda *_: None)  # type: ignore[arg-type]
         with hedging.threads:
             transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + PATIENCE_S)
         assert bytes(transfer.result()) == b"wxyz"
@@ -632,18 +680,6 @@ class TestRace:
     def silent(self) -> Answer:
         self.wait()
         raise PassingError("timed out")
-
-
-class Impatience(Silences):
-    """None, once a condition holds."""
-
-    def __init__(self, holds: Callable[[], bool] = lambda: True) -> None:
-        super().__init__(quantile=1, least_s=0, unknown_s=0)
-        self._holds = holds
-
-    @property
-    def limit_s(self) -> float:
-        return 0.0 if self._holds() else 3600.0
 
 
 class TestHedging:
