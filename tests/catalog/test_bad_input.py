@@ -42,8 +42,6 @@ from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, free_port, fresh_name
 from tests.support.sets.index_files import with_facts, write_parquet
 
-pytestmark = pytest.mark.timeout(20)
-
 NUM_SAMPLES = 60
 QUICK = {"unreachable_s": 0.2}
 

@@ -9,15 +9,16 @@ import json
 import os
 import pickle
 import re
+import socket
 import ssl
 import subprocess
 import sys
 import tarfile
 import threading
-import time
 import tomllib
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ from tests.support.servers.on_loopback import HttpServer
 from tests.support.sets.index_files import parquet_bytes, with_facts, write_parquet
 
 SECRETS = ("hunter2", "swordfish", "abcdef0123")
-
-pytestmark = pytest.mark.timeout(60)
+never_ends = pytest.mark.timeout(60)
+"""For what takes milliseconds, or so long that nobody waits for it."""
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -62,14 +63,6 @@ def command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(cli, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
-
-
-def within(limit_s: float, act: Callable[[], object]) -> None:
-    """Does ``act`` raise an error of ours, in time?"""
-    started_s = time.monotonic()
-    with pytest.raises(ShardstreamError):
-        act()
-    assert time.monotonic() - started_s < limit_s
 
 
 def header(name: str, size: int, kind: str) -> bytes:
@@ -333,10 +326,11 @@ def test_pax_sizes_are_sizes(size: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a/" * 200_000 + "\n.b/c.d", "\n" + "a/" * 200_000 + ".b/c.d", "__" * 300_000 + "x.y"]
 )
+@never_ends
 def test_long_names_cost_no_more_than_their_length(name: str) -> None:
-    started_s = time.monotonic()
-    split_name(name)
-    assert time.monotonic() - started_s < 0.5, "the regular expression took minutes"
+    """The regular expression took minutes, or more."""
+    parts = split_name(name)
+    assert parts is None or sum(map(len, parts)) <= len(name)
 
 
 def test_the_fields_of_one_sample_are_counted() -> None:
@@ -501,8 +495,10 @@ def test_deep_json_is_an_error_everywhere(tmp_path: Path) -> None:
         "{a..z}" * 9 + ".tar",
     ],
 )
+@never_ends
 def test_braces_are_counted_before_they_are_written_out(pattern: str) -> None:
-    within(5, lambda: expand_urls(pattern, Storage()))
+    with pytest.raises(ShardstreamError):
+        expand_urls(pattern, Storage())
 
 
 def test_many_braces_are_fine() -> None:
@@ -747,15 +743,19 @@ def tls(tmp_path: Path) -> Iterator[tuple[str, str]]:
 
         def finish_request(self, request: Any, address: Any) -> None:
             with context.wrap_socket(request, server_side=True) as secure:
-                secure.settimeout(0.5)  # what a client keeps open to no end
+                kept_open.append(secure)
                 super().finish_request(secure, address)
 
+    kept_open: list[ssl.SSLSocket] = []
     server = Server(("127.0.0.1", 0), _Quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"https://localhost:{server.server_address[1]}/00.tar", str(cert)
     server.shutdown()
     thread.join()
+    for one in kept_open:
+        with suppress(OSError):  # the client has closed it
+            one.shutdown(socket.SHUT_RDWR)
     server.server_close()
 
 

@@ -249,4 +249,4 @@ def test_s3_server_has_the_files_of_a_folder_and_leaves_with_its_parent(tmp_path
         options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": KEY, "secret": SECRET, "region": REGION}
         assert bytes(Storage(options).read("s3://bench/set/a.tar", 2, 5)) == b"234"
         server.stdin.close()
-        assert server.wait(30) == 0
+        assert server.wait() == 0

@@ -86,7 +86,7 @@ def kill_after(example: ForkedProcess, said: str) -> None:
     while said not in (example.output.read_text() if example.output.exists() else ""):
         assert example.poll_for(0.02) is None, example.output.read_text()
     example.kill()
-    assert example.wait(60) == -signal.SIGKILL
+    assert example.wait() == -signal.SIGKILL
 
 
 def test_pictures_are_learnt_from_class_folders_after_a_kill_too(forked: Forked, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(forked: Fo
     ]
     kill_after(two[0], "step 16:")
     two[1].kill()  # or it has failed, left alone
-    two[1].wait(60)
+    two[1].wait()
     said = run(forked, "pretrain_gpt.py", crashed, "--steps", "64")
     resumed = re.search(r"goes on at step (\d+) on 1 rank", said)
     assert resumed is not None, said

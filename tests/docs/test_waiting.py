@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 
 from shard_tools.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher
+from streaming.counters import under_way
 from streaming.fetch import read
 from tests.support.code.folders import ROOT
+from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.thorough
@@ -54,9 +57,28 @@ def test_its_programs_run(
     assert all(f"shardstream.{name}" in found for name in ("hand_over", "build", "copy"))  # all is in memory
 
 
+BUILDS = threading.Event()
+"""A builder is at work on a batch, which is not done before the consumer has waited for it."""
+LET_GO = threading.Event()
+"""Nobody waits for the consumer any more."""
+
+
+def wait_until_it_waits(name: str) -> None:
+    def is_so() -> bool:
+        return LET_GO.is_set() or any(one.name == name for one, _ in list(under_way()))
+
+    until(is_so, f"the consumer waits: {name}")
+
+
 def asleep(seconds: float, result: Callable[[Any], Any] = lambda one: one) -> Callable[[Any], Any]:
+    """Return a function that takes time in a builder, while the consumer waits for it, and none in the consumer."""
+
     def call(given: Any) -> Any:
-        time.sleep(seconds)
+        if threading.current_thread() is not threading.main_thread():
+            BUILDS.set()
+            wait_until_it_waits("wait_for_build_s")
+            time.sleep(seconds)
+            BUILDS.clear()
         return result(given)
 
     return call
@@ -68,11 +90,12 @@ def drawing(sample: Any) -> Any:
 
 
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each read take 60 ms."""
+    """Make each read take 0.1 s from when somebody waits for it."""
     real = read.fetch_unit
 
     def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(0.06)
+        wait_until_it_waits("wait_for_fetch_s")
+        time.sleep(0.1)
         return real(*args, **options)
 
     monkeypatch.setattr("streaming.catalog.source.fetch_unit", slow)
@@ -84,7 +107,7 @@ CAUSES: dict[str, tuple[dict[str, Any], float, str, str]] = {
     "transform": ({"transform": asleep(0.005)}, 0.0, "wait_for_build_s", "wait for a builder"),
     "collate": ({"collate_fn": asleep(0.04, len)}, 0.0, "wait_for_build_s", "wait for a builder"),
     "global random numbers": ({"transform": drawing}, 0.0, "build_in_consumer_s", "build"),
-    "step": ({}, 0.04, "consumer_s", "your step"),
+    "step": ({}, 0.1, "consumer_s", "your step"),
 }
 
 
@@ -93,6 +116,8 @@ def test_each_cause_shows_where_the_table_says(
     samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     options, step_s, share, cause = CAUSES[what]
+    BUILDS.clear()
+    LET_GO.clear()
     assert f"`{share}`" in PAGE.read_text()
     assert f"`{cause}`" in PAGE.read_text()
     if what == "store":
@@ -105,6 +130,9 @@ def test_each_cause_shows_where_the_table_says(
             time.sleep(step_s)
             if number == 12:
                 break
+            if what in {"transform", "collate"}:  # else this thread might build the next batch
+                assert BUILDS.wait(PATIENCE_S)
+        LET_GO.set()
         now = batches.metrics()
     parts = ("consumer_s", "wait_for_fetch_s", "wait_for_build_s", "build_in_consumer_s")
     assert max(parts, key=lambda name: now.get(name, 0)) == share

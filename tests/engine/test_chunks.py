@@ -52,7 +52,7 @@ class Store:
         self.answers.acquire()
         raise StorageError(f"nothing at {wanted.byte_start}")
 
-    def wait(self, number: int) -> None:
+    def until_asked(self, number: int) -> None:
         """Until so many more have asked; nobody else does."""
         for _ in range(number):
             assert self.asked.acquire(timeout=60)
@@ -148,10 +148,10 @@ def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
     )
     with changed:
         units = [chunks.admit(wanted(number, mib * MIB)) for number in range(80)]
-    store.wait(at_once)
+    store.until_asked(at_once)
     for _ in range(3):
         store.answers.release()
-    store.wait(3)
+    store.until_asked(3)
     for _ in range(80):
         store.answers.release()
     with changed:
@@ -175,20 +175,20 @@ def test_what_the_first_batch_waits_for_has_the_network_to_itself() -> None:
     with changed:
         chunks.begin()
         earlier = [chunks.admit(wanted(number, 2 * MIB)) for number in range(10)]
-    store.wait(2)
+    store.until_asked(2)
     with changed:
         chunks.begin()
         units = [chunks.admit(wanted(number, 2 * MIB), is_awaited=number < 20) for number in range(8, 80)]
-    store.wait(12)
+    store.until_asked(12)
     for _ in range(12):
         store.answers.release()
-    store.wait(0)
+    store.until_asked(0)
     assert sorted(asked) == [0, 1, *range(8, 20)]
     store.answers.release()
-    store.wait(1)
+    store.until_asked(1)
     with changed:
         chunks.go_on()
-    store.wait(64 - 2)
+    store.until_asked(64 - 2)
     for _ in range(80):
         store.answers.release()
     with changed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -27,6 +26,7 @@ from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.processes.played_ranks import played
+from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import loaders, mesh_of
 from tests.support.sets.distant_sets import LEAST, Watched
 from tests.support.sources import streams
@@ -250,9 +250,7 @@ def test_clips_of_a_batch_are_read_at_the_same_time(opened: Any, num_workers: in
         with lock:  # the largest number so far is that of all who wait here
             reading.add(threading.get_ident())
             most[0] = max(most[0], len(reading))
-        end_s = time.monotonic() + 5
-        while most[0] < 4 and time.monotonic() < end_s:
-            time.sleep(0.01)
+        until(lambda: most[0] >= 4, "four are read at the same time")
         with lock:  # who goes on does not wait
             reading.discard(threading.get_ident())
 

@@ -28,6 +28,7 @@ from streaming.remote import wire
 from streaming.replicas import batch_codec
 from streaming.torch_view import TorchIterable
 from tests.support.processes.children import in_child
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets import packed_sets
 
@@ -492,7 +493,7 @@ def test_finalizers_wait_for_nothing(made: Path) -> None:
                 place.whole = None
             thread = threading.Thread(target=drop)
             thread.start()
-            assert is_done.wait(20)
+            assert is_done.wait(PATIENCE_S)
             thread.join()
             assert lender._returned
         assert sum(len(check(batch)) for batch in batches) == NUM_SAMPLES - BATCH

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from streaming import DataLoader, StreamingDataset
 from streaming.engine.delivery import Depth
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked
+from tests.support.processes.waiting import until
 from tests.support.programs.memory_run import LIMIT_BYTES, NUM_SAMPLES, SAMPLE_BYTES
 
 pytestmark = pytest.mark.thorough
@@ -108,10 +108,9 @@ def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
             writer.write({"__key__": f"{number}", "txt": "x" * (MIB // 4)})
     dataset = StreamingDataset(f"{tmp_path}/", transform=dict)
     with DataLoader(dataset, batch_size=8, num_threads=2, memory_limit=memory_limit) as loader:
-        for _ in range(200):  # what the consumer builds itself is not weighed: until a thread was faster once
-            assert sum(not time.sleep(0.002) for _ in loader) == 3  # which a loop that does something lets them be
-            if not is_told or loader.metrics().get("batches_over_bytes"):
-                break
+        name = "batches_over_bytes" if is_told else "build_s"
+        for _ in loader:  # what the consumer builds itself is not weighed: one is built meanwhile
+            until(lambda: loader.metrics().get(name), "a thread builds a batch")
         assert len(list(loader)) == 3
         over_bytes = loader.metrics().get("batches_over_bytes", 0)
     told = [one.getMessage() for one in caplog.records if "is too large for it" in one.getMessage()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from streaming.engine.unindexed.batches import ShardStream
 from streaming.errors import IteratorEndedError
 from streaming.fetch.read import FetchRange
 from tests.support.processes.leftovers import leftovers
+from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SMALL_WINDOW, SampleSet, write_set
 
 EPOCH = 96
@@ -58,9 +58,9 @@ def loader_of(samples: SampleSet, **options: Any) -> DataLoader:
     return DataLoader(samples.open(seed=1), batch_size=8, epoch_size=EPOCH, **options)
 
 
-def consume(loader: DataLoader, num_epochs: int) -> None:
-    """Epochs of a consumer that takes its time, so that the builder threads build."""
-    for _ in range(num_epochs):
+def consume(loader: DataLoader) -> None:
+    """Epochs of a consumer that takes its time, so that the builder threads build: until one of them fails."""
+    for _ in range(10_000):
         for _ in loader:
             threading.Event().wait(0.001)
 
@@ -125,7 +125,7 @@ def breaks(number: int) -> Callable[..., Any]:
 def test_weighing_a_batch_fails(samples: SampleSet, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "weigh", breaks(number))
     with loader_of(samples) as loader, pytest.raises(BrokenError):
-        consume(loader, 100)
+        consume(loader)
 
 
 @pytest.mark.parametrize("line", ["_num_ready", "_can_start", "_finish", "_advance"])
@@ -141,7 +141,7 @@ def test_a_line_between_two_batches_fails(samples: SampleSet, line: str, monkeyp
 
         monkeypatch.setattr(kind, line, only_in_builders)
     with loader_of(samples) as loader, pytest.raises(BrokenError):
-        consume(loader, 100)
+        consume(loader)
 
 
 def test_entering_what_was_fetched_fails(indexed: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_the_thread_that_gives_leases_back_fails(tmp_path: Path, monkeypatch: py
             pytest.skip("no leases on this file system")
         monkeypatch.setattr(FileMaps, "give_back", breaks(0))
         with pytest.raises(BrokenError):
-            consume(loader, 10_000)
+            consume(loader)
         monkeypatch.undo()
         loader.set_epoch(7)
         assert len(list(loader)) == EPOCH // 8
@@ -191,7 +191,7 @@ def test_close_from_another_thread_while_the_consumer_builds(
 
     def transform(sample: dict[str, Any]) -> dict[str, Any]:
         building.set()
-        closed.wait(30)
+        closed.wait(PATIENCE_S)
         return sample
 
     dataset = samples.open(seed=1, transform=transform)
@@ -206,7 +206,7 @@ def test_close_from_another_thread_while_the_consumer_builds(
 
     consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
-    assert building.wait(30)
+    assert building.wait(PATIENCE_S)
     closing = threading.Event()
     begin_to_close = Delivery._begin_to_close
 
@@ -218,7 +218,7 @@ def test_close_from_another_thread_while_the_consumer_builds(
     monkeypatch.setattr(Delivery, "_begin_to_close", begin)
     closer = threading.Thread(target=loader.close, daemon=True)
     closer.start()
-    assert closing.wait(30)
+    assert closing.wait(PATIENCE_S)
     closed.set()
     consumer.join()
     closer.join()
@@ -233,7 +233,7 @@ def test_a_builder_that_starts_late_finds_what_was_fetched_before(
     build_all = Delivery._build_all
 
     def late(self: Delivery, place: int) -> None:
-        starts.wait(30)
+        starts.wait(PATIENCE_S)
         build_all(self, place)
 
     monkeypatch.setattr(Delivery, "_build_all", late)
@@ -242,7 +242,7 @@ def test_a_builder_that_starts_late_finds_what_was_fetched_before(
 
     def fetch_later(wanted: FetchRange, out: memoryview) -> Any:
         if "000000" not in wanted.url:
-            in_step.wait(30)
+            in_step.wait(PATIENCE_S)
         found = fetch(wanted, out)
         fetched.release()
         return found
@@ -258,8 +258,8 @@ def test_a_builder_that_starts_late_finds_what_was_fetched_before(
         next(batches)
         in_step.set()
         for _ in range(3):
-            assert fetched.acquire(timeout=30)
-        time.sleep(0.3)  # and the threads that fetched have said so
+            assert fetched.acquire(timeout=PATIENCE_S)
+        until(lambda: loader.metrics()["fetched_chunks"] == 3, "the threads that fetched have said so")
         starts.set()
-        assert second.wait(10)
+        assert second.wait(PATIENCE_S)
         batches.close()

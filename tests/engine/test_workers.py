@@ -35,6 +35,7 @@ from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
 from tests.support.code.folders import ROOT
 from tests.support.processes.forked import Forked
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import write_set
 
 URLS = ["file:///a/000.tar", "file:///a/001.tar"]
@@ -516,7 +517,7 @@ def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) 
         pool.close()
         for one in stuck:
             with pytest.raises(RuntimeError, match="closed"):
-                one.result(30)
+                one.result(PATIENCE_S)
     pool.close()
     ring.close()
     arena.close()
@@ -566,7 +567,7 @@ def run_script(tmp_path: Path, tail: str) -> subprocess.Popen[str]:
 def wait_gone(pids: list[int]) -> None:
     for process in [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]:
         try:
-            process.wait(30)
+            process.wait(PATIENCE_S)
         except psutil.NoSuchProcess:
             continue
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
@@ -587,7 +588,7 @@ next(batches)
 """
     with run_script(tmp_path, tail) as script:
         try:
-            out, err = script.communicate(timeout=100)
+            out, err = script.communicate(timeout=PATIENCE_S)
         finally:
             script.kill()  # or leaving it would wait, too
     assert (script.returncode, err) == (0, "")
@@ -636,7 +637,7 @@ threading.Event().wait()
             named = [name for pid in (script.pid, *pids) for name in named_files(pid)]
         finally:
             script.kill()
-            script.wait(30)
+            script.wait(PATIENCE_S)
         wait_gone(pids)
     assert told.splitlines()[1:] == ["[14, 15] True"]
     assert [name for name in named if name != str(said)] == []

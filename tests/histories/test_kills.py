@@ -31,8 +31,6 @@ from tests.support.processes.forked import Forked, ForkedProcess
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set
 
-pytestmark = [pytest.mark.timeout(280)]
-
 STEPS = """
 import json, os, signal, sys
 arguments = json.loads(sys.argv[1])

@@ -34,6 +34,7 @@ from streaming.storage import Storage
 from streaming.storage.adapters import in_place
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.mortal_ranks import MortalRanks
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.programs.torture_rank import (
     GLOBAL_BATCH,
     IN_PLACE_BYTES,
@@ -259,7 +260,7 @@ def test_every_sample_survives(
             leg(dice.randint(1, 6), min(run.num_left, dice.randint(1, max(3, len(calm) // 8))))
     for thread in threading.enumerate():
         if thread.name.startswith("shardstream-"):  # requests that lost their race end with their answers
-            thread.join(10)
+            thread.join(PATIENCE_S)
     left = leftovers() - before
     run.events["legs killed on the way"] = mortals.num_in_mid_leg
 

@@ -26,9 +26,10 @@ from streaming.epochs.position import Position
 from streaming.monitor import Monitor
 from streaming.storage.adapters.local import LocalAdapter
 from tests.support.processes.leftovers import leftovers
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import SampleSet, write_set
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.thorough
 
 OURS = str(Path(streaming.__file__).parent)
 STEPS: dict[str, Callable[[Monitor], object]] = {
@@ -93,11 +94,11 @@ def test_no_lock_stays_taken_and_no_thread_waits_in_vain(step: str) -> None:
         with pytest.raises(ThrownError):  # in place of a RuntimeError about a lock that is not taken
             use_until_thrown(monitor, STEPS[step], dice.uniform(2e-5, 2e-4))
         listener.start()
-        assert began.wait(10)
-        assert monitor.acquire(timeout=10)
+        assert began.wait(PATIENCE_S)
+        assert monitor.acquire(timeout=PATIENCE_S)
         monitor.notify()  # it alone is left to be told
         monitor.release()
-        assert told.wait(10)
+        assert told.wait(PATIENCE_S)
         listener.join()
 
 
@@ -115,15 +116,15 @@ def test_a_notification_wakes_those_that_it_concerns() -> None:
     for name, options in (("state", {"when": lambda: state}), ("anything", {})):
         began = threading.Event()
         threading.Thread(target=listen, args=(name,), kwargs=options, daemon=True).start()
-        assert began.wait(10)
+        assert began.wait(PATIENCE_S)
     with monitor:
         monitor.notify()  # the first of them waits for something else
-    assert is_woken.acquire(timeout=10)
+    assert is_woken.acquire(timeout=PATIENCE_S)
     with monitor:
         assert woken == ["anything"]
         state.append("changed")
         monitor.notify_all()
-    assert is_woken.acquire(timeout=10)
+    assert is_woken.acquire(timeout=PATIENCE_S)
     assert woken == ["anything", "state"]
 
 

@@ -31,6 +31,7 @@ from tests.support.contracts.loop_kinds import (
     rows_of,
 )
 from tests.support.processes.leftovers import leftovers, our_threads
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -97,7 +98,7 @@ def test_threads_that_share_an_iterator_get_each_batch_once(samples: SampleSet) 
     batches, together = iter(loader), threading.Barrier(4)
 
     def ask(_: int) -> list[Any]:
-        together.wait(10)
+        together.wait(PATIENCE_S)
         return [rows_of(batch) for batch in batches]
 
     with ThreadPoolExecutor(4) as pool:
@@ -132,7 +133,7 @@ def test_a_loader_that_is_dropped_is_gone_without_the_garbage_collector(
         assert gone() is None
         left = [one for one in gc.get_objects() if isinstance(one, Loop) and id(one) not in loops]
         for thread in our_threads() - before:  # those that fetch end by themselves
-            thread.join(10)
+            thread.join(PATIENCE_S)
         assert (left, our_threads() - before) == ([], set())
     finally:
         gc.enable()

@@ -6,7 +6,6 @@ import gc
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from streaming.errors import ConfigError, DecodeError, IteratorEndedError
 from streaming.fetch.read import FetchRange
 from streaming.tar import ChunkLayout
 from tests.support.processes.leftovers import leftovers, our_threads
+from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SampleSet, check_batch, mesh_of, play, write_set
 
 SIZE = 24
@@ -107,7 +107,7 @@ def test_describe_says_what_it_waits_for(dataset: StreamingDataset) -> None:
         assert loader.describe() == "not running"
         thread = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
         thread.start()
-        assert held.wait(30)
+        assert held.wait(PATIENCE_S)
         assert "batch 0 of 8" in loader.describe()
         assert ".tar bytes " in loader.describe()
         gate.set()
@@ -216,7 +216,7 @@ def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.
 
     def holding(wanted: FetchRange, out: memoryview) -> ChunkLayout:
         held.set()
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE_S)
         layout: ChunkLayout = fetch(wanted, out)
         return layout
 
@@ -234,7 +234,7 @@ def test_interrupted_while_it_waits(dataset: StreamingDataset, num_workers: int)
     with loader_of(dataset, num_workers=num_workers) as loader:
 
         def interrupt() -> None:
-            assert held.wait(30)
+            assert held.wait(PATIENCE_S)
             loader.describe()  # comes back when the loop has let go of the lock: it waits, or is just about to
             while loader._loop.running is not None:  # Python sleeps on a signal that comes just before it blocks
                 signal.pthread_kill(main, signal.SIGINT)
@@ -272,7 +272,7 @@ def test_interrupted_while_it_asks_for_chunks(
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.extend(loader), daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         if thread.is_alive():
             pytest.fail(f"the loop after the interrupt hangs: {loader.describe()}")
         assert list(map(check_batch, found)) == play(dataset, 1, global_batch_size=SIZE)[0]
@@ -292,10 +292,10 @@ def test_closed_by_another_thread_while_it_waits(dataset: StreamingDataset) -> N
 
     thread = threading.Thread(target=consume, daemon=True)
     thread.start()
-    assert held.wait(30)
+    assert held.wait(PATIENCE_S)
     loader._loop.position.close()
     loader._loop.running.close()  # type: ignore[union-attr]  the part of close() that does not wait for fetches
-    thread.join(20)
+    thread.join(PATIENCE_S)
     waits = thread.is_alive()
     gate.set()
     if waits:
@@ -468,9 +468,11 @@ def test_as_many_threads_build_as_batches_may_be_under_way(samples: SampleSet) -
         threads[threading.current_thread().name] += 1
         return {"x": torch.zeros(1 << 20, dtype=torch.uint8)}
 
+    def builders() -> set[str]:
+        return {name for name in list(threads) if name != threading.current_thread().name}
+
     dataset = samples.open(transform=transform, shuffle=False)
     with DataLoader(dataset, batch_size=2, num_threads=8, memory_limit="48MiB") as loader:  # 12 MiB: a batch has 2
-        for _ in loader:
-            time.sleep(0.001)  # so that threads, not this one, build the next batch
-    builders = {name for name in threads if name != threading.current_thread().name}
-    assert builders == {"shardstream-build-0"}
+        for _ in loader:  # a thread, not this one, builds the next batch, or one of those after it
+            until(builders, "a thread builds")
+    assert builders() == {"shardstream-build-0"}

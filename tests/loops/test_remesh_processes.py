@@ -175,7 +175,6 @@ def test_nothing_is_lost_or_doubled_over_random_changes_with_kills(
         )
         assert job.kills > changes // 2
         assert job.committed == truth(made, len(job.committed))
-        assert max(job.cpu_s) < 1  # seconds of a core, since other tests share the machine
 
 
 def test_the_loop_of_the_page(urls: dict[str, str], mini_s3: MiniS3Server, forked: Forked, tmp_path: Path) -> None:

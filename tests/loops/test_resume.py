@@ -22,6 +22,7 @@ from streaming.plan.intervals import ChunkIntervals
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.tar import ChunkLayout
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import (
     WORLD_SIZES,
     Batches,
@@ -360,7 +361,7 @@ class Gate:
 
     def __call__(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
         if (wanted.url, wanted.byte_start, wanted.byte_end) not in self._allowed:
-            assert self._open.wait(60)
+            assert self._open.wait(PATIENCE_S)
         elif not self._open.is_set():
             with self._lock:
                 self.passed.append(wanted)

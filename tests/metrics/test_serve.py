@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from streaming.errors import ConfigError
 from streaming.metrics import serve
 from tests.support.contracts.loop_kinds import CLOSABLE, compress, makers
 from tests.support.processes.forked import Forked
+from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -36,7 +36,7 @@ def kinds(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def asked(path: Path | str) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(20)
+        connection.settimeout(PATIENCE_S)
         connection.connect(str(path))
         data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert data.endswith(b"\n")
@@ -87,10 +87,7 @@ def test_it_ends_with_the_loader(samples: SampleSet, tmp_path: Path) -> None:
     assert asked(path)["describe"] == "not running"
     del loader
     gc.collect()
-    until_s = time.monotonic() + 20
-    while thread_names() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert thread_names() == []
+    until(lambda: thread_names() == [], "its thread ends")
     assert not path.exists()
 
 

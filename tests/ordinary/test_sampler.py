@@ -23,6 +23,7 @@ from streaming.ordinary.mesh_sampler import DeviceMeshSampler, RetrySampler
 from streaming.ordinary.retry import Candidates, SharedLog
 from streaming.plan.permutation import MAX_SORTED, Permutation, substitutes
 from tests.support.processes.leftovers import leftovers
+from tests.support.processes.waiting import PATIENCE_S
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 
@@ -316,7 +317,7 @@ def settled() -> Counter[str]:
     """What is left once the threads of torch's queues, which close their pipes when they end, have ended."""
     for thread in threading.enumerate():
         if thread.name.startswith("QueueFeederThread"):
-            thread.join(timeout=5)
+            thread.join(PATIENCE_S)
     return leftovers()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,6 +20,7 @@ from streaming.lru_cache import LruCache
 from streaming.packing.fit import Fit, fit
 from streaming.packing.rules import PackRules
 from streaming.plan import memory as budget
+from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import same_batch
 from tests.support.sets.packed_sets import LENGTH, epoch_of, loader_of, write
 
@@ -91,10 +91,8 @@ def test_groups_that_are_fetched_are_packed_before_they_are_asked_for(folder: Pa
     assert len(groups) > 1
     with loader_of(packed) as loader:
         next(iter(loader))  # of the first group alone
-        deadline_s = time.monotonic() + 30
-        while not packed.source.has_packs(groups, np.zeros_like(groups), packed.seed):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        has_packs = packed.source.has_packs
+        until(lambda: has_packs(groups, np.zeros_like(groups), packed.seed), "all groups are packed")
 
 
 def test_batches_lie_in_page_locked_memory_from_when_it_is_asked_for(folder: Path) -> None:

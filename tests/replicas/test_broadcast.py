@@ -19,11 +19,12 @@ from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.replicas import broadcast
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.played_ranks import Play, played
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import SampleSet, check_batch, data_gets, write_set
 
 SIZE = 24
-OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "replicate": Broadcast(timeout_s=60)}
+OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "replicate": Broadcast(timeout_s=PATIENCE_S)}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ def test_a_replica_that_leaves_alone_is_named(dataset: StreamingDataset, play: P
                 if mesh.rank == 1 and number == 2:
                     return "left"
                 if mesh.rank != 1 and number == 2:
-                    gone.wait(30)
+                    assert gone.wait(PATIENCE_S)
             return "ended"
 
     gone = threading.Event()
@@ -340,12 +341,12 @@ def test_objects_travel_by_the_functions_given(dataset: StreamingDataset, play: 
         with DataLoader(dataset, device_mesh=mesh, **options) as loader:
             return [(type(batch), batch.keys) for batch in loader]
 
-    both = Broadcast(timeout_s=60, encode=lambda pair: pair.keys, decode=Pair)
+    both = Broadcast(timeout_s=PATIENCE_S, encode=lambda pair: pair.keys, decode=Pair)
     first, second = play(lambda mesh: keys(mesh, both), dp_size=1, tp_size=2)
     assert first == second
     assert first[0][0] is Pair
     with pytest.raises(ConfigError, match=r"batch is a test_broadcast\.Pair, which cannot be sent"):
-        play(lambda mesh: keys(mesh, Broadcast(timeout_s=60)), dp_size=1, tp_size=2)
+        play(lambda mesh: keys(mesh, Broadcast(timeout_s=PATIENCE_S)), dp_size=1, tp_size=2)
 
 
 def test_sets_without_an_index(tmp_path: Path, play: Play, not_scanned: None) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from tests.support.code.folders import PROGRAMS, ROOT
 from tests.support.processes.forked import Forked, ForkedProcess, all_end
+from tests.support.processes.waiting import until
 from tests.support.programs.elastic_rank import commits
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import (
@@ -73,11 +73,13 @@ class Ranks:
     def wait_until_frozen(self, name: str) -> list[dict[str, Any]]:
         """Until every rank has written its file and stands still."""
         paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.world_size)]
-        deadline_s = time.monotonic() + 120
-        while not all(path.exists() for path in paths):
-            assert all(one.poll() is None for one in self.processes), self.output.read_text()[-4000:]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)  # another process's progress has no event to wait for
+
+        def are_there() -> bool:
+            found = all(path.exists() for path in paths)
+            assert found or all(one.poll() is None for one in self.processes), self.output.read_text()[-4000:]
+            return found
+
+        until(are_there, "every rank writes its file")
         return self.results(name)
 
 
@@ -227,15 +229,17 @@ def test_one_rank_of_three_is_killed_and_torchrun_restarts_them_in_place(
         str(PROGRAMS / "elastic_rank.py"), str(tmp_path / "config.json"),
         output=tmp_path / "output", environ=environ, leads=True,
     )  # fmt: skip
-    log, deadline_s = str(tmp_path / "commits.jsonl"), time.monotonic() + 120
+    log = str(tmp_path / "commits.jsonl")
+
+    def stands() -> bool:
+        assert agent.poll() is None, agent.output.read_text()[-4000:]
+        return len(commits(log)) >= 4
+
     try:
-        while len(commits(log)) < 4:  # then all ranks stand still
-            assert agent.poll() is None, agent.output.read_text()[-4000:]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)  # another process's progress has no event to wait for
+        until(stands, "all ranks stand still")
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         (tmp_path / "gate-4").touch()
-        assert agent.wait(120) == 0
+        assert agent.wait() == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)

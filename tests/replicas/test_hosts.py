@@ -19,6 +19,7 @@ import pytest
 from tests.support.clusters.network_hosts import Host, Hosts, why_not
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked, ForkedProcess, all_end
+from tests.support.processes.waiting import until
 from tests.support.programs.elastic_rank import commits
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import SampleSet, merged, play, total, write_set
@@ -109,10 +110,8 @@ class Job:
             assert agent.wait() == 0, self.logs()
 
     def wait_for_commits(self, count: int) -> None:
-        deadline_s = time.monotonic() + 150
-        while len(commits(str(self.folder / "commits.jsonl"))) < count:
-            assert time.monotonic() < deadline_s, self.logs()
-            time.sleep(0.1)  # another process's progress has no event to wait for
+        log = str(self.folder / "commits.jsonl")
+        until(lambda: len(commits(log)) >= count, f"{count} steps are committed", within_s=200, details=self.logs)
 
 
 GRIDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -40,6 +39,7 @@ from tests.support.code.folders import EXAMPLES, ROOT
 from tests.support.code.page_blocks import blocks
 from tests.support.processes.forked import Forked
 from tests.support.processes.played_ranks import read_here
+from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import SampleSet, mesh_of, play, valid_keys, write_set
 from tests.support.sources.conversions import contents, parquet_source
 
@@ -601,13 +601,8 @@ def test_close_ends_the_actors_and_keeps_what_was_handed_out(nodes: TwoNodes, sa
         (actor,) = loader._loop._actors
         assert re.search(r"^(reader 0: )?batch \d+ of 25", loader.describe(), re.MULTILINE)
 
-    def ask_until_it_is_gone() -> None:  # a kill is under way when it was asked for, not done
-        until_s = time.monotonic() + 60
-        while time.monotonic() < until_s:
-            ray.get(actor.length.remote())
-
-    with pytest.raises(ray.exceptions.RayActorError):
-        ask_until_it_is_gone()
+    with pytest.raises(ray.exceptions.RayActorError):  # a kill is under way when it was asked for, not done
+        until(lambda: ray.get(actor.length.remote()) is None, "the actor is gone")
     assert len(keys_of(batch)[0]) == 8
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,14 +113,13 @@ def test_a_process_that_opens_alone_waits_no_longer_than_it_must(
 def test_nobody_waits_for_one_that_goes_on_from_an_older_world(
     indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "PEER_WAIT_S", 100.0)
+    monkeypatch.setattr(shared, "PEER_WAIT_S", 3600.0)
     before = threading.current_thread().name
     try:
         threading.current_thread().name = "rank 0"
         shared.go_on(peers)
-        threading.current_thread().name, begun_s = "rank 3", time.monotonic()
-        assert len(indexed.open()) == 202
-        assert time.monotonic() - begun_s < 50
+        threading.current_thread().name = "rank 3"
+        assert len(indexed.open()) == 202, "else it waits for an hour"
     finally:
         threading.current_thread().name = before
 

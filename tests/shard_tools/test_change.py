@@ -17,6 +17,7 @@ from shard_tools.sets.rewrite.field_changes import FieldChanges
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
 from tests.support.processes.forked import Forked
+from tests.support.processes.waiting import until
 
 HELD = """
 import sys, time
@@ -24,7 +25,7 @@ from streaming.storage import Storage
 writer = Storage().open_write(sys.argv[1])
 writer.write(b"x" * 1_000_000)
 print("open", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -111,8 +112,7 @@ def test_files_of_killed_writers_are_removed_and_no_others(shards: str, tmp_path
     killed = forked.start(HELD, f"{tmp_path}/set/killed.tar", output=tmp_path / "out1")
     living = forked.start(HELD, f"{tmp_path}/set/living.tar", output=tmp_path / "out2")
     for output in (tmp_path / "out1", tmp_path / "out2"):
-        while not output.exists() or "open" not in output.read_text():
-            pass
+        until(lambda output=output: output.exists() and "open" in output.read_text(), "a file is open for writing")
     killed.kill()
     killed.wait()
     dry = clean(shards, dry_run=True)

@@ -37,6 +37,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked
 from tests.support.processes.killed_programs import stopping
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.index_files import change_document
 from tests.support.sets.tars import write_tar
 from tests.support.sources.conversions import members, tree
@@ -578,7 +579,7 @@ def test_small_files_of_a_store_are_fetched_ahead(monkeypatch: pytest.MonkeyPatc
         storage.put(f"{folder}{name}.{'txt' if kind == 'text' else kind}", text.encode())
 
     def read_in_pairs(self: Storage, *what: object) -> object:
-        both.wait(timeout=20)  # broken, and an error, where no other read is under way
+        both.wait(PATIENCE_S)  # broken, and an error, where no other read is under way
         return read(self, *what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Storage, "read", read_in_pairs)

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from shard_tools.doctor.store import StoreLook
 from streaming.errors import ConfigError
 from streaming.platforms import group_limits
 from tests.support.code.folders import ROOT
+from tests.support.processes.waiting import until
 from tests.support.servers.on_loopback import MiniS3Server, free_port
 from tests.support.sets.data_sets import write_set
 
@@ -197,12 +200,27 @@ def test_requirements_as_metadata_writes_them() -> None:
 
 @pytest.mark.thorough
 def test_imports_that_fail_end_the_process_or_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = tmp_path / "hangs"
+
+    def run(command: list[str], *, timeout: float, check: bool, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        """As ``subprocess.run``, but the time is up when an import hangs, and not before."""
+        with subprocess.Popen(command, **options) as process:
+            until(lambda: process.poll() is not None or hangs.exists(), "a process ends, or hangs")
+            if process.poll() is None:
+                process.kill()
+            said, _ = process.communicate()
+        if hangs.exists():
+            hangs.unlink()
+            raise subprocess.TimeoutExpired(command, timeout, said)
+        return subprocess.CompletedProcess(command, process.returncode, said)
+
+    monkeypatch.setattr(packages, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
     texts = {
         "doctor_good": "print('noise')\n__version__ = '1.2'\n",
         "doctor_fails": "raise OSError('libfoo.so.1: cannot open shared object file')\n",
         "doctor_exits": "raise SystemExit(3)\n",
         "doctor_dies": "import os\nos.abort()\n",
-        "doctor_hangs": "import time\ntime.sleep(60)\n",
+        "doctor_hangs": f"import pathlib, time\npathlib.Path({str(hangs)!r}).touch()\ntime.sleep(3600)\n",
         "doctor_last": "",
     }
     for name, text in texts.items():

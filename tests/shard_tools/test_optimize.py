@@ -48,6 +48,7 @@ from streaming.errors import (
 )
 from streaming.platforms import unnamed_file
 from tests.support.code.folders import ROOT
+from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sources.conversions import contents, members
 
 run: Any = functools.partial(optimize, progress=False)
@@ -134,19 +135,20 @@ optimize({function}, range({num}), {target!r}, workers=2, max_bytes=50_000, prog
 """
 
 
-def program(function: str, target: Path, num: int = 1000) -> subprocess.Popen[bytes]:
-    """A script without a guard that runs ``optimize``, in a process of its own."""
+def program(function: str, target: Path, num: int = 1000, stands_at: int | None = None) -> subprocess.Popen[bytes]:
+    """A script without a guard that runs ``optimize``, in a process of its own; ``slow`` gets no further than told."""
     path = [str(Path(made_samples.__file__).parent), str(Path(shard_tools.__file__).parent.parent)]
     code = PROGRAM.format(path=path, function=function, num=num, target=str(target))
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    environ = {} if stands_at is None else {made_samples.STANDS_AT: str(stands_at)}
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=os.environ | environ)
 
 
-def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
+def wait_for_shards(target: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    def are_there() -> bool:
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
+        return len(list(target.glob("*.tar"))) >= count
+
+    until(are_there, f"{count} shards are written")
 
 
 @pytest.mark.thorough
@@ -156,14 +158,14 @@ def test_a_killed_run_goes_on_with_the_same_bytes_and_leaves_no_process(tmp_path
     rng = random.Random(seed)
     target = tmp_path / "killed"
     for _ in range(2):
-        shards = len(list(target.glob("*.tar"))) + rng.randrange(1, 8)
-        with program("slow", target, 300) as process:
-            wait_for(lambda shards=shards: len(list(target.glob("*.tar"))) >= shards, process)
+        shards = len(list(target.glob("*.tar"))) + rng.randrange(1, 5)
+        with program("slow", target, 300, stands_at=10 * (shards + 8)) as process:
+            wait_for_shards(target, shards, process)
             children = psutil.Process(process.pid).children()
             assert len(children) == 2
-            time.sleep(rng.random() * 0.05)
+            time.sleep(rng.random() * 0.05)  # anywhere in a shard
             process.kill()
-        _, alive = psutil.wait_procs(children, 30)
+        _, alive = psutil.wait_procs(children, PATIENCE_S)
         assert not alive
     report = run(slow, range(300), target, workers=2, max_bytes=50_000)
     assert report.num_resumed_samples > 0
@@ -173,14 +175,14 @@ def test_a_killed_run_goes_on_with_the_same_bytes_and_leaves_no_process(tmp_path
 @pytest.mark.thorough
 def test_ctrl_c_ends_all_processes_and_the_run_goes_on(tmp_path: Path) -> None:
     target = tmp_path / "stopped"
-    with program("slow", target) as process:
-        wait_for(lambda: len(list(target.glob("*.tar"))) >= 4, process)
+    with program("slow", target, stands_at=500) as process:
+        wait_for_shards(target, 4, process)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=PATIENCE_S)
     assert told.rstrip().endswith(b"KeyboardInterrupt")
     assert told.count(b"\nKeyboardInterrupt") == 1  # of this process; its workers end without a word
-    assert not psutil.wait_procs(children, 10)[1]
+    assert not psutil.wait_procs(children, PATIENCE_S)[1]
     assert list(target.glob("_shardstream/unfinished*"))
     assert run(slow, range(1000), target, max_bytes=50_000, workers=2).num_resumed_samples > 0
     assert not list(target.glob("_shardstream/unfinished*"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from shard_tools import ShardWriter, optimize
 from shard_tools.functions.mapped import MapOptions, map_set
 from shard_tools.functions.run import Running
 from streaming.errors import WorkerDiedError
+from tests.support.clusters.killed_node import killed_engine
 from tests.support.clusters.ray_cluster import TwoNodes
 from tests.support.processes.forked import Forked
 from tests.support.sources.conversions import contents, members
@@ -31,38 +30,20 @@ def nodes(forked: Forked) -> Iterator[TwoNodes]:
         yield nodes
 
 
-def test_a_killed_node_costs_its_own_work_only(nodes: TwoNodes, tmp_path: Path) -> None:
+def test_a_killed_node_costs_its_own_work_only(
+    nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def made(number: int) -> Any:
-        if is_on_ray and ray.get_runtime_context().get_node_id() == doomed:
-            marks.joinpath("there").touch()
-            time.sleep(600)
         if number % 5 == 2:
             return [{"npy": np.full(number, part)} for part in range(3)]
         return None if number % 7 == 3 else {"bin": bytes([number]) * 20_000}
 
-    def kill() -> None:
-        while not (marks / "there").exists():
-            time.sleep(0.02)
-        nodes.kill(third)
-
-    marks, is_on_ray, doomed = tmp_path / "marks", False, ""
-    marks.mkdir()
-    optimize(made, range(150), tmp_path / "here", workers=0, max_bytes=200_000, progress=False)
-    third = nodes.add("third")
-    doomed = nodes.node_id("third")
-    is_on_ray = True
-    killer = threading.Thread(target=kill)
-    killer.start()
-    report = optimize(
-        made, range(150), tmp_path / "ray", engine="ray", workers=3, max_bytes=200_000, progress=False, overwrite=True
-    )  # fmt: skip
-    killer.join()
-    assert (marks / "there").exists()
+    options: dict[str, Any] = {"max_bytes": 200_000, "progress": False}
+    optimize(made, range(150), tmp_path / "here", workers=0, **options)
+    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.functions.run"):
+        report = optimize(made, range(150), tmp_path / "ray", engine="ray", workers=3, overwrite=True, **options)
     assert report.num_inputs == 150
-    here, there = contents(tmp_path / "here"), contents(tmp_path / "ray")
-    for found in (here, there):  # what the function captures is in its description, and differs here
-        found.pop("_shardstream/convert.json")
-    assert there == here
+    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
 
 
 def test_what_ends_processes_there_is_named(nodes: TwoNodes, tmp_path: Path) -> None:

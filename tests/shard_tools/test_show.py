@@ -30,6 +30,7 @@ from shard_tools.show.data import columns, gallery
 from streaming import Schedule, StreamingDataset
 from streaming.index.files import write_document
 from streaming.storage import Storage
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.servers.show_pages import Shown
 
@@ -568,7 +569,7 @@ def test_the_command_prints_one_line_serves_and_ends_with_0(data: Path, tmp_path
         with urllib.request.urlopen(line.strip()) as answer:
             assert answer.status == 200
         program.send_signal(end)
-        rest, told = program.communicate(timeout=30)
+        rest, told = program.communicate(timeout=PATIENCE_S)
         assert (program.returncode, rest, told) == (0, "", "")
         assert list(home.iterdir()) == []
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before

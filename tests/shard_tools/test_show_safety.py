@@ -340,7 +340,6 @@ def pretty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         os.chdir(here)
 
 
-@pytest.mark.timeout(240)
 def test_pages_fit_every_screen_and_are_lit_as_asked(pretty: Shown, tab: Callable[..., Tab]) -> None:
     brightness = {}
     for scheme in ("light", "dark"):

@@ -784,7 +784,6 @@ def test_nothing_of_the_data_is_markup(hostile_page: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(240)
 def test_the_page_in_a_browser(hostile_page: Path, tab: Callable[..., Tab]) -> None:
     colors = {}
     for scheme in ("light", "dark"):

@@ -33,6 +33,7 @@ from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, Stor
 from streaming.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import HttpServer, MiniS3Server, fresh_name
 
 COUNT, PER_SHARD = 40, 8
@@ -287,7 +288,7 @@ def test_the_mark_takes_no_round_trip_of_its_own(monkeypatch: pytest.MonkeyPatch
 
     def read_in_pairs(self: Storage, url: str, *span: int) -> object:
         if url.endswith(("chunks.parquet", UNFINISHED_FILE)):
-            both.wait(timeout=20)  # broken, and an error, where no other read is under way
+            both.wait(PATIENCE_S)  # broken, and an error, where no other read is under way
         return read(self, url, *span)
 
     monkeypatch.setattr(Storage, "read", read_in_pairs)

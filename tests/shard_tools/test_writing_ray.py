@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
 from click.testing import CliRunner
 
-from shard_tools import ShardWriter, optimize
+from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.convert import convert, elsewhere
 from shard_tools.functions.mapped import MapOptions, map_set
@@ -89,16 +88,6 @@ def test_convert_to_tokens(nodes: TwoNodes, tmp_path: Path) -> None:
         run(tmp_path / "in", tmp_path / "there", eos="none", max_bytes=1_000_000, executor=executor, workers=3)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     executor.check_repeats()
-
-
-def test_optimize(nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(number: int) -> Any:
-        return [{"txt": f"{number} {part}" * 300} for part in range(number % 4)]
-
-    optimize(made, range(90), tmp_path / "here", workers=0, max_bytes=40_000, progress=False)
-    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.functions.run"):
-        optimize(made, range(90), tmp_path / "there", engine="ray", workers=3, max_bytes=40_000, progress=False)
-    assert contents(tmp_path / "there") == contents(tmp_path / "here")
 
 
 def test_map(nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from streaming.cache.locks import try_lock, unlock
 from streaming.cache.paths import CachePaths
 from streaming.counters import Metrics
 from streaming.errors import ConfigError, TransferError
+from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 URL = "s3://bucket/train/000000.tar"
 BLOCK = 4096
@@ -46,7 +47,7 @@ def content(url: str, version: str, start: int, num_bytes: int) -> bytes:
 class Reader:
     """A cache, and a store that counts what is asked of it."""
 
-    def __init__(self, directory: Path | str, limit_bytes: int = 1 << 20, wait_s: float = 30) -> None:
+    def __init__(self, directory: Path | str, limit_bytes: int = 1 << 20, wait_s: float = 300) -> None:
         self.metrics = Metrics()
         self.cache = NodeCache(directory, limit_bytes, metrics=self.metrics, wait_s=wait_s)
         self.layout = CachePaths(str(directory))
@@ -89,13 +90,6 @@ def used_bytes(directory: Path | str) -> int:
     root = Path(CachePaths(str(directory)).root)
     files = [*root.glob("entries/*/*"), *root.glob("parts/*")]
     return sum(charged_bytes(file.stat().st_size) for file in files)
-
-
-def until(condition: Callable[[], bool], limit_s: float = 30) -> None:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "did not come true"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -710,13 +704,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- one fetch for everybody
 
 
-def in_threads(*tasks: Callable[[], object]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=task, daemon=True) for task in tasks]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
 def test_many_who_want_the_same_make_one_fetch(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     go = threading.Event()
@@ -726,17 +713,16 @@ def test_many_who_want_the_same_make_one_fetch(tmp_path: Path) -> None:
 
     def fetch(view: memoryview) -> None:
         fetches.append(1)
-        assert go.wait(30)
+        assert go.wait(PATIENCE_S)
         view[:] = content(URL, "v1", 0, ONE)
 
     def read(number: int) -> None:
         hits.append(reader.cache.read_into(URL, "v1", 0, memoryview(out[number]), fetch, crc32c=None))
 
-    threads = in_threads(*[lambda number=number: read(number) for number in range(8)])
-    until(lambda: bool(fetches) and reader.metrics.get("cache_wait_s") > 0)
+    threads = started(*[lambda number=number: read(number) for number in range(8)])
+    until(lambda: fetches and reader.metrics.get("cache_wait_s") > 0, "one fetches and another one waits")
     go.set()
-    for thread in threads:
-        thread.join(30)
+    ended(*threads)
     assert len(fetches) == 1
     assert sorted(hits) == [False] + [True] * 7
     assert {bytes(one) for one in out} == {content(URL, "v1", 0, ONE)}
@@ -744,14 +730,14 @@ def test_many_who_want_the_same_make_one_fetch(tmp_path: Path) -> None:
 
 def test_a_slow_fetch_is_not_waited_for_forever_and_the_second_one_is_stored(tmp_path: Path) -> None:
     slow, quick = Reader(tmp_path), Reader(tmp_path, wait_s=0.05)
-    started, go = threading.Event(), threading.Event()
-    threads = in_threads(lambda: slow.read(0, before=lambda: started.set() or go.wait(30)))
-    assert started.wait(30)
+    begun, go = threading.Event(), threading.Event()
+    threads = started(lambda: slow.read(0, before=lambda: begun.set() or go.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
     assert not quick.read(0)
     assert quick.metrics.get("cache_wait_timeouts") == 1
     assert quick.read(0)
     go.set()
-    threads[0].join(30)
+    ended(*threads)
     assert quick.read(0)
     assert used_bytes(tmp_path) == BLOCK
     assert os.listdir(quick.layout.parts) == []
@@ -759,12 +745,12 @@ def test_a_slow_fetch_is_not_waited_for_forever_and_the_second_one_is_stored(tmp
 
 def test_when_a_fetch_fails_the_next_who_waits_takes_over(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
-    started, go = threading.Event(), threading.Event()
+    begun, go = threading.Event(), threading.Event()
     failures: list[Exception] = []
 
     def fail() -> None:
-        started.set()
-        go.wait(30)
+        begun.set()
+        go.wait(PATIENCE_S)
         raise TransferError("reset")
 
     def first() -> None:
@@ -773,13 +759,12 @@ def test_when_a_fetch_fails_the_next_who_waits_takes_over(tmp_path: Path) -> Non
         except TransferError as error:
             failures.append(error)
 
-    threads = in_threads(first)
-    assert started.wait(30)
-    threads += in_threads(lambda: reader.read(0))
-    until(lambda: reader.metrics.get("cache_wait_s") > 0)
+    threads = started(first)
+    assert begun.wait(PATIENCE_S)
+    threads += started(lambda: reader.read(0))
+    until(lambda: reader.metrics.get("cache_wait_s") > 0, "the other one waits")
     go.set()
-    for thread in threads:
-        thread.join(30)
+    ended(*threads)
     assert len(failures) == 1
     assert reader.fetches == 1
     assert reader.read(0)

@@ -23,6 +23,7 @@ from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import locked
 from streaming.cache.paths import CachePaths
 from streaming.counters import Metrics
+from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 FORKED = multiprocessing.get_context("forkserver")
 NUM_PROCESSES = 8
@@ -143,30 +144,29 @@ def watched_size(directory: Path) -> Iterator[list[int]]:
     finally:
         stop.set()
         thread.join()
+        seen.append(used_bytes(directory))
 
 
 def fetched(log: Path) -> Counter[str]:
     return Counter(log.read_text().split("\n")[:-1])
 
 
-def run_with_kills(target: object, make_args: object, *, num_kills: int, limit_s: float) -> int:
+def run_with_kills(target: object, make_args: object, *, num_kills: int) -> int:
     """Run ``NUM_PROCESSES`` at once, kill some at random moments and replace them; how many kills hit."""
     order = random.Random(7)
-    end_s = time.monotonic() + limit_s
-    started = 0
+    num_started = 0
 
     def start() -> multiprocessing.process.BaseProcess:
-        nonlocal started
-        process = FORKED.Process(target=target, args=make_args(started))  # type: ignore[operator, arg-type]
+        nonlocal num_started
+        process = FORKED.Process(target=target, args=make_args(num_started))  # type: ignore[operator, arg-type]
         process.start()
-        started += 1
+        num_started += 1
         return process
 
     running = [start() for _ in range(NUM_PROCESSES)]
     killed = 0
     try:
         while running:
-            assert time.monotonic() < end_s, "deadlock"
             running[0].join(0.05 + 0.2 * order.random())
             for process in [one for one in running if one.exitcode is not None]:
                 assert process.exitcode == 0, f"exit code {process.exitcode} (3: wrong bytes)"
@@ -174,13 +174,13 @@ def run_with_kills(target: object, make_args: object, *, num_kills: int, limit_s
             if running and killed < num_kills:
                 victim = running.pop(order.randrange(len(running)))
                 victim.kill()
-                victim.join(30)
+                victim.join(PATIENCE_S)
                 killed += victim.exitcode == -9
                 running.append(start())
     finally:
         for process in running:
             process.kill()
-            process.join(30)
+            process.join(PATIENCE_S)
     return killed
 
 
@@ -210,7 +210,6 @@ def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path, nu
             hammer,
             lambda seed: (str(directory), limit_bytes, str(log), seed, num_reads, 2),
             num_kills=num_kills,
-            limit_s=150,
         )
     assert killed >= 0.6 * num_kills
     assert max(sizes) <= limit_bytes  # promised: one chunk per process more
@@ -226,7 +225,7 @@ def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path, nu
 @pytest.mark.thorough
 def test_when_everything_fits_every_chunk_is_fetched_once_per_node(tmp_path: Path) -> None:
     directory, log = tmp_path / "cache", tmp_path / "log"
-    run_with_kills(epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed, 0.0), num_kills=0, limit_s=100)
+    run_with_kills(epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed, 0.0), num_kills=0)
     assert fetched(log) == {f"{number} 0": 1 for number in range(NUM_CHUNKS)}
     assert used_bytes(directory) == DATA_BYTES
 
@@ -234,9 +233,7 @@ def test_when_everything_fits_every_chunk_is_fetched_once_per_node(tmp_path: Pat
 @pytest.mark.thorough
 def test_a_kill_costs_at_most_the_fetch_that_it_hits(tmp_path: Path) -> None:
     directory, log = tmp_path / "cache", tmp_path / "log"
-    killed = run_with_kills(
-        epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed, 0.1), num_kills=10, limit_s=100
-    )
+    killed = run_with_kills(epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed, 0.1), num_kills=10)
     assert set(fetched(log)) == {f"{number} 0" for number in range(NUM_CHUNKS)}
     assert fetched(log).total() <= NUM_CHUNKS + killed
     check_afterwards(directory, 2 * DATA_BYTES, log)
@@ -247,23 +244,19 @@ def test_whoever_waits_takes_over_when_the_holder_is_killed(tmp_path: Path, stag
     here, there = FORKED.Pipe()
     holder = FORKED.Process(target=hold, args=(str(tmp_path), there, stage), daemon=True)  # ends with this process
     holder.start()
-    assert here.poll(60)
+    assert here.poll(PATIENCE_S)
     assert here.recv() == stage
     metrics = Metrics()
     cache = NodeCache(tmp_path, 2 * DATA_BYTES, metrics=metrics, wait_s=100)
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     out = np.empty(CHUNK_BYTES, np.uint8)
     hits: list[bool] = []
-    thread = threading.Thread(target=lambda: hits.append(read_one(cache, 0, 0, log, out)), daemon=True)
-    thread.start()
-    end_s = time.monotonic() + 30
-    while not metrics.get("cache_wait_s"):  # it waits
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    threads = started(lambda: hits.append(read_one(cache, 0, 0, log, out)))
+    until(lambda: metrics.get("cache_wait_s"), "the other one waits")
     assert (tmp_path / "log").stat().st_size == 0
     holder.kill()
-    holder.join(30)
-    thread.join(30)
+    holder.join(PATIENCE_S)
+    ended(*threads)
     os.close(log)
     here.close()
     there.close()

@@ -17,6 +17,7 @@ from streaming.errors import TransferError
 from streaming.storage import ChangedError, Storage
 from streaming.storage.requests import traffic
 from tests.support.processes.leftovers import leftovers, our_threads
+from tests.support.processes.waiting import PATIENCE_S, ended
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, 2 * MIB, np.uint8).tobytes()
@@ -75,8 +76,7 @@ class TestHedging:
         before, others, self.end = leftovers(), our_threads(), threading.Event()
         yield self.end
         self.end.set()
-        for thread in our_threads() - others:
-            thread.join(10)
+        ended(*our_threads() - others)
         assert leftovers() - before == Counter()
 
     def stall(self, *reads: int) -> Callable[[int, int | None], None]:
@@ -89,7 +89,7 @@ class TestHedging:
                 count += 1
                 stalls = count in reads
             if stalls:
-                self.end.wait(30)
+                self.end.wait(PATIENCE_S)
 
         return script
 

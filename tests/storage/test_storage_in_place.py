@@ -23,6 +23,7 @@ from streaming.storage import Storage
 from streaming.storage.adapters.credentials import goes_through_proxy
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.adapters.plain_http import can_ask
+from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 from tests.support.servers.fault_proxy import Fault, FaultProxy
 from tests.support.servers.on_loopback import GuardedHttpServer, HttpServer
 
@@ -30,7 +31,7 @@ MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, 4 * MIB, np.uint8).tobytes()
 SIGNATURE, PASSWORD = "5ec7e7", "p@ss"
 QUICK: dict[str, Any] = {
-    "first_backoff_s": 0.01, "max_backoff_s": 0.05, "read_timeout_s": 5.0, "max_retries": 2, "unreachable_s": 0.1,
+    "first_backoff_s": 0.01, "max_backoff_s": 0.05, "read_timeout_s": 60.0, "max_retries": 2, "unreachable_s": 0.1,
     "hedge": False,
 }  # fmt: skip
 
@@ -167,10 +168,8 @@ def test_connections_are_kept_and_shared_by_all_storages(through_obstore) -> Non
         before = len(os.listdir("/proc/self/fd"))
         del storages
         gc.collect()
-        until_s = time.monotonic() + 20
-        while (left := len(os.listdir("/proc/self/fd"))) > before - 2 and time.monotonic() < until_s:
-            time.sleep(0.01)
-        assert left == before - 2, "closed with its last user, and then by the server here"
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before - 2, "connections are closed with their last user")
+        assert len(os.listdir("/proc/self/fd")) == before - 2, "and then by the server here"
     assert through_obstore == []
 
 
@@ -207,17 +206,20 @@ def test_what_follows_an_answer_is_never_taken_for_the_next_one(line: str, more:
 def test_what_is_left_of_an_answer_is_never_taken_for_the_next_one(through_obstore) -> None:
     """It comes when nobody waits for it any more."""
 
+    asked_again = threading.Event()
+
     def answer(number: int, head: str) -> Iterator[bytes]:
+        if number:
+            asked_again.set()
         right = answer_to(head)
         yield right[: MIB // 2]
-        if number == 0:
-            time.sleep(0.6)
+        assert asked_again.wait(PATIENCE_S)
         yield right[MIB // 2 :]
 
     with Web(answer) as web:
-        storage = Storage({**QUICK, "read_timeout_s": 0.3})
+        storage = Storage({**QUICK, "read_timeout_s": 1.0})
         assert bytes(storage.read(f"{web.url}/x", 0, 3 * MIB)) == DATA[: 3 * MIB]
-        assert web.num_connections == 2
+        assert web.num_connections == len(web.heads) >= 2, "each in place of one that was late"
     assert through_obstore == []
 
 
@@ -346,10 +348,8 @@ def test_an_answer_that_stands_still_ends_after_the_time_out(mini_s3, url: str) 
         with FaultProxy(mini_s3.port, *[fault] * 3) as proxy:
             options = {**mini_s3.storage_options, **QUICK, "endpoint_url": proxy.url}
             storage = Storage({**options, "max_retries": 0, "read_timeout_s": 0.5})
-            began_s = time.monotonic()
             with pytest.raises(TransferError, match="no byte came for read_timeout_s"):
                 storage.read(url, 0, 2 * MIB)
-            assert 0.4 < time.monotonic() - began_s < 5
 
 
 def test_bytes_that_trickle_are_all_taken() -> None:
@@ -377,24 +377,26 @@ def test_time_outs_may_be_years(mini_s3, url: str) -> None:
 
 
 def test_the_deadline_bounds_an_answer_that_trickles() -> None:
-    ended = threading.Event()
+    over = threading.Event()
 
     def serve(listener: socket.socket) -> None:
+        """Without its last byte, which only comes when the read is over."""
         connection, _ = listener.accept()
         with suppress(OSError), connection:
-            head = answer_to(connection.recv(4096).decode())
-            for start in range(0, len(head), 1000):
-                connection.sendall(head[start : start + 1000])
-                if ended.wait(0.02):
+            answer = answer_to(connection.recv(4096).decode())
+            connection.sendall(answer[:-MIB])
+            for start in range(len(answer) - MIB, len(answer) - 1):
+                connection.sendall(answer[start : start + 1])
+                if over.wait(0.02):
                     return
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        storage, began_s = Storage({**QUICK, "max_retries": 0, "deadline_s": 0.3}), time.monotonic()
+        serving = started(lambda: serve(listener))
+        storage = Storage({**QUICK, "max_retries": 0, "deadline_s": 0.3})
         with pytest.raises(TransferError):
             storage.read(f"http://127.0.0.1:{listener.getsockname()[1]}/x", 0, MIB)
-        assert time.monotonic() - began_s < 12, "it takes 21 s"
-        ended.set()
+        over.set()
+        ended(*serving)
 
 
 def exit_code_of_a_child(storage: Storage, url: str, through_obstore: list[Any]) -> int:

@@ -22,7 +22,7 @@ from tests.support.sets.data_sets import SampleSet, make_sample
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, MIB, np.uint8).tobytes()
-QUICK = {"first_backoff_s": 0.001, "max_backoff_s": 0.01, "read_timeout_s": 5.0, "max_retries": 2}
+QUICK = {"first_backoff_s": 0.001, "max_backoff_s": 0.01, "read_timeout_s": 60.0, "max_retries": 2}
 DOWN = Fault(kind="status", status=500)
 
 

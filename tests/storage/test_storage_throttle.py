@@ -13,11 +13,13 @@ from functools import partial
 
 import pytest
 
+from streaming.monitor import Monitor
 from streaming.storage import Storage
 from streaming.storage.base.adapter import Sink, ThrottledError, copy_piece
 from streaming.storage.requests.node_slowdown import NodeSlowdown
 from streaming.storage.requests.throttle import CUT, GIVEN_BACK, LEAST_SHARE, RECOVERY_S, Gate, Slowdown, SlowdownState
 from tests.support.processes.leftovers import leftovers
+from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 
 class Clock:
@@ -198,36 +200,33 @@ class TestGate:
             gate.enter(clock.now_s + 60)
             entered.set()
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
+        waiting = started(wait)
+        until(lambda: gate._waiting, "somebody waits at the gate")
         assert not entered.is_set()
         gate.leave()
-        waiting.join(10)
+        ended(*waiting)
         assert entered.is_set()
 
-    def test_an_answer_that_makes_room_lets_two_in(self) -> None:
+    def test_an_answer_that_makes_room_lets_two_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One in the place of the request that has ended, and one in the place that was given back."""
+        wait_for_notice = Monitor.wait  # and for nothing else: by itself one would look again in 20 seconds
+        monkeypatch.setattr(Monitor, "wait", lambda monitor, timeout=None: wait_for_notice(monitor, 3600))
         gate, clock = gate_of(3)
         for _ in range(200):
             gate.refused(gate.enter(clock.now_s))
             gate.leave()
         assert gate.limit == 1
         gate.enter(clock.now_s)
-        entered = threading.Semaphore(0)
 
         def wait() -> None:
             gate.enter(clock.now_s + 3600)
-            entered.release()
 
-        waiting = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
-        for thread in waiting:
-            thread.start()
-        while gate._waiting < 2:
-            time.sleep(0.001)
+        waiting = started(wait, wait)
+        until(lambda: gate._waiting == 2, "two wait at the gate")
         answer(gate, 550)
         assert gate.limit == 2
         gate.leave()
-        assert all(entered.acquire(timeout=10) for _ in waiting)  # by itself one would look again in 20 seconds
+        ended(*waiting)
 
     def test_a_busy_store_gets_fewer_requests_at_once(self) -> None:
         """Sixteen readers, all refused at once: from then on half of them at a time."""
@@ -251,7 +250,7 @@ class TestGate:
                     if refuse:
                         refused.append(start)
                 if refuse:
-                    all_in.wait(10)
+                    all_in.wait(PATIENCE_S)
                     raise ThrottledError("too many")
                 with lock:
                     inside.add(start)
@@ -265,6 +264,7 @@ class TestGate:
                    "max_backoff_s": 0.01, "hedge": False}  # fmt: skip
         storage = Storage(options)
         storage._store.adapter = lambda url: Busy()  # type: ignore[method-assign, assignment, return-value]
+        storage._store.traffic_of("s3://b/x")._gate = Gate(clock=lambda: 0.0)  # time alone gives nothing back
         readers = [
             threading.Thread(target=lambda i=i: [storage.read("s3://b/x", i, i + 10) for _ in range(3)], daemon=True)
             for i in range(16)
@@ -273,7 +273,7 @@ class TestGate:
             reader.start()
         for reader in readers:
             reader.join()
-        assert 1 <= max(most) <= 10  # 48 answers give back one, and so do two seconds
+        assert 1 <= max(most) <= 9  # 48 answers give back one
         assert storage.metrics.get("throttled") == storage.metrics.get("retries") == 16
 
 

@@ -17,6 +17,7 @@ from streaming.engine.workers.fork_server import SHARED
 from streaming.job.shared_results import Peers
 from streaming.sources import grouped, packs, samples
 from streaming.storage import Storage
+from streaming.storage.requests import traffic
 from tests.support.processes.forked import IMPORTS, Forked
 from tests.support.processes.forked import SHARED as SHARED_ORIGIN
 from tests.support.servers import browser
@@ -31,6 +32,17 @@ def _no_waiting_for_disks() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_second_requests_for_slowness() -> Iterator[None]:
+    """No read of this process gets a second request before a minute: under load any answer may be late.
+
+    So requests can be counted. Tests of second requests say themselves when one is made.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traffic, "HEDGE_LEAST_S", 60.0)
         yield
 
 

@@ -93,15 +93,16 @@ class WorkerPace:
 
     def _conclude(self, seen: dict[str, float]) -> None:
         """Log that processes are slower, if that is clear, and matters."""
-        begun_s, waited_s = self._since
-        waits = (self._metrics.get("wait_for_build_s") - waited_s) / (time.perf_counter() - begun_s)
+        begun_s, before_s = self._since
+        waited_s = self._metrics.get("wait_for_build_s") - before_s
+        few_waits = waited_s < WAITS * (time.perf_counter() - begun_s)
         threads_each_s, workers_each_s = seen["here"] / seen["here_s"], seen["there"] / seen["there_s"]
         by_clock = self._lanes * threads_each_s, self._num_workers * workers_each_s
         by_cpu = (
             self._lanes * seen["here"] / seen["here_cpu_s"],
             min(self._num_workers, self._num_cores) * seen["there"] / seen["there_cpu_s"],
         )
-        if waits < WAITS or any(threads < MARGIN * workers for threads, workers in (by_clock, by_cpu)):
+        if few_waits or any(threads < MARGIN * workers for threads, workers in (by_clock, by_cpu)):
             return
         _log.warning(
             "num_workers=%d is slower here than num_workers=0: worker processes (%d) build %s samples/s, and threads "

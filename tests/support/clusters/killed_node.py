@@ -25,20 +25,21 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shard_tools.running.ray_engine import RayExecutor
 from tests.support.clusters.ray_cluster import TwoNodes, wait_for_end
+from tests.support.processes.waiting import PATIENCE_S
 
-_PATIENCE_S = 60
 _NUMBERS = itertools.count()
 
 
 class MortalExecutor(Executor):
     """Run calls on the cluster; those that come to the doomed node never return from it.
 
-    Every node has one CPU, and calls elsewhere wait until one is at work on the doomed node, so that it gets one
-    however short they are: a verb needs at least ``workers`` calls. There, a call is repeated again and again until the
-    node is gone, so that it dies in the middle of one, and what it does has been done before.
+    The first call is sent to that node, and to another one when it is gone; where the rest runs is left to Ray. There,
+    a call is repeated again and again until the node is gone, so that it dies in the middle of one, and what it does
+    has been done before.
 
     Args:
         workers: Calls in progress.
@@ -51,11 +52,19 @@ class MortalExecutor(Executor):
         self._inner, self._node, self._mark = RayExecutor(workers), node, mark
         self._function: Any = None
         self._mortal: Any = None
+        self._is_first = True
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if function is not self._function:  # as RayExecutor: stored once for many calls
             self._function, self._mortal = function, _Mortal(function, self._node, self._mark)
-        return self._inner.submit(self._mortal, *args, **kwargs)
+        anywhere, is_first, self._is_first = self._inner._call, self._is_first, False
+        if is_first:
+            there = NodeAffinitySchedulingStrategy(self._node, soft=True)
+            self._inner._call = anywhere.options(scheduling_strategy=there)
+        try:
+            return self._inner.submit(self._mortal, *args, **kwargs)
+        finally:
+            self._inner._call = anywhere
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._inner.shutdown(wait, cancel_futures=cancel_futures)
@@ -69,10 +78,6 @@ class _Mortal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if ray.get_runtime_context().get_node_id() != self.node:
-            until_s = time.monotonic() + _PATIENCE_S
-            while not self.mark.exists():
-                assert time.monotonic() < until_s, "no call came to the doomed node"
-                time.sleep(0.01)
             return self.function(*args, **kwargs)
         while True:
             self.function(*args, **kwargs)
@@ -93,9 +98,9 @@ def killed_node(nodes: TwoNodes, folder: Path) -> Iterator[MortalExecutor]:
     mark, left = folder / "at-work", threading.Event()
     name = f"doomed-{next(_NUMBERS)}"  # Ray notices the death of an earlier one after a while
     node = nodes.add(name)
+    executor = MortalExecutor(3, nodes.node_id(name), mark)
     killer = threading.Thread(target=_kill, args=(nodes, node, mark, left))
     killer.start()
-    executor = MortalExecutor(3, nodes.node_id(name), mark)
     try:
         yield executor
     finally:
@@ -106,8 +111,9 @@ def killed_node(nodes: TwoNodes, folder: Path) -> Iterator[MortalExecutor]:
 
 
 def _kill(nodes: TwoNodes, node: Any, mark: Path, left: threading.Event) -> None:
-    while not mark.exists() and not left.is_set():
-        time.sleep(0.01)
+    end_s = time.monotonic() + PATIENCE_S  # then the node is killed all the same, so that nobody waits for it
+    while not mark.exists() and not left.wait(0.01) and time.monotonic() < end_s:
+        pass
     nodes.kill(node)
     if mark.exists():  # a node dies at once, with its workers, which would otherwise still notice and end
         process = int(mark.read_text())

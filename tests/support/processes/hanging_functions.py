@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes.waiting import PATIENCE_S, until
+
 BATCH = 8
 GOOD_BATCHES = 3
 """Batches before the first in which every sample hangs; a prefetcher pulls two before it hands out the first."""
 STANDS_S = 0.2
-ENDS_S = 20.0
 
 
 def await_byte(pipe: str) -> None:
@@ -54,19 +55,30 @@ class Hang:
 
     Attributes:
         spares: A thread in which it does not hang: a consumer may build batches as well as its builders.
+        num_hanging: Samples that hang in this process, or did.
     """
 
     def __init__(self, folder: str) -> None:
         self.here, self.gate = f"{folder}/here", f"{folder}/gate"
         self.first = GOOD_BATCHES * BATCH
         self.spares: threading.Thread | None = None
+        self.num_hanging = 0
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] >= self.first and threading.current_thread() is not self.spares:
+            self.num_hanging += 1
             self.say()
             self.hang()
             raise ValueError("a bad sample, if anybody asked")
         return sample
+
+    def step(self, number: int) -> None:
+        """Be a consumer's step with its batch of that number, which takes until a builder hangs, if one may.
+
+        The thread that it spares might otherwise build all batches itself.
+        """
+        if self.spares is not None and number >= GOOD_BATCHES - 1:
+            until(lambda: self.num_hanging, "a builder begins a batch")
 
     def say(self) -> None:
         with open(self.here, "wb", buffering=0) as here:
@@ -101,7 +113,7 @@ class Hung:
     def let_go(self) -> None:
         """Release hanging samples, and any that reach the pipe later; returns when all have ended."""
         writer = os.open(self.transform.gate, os.O_RDWR | os.O_NONBLOCK)
-        latest_s = time.monotonic() + ENDS_S
+        latest_s = time.monotonic() + PATIENCE_S
         for thread in self.left_behind():
             while thread.is_alive():
                 assert time.monotonic() < latest_s, f"{thread.name} does not end"

@@ -78,8 +78,14 @@ def large(number: int) -> dict[str, Any]:
     return {"bin": bytes([number]) * 20_000_000}
 
 
+STANDS_AT = "SLOW_STANDS_AT"
+"""The variable with the first number at which ``slow`` stands still, so that it is not done before it is killed."""
+
+
 def slow(number: int) -> dict[str, Any]:
     """A sample that takes its time."""
+    while number >= int(os.environ.get(STANDS_AT, number + 1)):
+        time.sleep(0.1)
     time.sleep(0.01)
     return {"bin": bytes([number % 256]) * 5000}
 

@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +26,7 @@ import torch
 import streaming.catalog.open
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.engine.workers.fork_server import SHARED
+from tests.support.processes.waiting import until
 
 LIMIT_BYTES = 128 << 20
 SAMPLE_BYTES = 256 << 10
@@ -67,10 +67,8 @@ class Counted:
             self._wait_at = 0 if self.count() else BATCH_SIZE
             open(f"{self._folder}/{os.getpid()}", "w").close()
         if self._num_calls == self._wait_at:
-            until_s = time.monotonic() + 100
-            while self.count() < self._waits_for:
-                assert time.monotonic() < until_s, f"only {self.count()} workers have a batch"
-                time.sleep(0.01)
+            until(lambda: self.count() >= self._waits_for, "all workers have a batch; of those that do:",
+                  details=self.count)  # fmt: skip
         self._num_calls += 1
         return self._decoder(data)
 

@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,9 +59,9 @@ def train(
     threading.Thread(target=tell_when_it_stands, args=(f"{folder}/stands",), daemon=True).start()
     batches = iter(DevicePrefetcher(loader, "cpu", depth=1) if prefetch else loader)
     kept.append(batches)
-    for _ in batches:
+    for number, _ in enumerate(batches):
         if not end:
-            time.sleep(0.05)  # or this thread, which may build and never hangs, might build all batches itself
+            hang.step(number)
             continue
         if not transform:
             hang.say()

@@ -17,15 +17,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.parse
 import uuid
 from email.utils import formatdate
 from typing import Any, Self
 
+from tests.support.processes.waiting import PATIENCE_S, until
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # our servers import each other as tests do
-_READY_S = 60.0
 
 
 def free_port() -> int:
@@ -76,19 +76,18 @@ class LoopbackServer:
                 raise RuntimeError(f"{command[0]} ended with {self._process.wait()}")
             self.port = int(line)
             return
-        deadline_s = time.monotonic() + _READY_S
-        while True:
-            if self._process.poll() is not None:
-                with open(os.path.join(self._folder, "stderr")) as file:
-                    raise RuntimeError(f"{command[0]} ended with {self._process.returncode}: {file.read()[-2000:]}")
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.05)  # another process's start has no event to wait for
-            else:
-                return
+        until(lambda: self._listens(command[0]), f"{command[0]} listens")
+
+    def _listens(self, name: str) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            with open(os.path.join(self._folder, "stderr")) as file:
+                raise RuntimeError(f"{name} ended with {self._process.returncode}: {file.read()[-2000:]}")
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
     def __enter__(self) -> Self:
         self._folder = tempfile.mkdtemp(prefix="shardstream-server-")
@@ -120,7 +119,7 @@ class LoopbackServer:
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
         """One plain HTTP request to this server."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()

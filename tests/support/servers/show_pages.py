@@ -14,6 +14,7 @@ from shard_tools.show.access import Access
 from shard_tools.show.base.subject import open_subject
 from shard_tools.show.server import listen, serve
 from shard_tools.show.table import MEDIA, PAGES
+from tests.support.processes.waiting import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class Shown:
             kwargs={"pages": PAGES, "media": MEDIA, "began": note},
         )  # fmt: skip
         self._thread.start()
-        assert began.wait(30)
+        assert began.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop()
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._listening.close()
         self.subject.close()
@@ -72,7 +73,7 @@ class Shown:
 
     def ask(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> Answered:
         """One request, exactly as given."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.access.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.access.port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, headers=dict(headers or {}))
             response = connection.getresponse()
