@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from shard_tools import ShardWriter
-from tests.support.servers.browser import Pictures, Tab
+from tests.support.servers.browser import Pictures, Tab, expect
 from tests.support.servers.show_pages import Shown
 
 pytestmark = pytest.mark.thorough
@@ -43,25 +44,32 @@ def there(shown: Shown, path: str) -> str:
     return f"{shown.root}{path}{'&' if '?' in path else '?'}token={shown.access.token}"
 
 
+def open_first_row(page: Any) -> None:
+    """By the keyboard; why it is there is shown when this returns."""
+    page.keyboard.press("j")
+    expect(page.locator("#row-0 :focus")).to_be_visible()
+    page.keyboard.press("Enter")
+    expect(page.locator("#row-0 dl.why")).to_be_visible()
+
+
 STEP = "/step?world=4&rank=2&global_batch_size=32&step=30"
 
 
 def test_the_keyboard_turns_steps_and_opens_reasons(shown: Shown, tab: NEW_TAB) -> None:
     page = (one := tab()).open(there(shown, STEP))
+    assert "token" not in page.url
     for key, title in (("n", "Step 31"), ("n", "Step 32"), ("p", "Step 31")):
         page.keyboard.press(key)
-        page.get_by_role("heading", name=f"{title} of epoch 0").wait_for()
+        expect(page.get_by_role("heading", name=f"{title} of epoch 0")).to_be_visible()
         page.wait_for_load_state()  # the heading comes before the script that listens to keys
     assert "token" not in page.url
+    open_first_row(page)
+    expect(page.locator("dl.why >> nth=0")).to_contain_text("are cut into 4 equal parts")
     page.keyboard.press("j")
-    page.keyboard.press("Enter")
-    page.locator("li.row >> nth=0").locator("dl.why").wait_for()
-    assert "are cut into 4 equal parts" in page.inner_text("dl.why >> nth=0")
-    page.keyboard.press("j")
-    assert page.evaluate("document.activeElement.closest('li').id") == "row-1"
+    expect(page.locator("#row-1 :focus")).to_be_visible()
     page.fill("input[name=rank]", "3")
     page.keyboard.press("Enter")
-    page.locator("nav.ranks [aria-current]", has_text="3").wait_for()
+    expect(page.locator("nav.ranks [aria-current]")).to_contain_text("3")
     assert one.errors == []
 
 
@@ -102,8 +110,7 @@ def test_bars_and_lines_are_drawn(shown: Shown, tab: NEW_TAB) -> None:
 
 def test_pictures_of_the_docs(shown: Shown, tab: NEW_TAB, pictures: Pictures) -> None:
     page = tab(viewport={"width": 1180, "height": 860}).open(there(shown, STEP))
-    page.keyboard.press("j")
-    page.keyboard.press("Enter")
+    open_first_row(page)
     pictures.take(page, "step")
     page = tab(viewport={"width": 1180, "height": 640}).open(there(shown, "/mixture?global_batch_size=16&until=400"))
     pictures.take(page, "mixture")

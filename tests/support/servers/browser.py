@@ -14,11 +14,17 @@ import pytest
 from PIL import Image
 
 from tests.support.code.folders import ROOT, TESTS
+from tests.support.processes.waiting import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PICTURES = ROOT / "docs" / "pictures"
 OUTLINES = TESTS / "golden" / "pictures"
 COLORS = 128  # of a picture, which makes it small
+_LOAD_ALL_IMAGES = """async () => {
+    const settle = (image) => { image.loading = "eager"; return image.decode().catch(() => null); };
+    await Promise.all([...document.images].map(settle));
+    await new Promise((turn) => setTimeout(turn));  // of those that listen to images
+}"""
 
 
 def installed() -> str | None:
@@ -50,11 +56,27 @@ def running() -> Iterator[Any]:
             browser.close()
 
 
-class Tab:
-    """One page in a context of its own. It notes requests, errors of the console, and dialogs."""
+def expect(shown: Any) -> Any:
+    """Return Playwright's assertions about a page, or a part of it: they wait until they hold.
 
-    def __init__(self, browser: Any, **context: Any) -> None:
-        self._context = browser.new_context(**context)
+    Whatever follows a click or a key is asserted by these: the page that is read at once may be the one before, or none.
+    """
+    from playwright.sync_api import expect as assertions_of  # noqa: PLC0415  only tests of pages pay for it
+
+    assertions_of.set_options(timeout=1000 * PATIENCE_S)
+    return assertions_of(shown)
+
+
+class Tab:
+    """One page in a context of its own. It notes requests, errors of the console, and dialogs.
+
+    Whatever it waits for, it waits for ``PATIENCE_S`` at most.
+    """
+
+    def __init__(self, browser: Any, *, java_script_enabled: bool = True, **context: Any) -> None:
+        self._context = browser.new_context(java_script_enabled=java_script_enabled, **context)
+        self._context.set_default_timeout(1000 * PATIENCE_S)
+        self._runs_scripts = java_script_enabled
         self.page = self._context.new_page()
         self.asked: list[str] = []
         self.errors: list[str] = []
@@ -69,12 +91,16 @@ class Tab:
         dialog.dismiss()
 
     def open(self, address: str) -> Any:
-        """Go there, and wait until all is loaded."""
-        self.page.goto(address, wait_until="networkidle")
+        """Go there, and wait until all is loaded, and the images that would be loaded when they are scrolled to."""
+        self.page.goto(address)
+        if self._runs_scripts:  # else no image is left for later
+            self.page.evaluate(_LOAD_ALL_IMAGES)
         return self.page
 
     def width(self, pixels: int) -> None:
+        """Have a window this wide."""
         self.page.set_viewport_size({"width": pixels, "height": 800})
+        self.page.wait_for_function("pixels => innerWidth === pixels", arg=pixels)
 
     def value(self, expression: str) -> Any:
         return self.page.evaluate(expression)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from shard_tools.show.access import Access
 from shard_tools.show.base.subject import open_subject
+from shard_tools.show.data.workers import DecodingWorkers
 from shard_tools.show.server import listen, serve
 from shard_tools.show.table import MEDIA, PAGES
 from tests.support.processes.waiting import PATIENCE_S
@@ -41,6 +42,7 @@ class Shown:
 
     def __enter__(self) -> Self:
         self.subject = open_subject(self.urls, **self.options)
+        self.subject.keep("workers", lambda: DecodingWorkers(PATIENCE_S))  # what is decoded late is decoded, too
         self._listening = listen("127.0.0.1", 0)
         self.access = Access(host="127.0.0.1", port=self._listening.getsockname()[1])
         self.root = f"http://127.0.0.1:{self.access.port}"
