@@ -28,8 +28,9 @@ from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.decode import images, registry
 from tests.support.code.cure_messages import error_of, messages
 from tests.support.code.folders import ROOT
+from tests.support.servers.browser import expect
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]  # the site is built by the first test that needs it
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]  # the site is built by the first test that needs it
 
 DRAWN = 200  # messages that are looked for
 FILLED = ("s3://bucket/train/000017.tar", "17", "'a/b'", "4.0 GiB", "tokens, lang", "3 of 8")
@@ -74,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -298,7 +299,7 @@ def test_200_messages_are_found_by_what_is_raised(address: str, tab: Callable[..
     one = tab()
     page = one.open(f"{address}docs/troubleshooting.html")
     page.fill("#find-message textarea", "batch_size: expected a positive integer, got 0")
-    page.wait_for_selector(".found-messages a")
+    expect(page.locator(".found-messages a").first).to_be_visible()  # the table of messages is loaded
     asked = [(filled(message.text), message) for message in drawn()]
     found = page.evaluate("texts => texts.map(text => window.shardstreamFind(text, 3))", [text for text, _ in asked])
     wanted = [f"#{message.anchor}" for _, message in asked]
@@ -327,9 +328,9 @@ def test_messages_as_users_see_them_lead_to_a_heading(
             page = one.open(f"{root}search.html")
             page.fill("input[name=q]", text.splitlines()[0])
             page.press("input[name=q]", "Enter")
-            page.wait_for_selector(".found-messages a")
-            page.click(".found-messages a")
-            page.wait_for_selector("h2")
+            page.wait_for_url("**/search.html?q=*")
+            page.locator(".found-messages a").first.click()
+            page.wait_for_url(re.compile("#"))
             anchor = page.url.partition("#")[2]
             heading = page.locator(f"section:has(> #{anchor}) > h2, section#{anchor} > h2").first.inner_text()
             words = set(re.findall(r"[a-z]{3,}", heading.lower()))

@@ -168,7 +168,7 @@ def test_a_search_of_a_large_set_goes_on_where_it_was(data: Path, monkeypatch: p
         answer = shown.json("/", where="late >= 299")
         assert (answer["total"], answer["rows"]) == (None, [])
         assert answer["progress"].startswith("looked at 0 of 5 shards")
-        monkeypatch.setattr(samples, "SEARCH_SECONDS", 60.0)
+        monkeypatch.setattr(samples, "SEARCH_SECONDS", PATIENCE_S)
         first = shown.json("/", where="late < 299", size=10)
         assert [row["number"] for row in first["rows"]] == list(range(10))
         assert keys(shown.json("/", where="late >= 299")) == ["000299"]

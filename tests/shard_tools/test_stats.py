@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -14,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from shard_tools.stats.shard import ShardReader, StatsPart
 from shard_tools.stats.sketches import Distribution, Repeats, Top
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.browser import Tab
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.tars import write_tar
@@ -555,7 +556,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 assert found["png"]["width"]["max"] == 100_000 and found["webp"]["width"]["max"] == 16383, found
 assert found["png"]["broken"] == 1, found
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_a_missing_and_a_cut_shard_are_told(tmp_path: Path) -> None:
@@ -666,7 +667,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     )  # fmt: skip
     whole = report_of(data).as_dict()
     place = tmp_path / "journal"
-    killed = subprocess.run([sys.executable, "-c", STOPPED, str(data), str(place)], timeout=120, check=False)
+    killed = subprocess.run([sys.executable, "-c", STOPPED, str(data), str(place)], timeout=PATIENCE_S, check=False)
     assert killed.returncode == -9
     (kept,) = place.iterdir()
     read: list[int] = []
@@ -716,7 +717,7 @@ def test_a_journal_of_other_work_or_damaged_is_not_used(tmp_path: Path) -> None:
     data = write(tmp_path / "d", ({"__key__": f"{i:04d}", "txt": f"{i}"} for i in range(60)), per_shard=20)
     place = tmp_path / "journal"
     command = [sys.executable, "-c", STOPPED.replace("== 5", "== 2"), str(data), str(place)]
-    assert subprocess.run(command, timeout=120, check=False).returncode == -9
+    assert subprocess.run(command, timeout=PATIENCE_S, check=False).returncode == -9
     (kept,) = place.iterdir()
     content = kept.read_bytes()
     assert report_of(data, journal=str(place), where="__key__ < '0050'").num_samples == 50
@@ -737,11 +738,28 @@ def test_a_journal_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert report_of(data, journal=place, save_every_s=0).num_samples == 60
 
 
-def test_the_journal_is_written_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write(tmp_path / "d", ({"__key__": f"{i:04d}", "txt": f"{i}"} for i in range(60)), per_shard=20)
-    monkeypatch.setattr(journal, "write_document", None)  # never called within 30 s
+@pytest.mark.parametrize(("seconds_a_shard", "saved"), [(0, []), (7, [5]), (16, [2, 4]), (31, [1, 2, 3, 4, 5])])
+def test_the_journal_is_written_every_half_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_shard: int, saved: list[int]
+) -> None:
+    """By a clock that goes on with each shard."""
+    data = write(tmp_path / "d", ({"__key__": f"{i:04d}", "txt": f"{i}"} for i in range(120)), per_shard=20)
+    note, write_document = journal.TotalsJournal.note, journal.write_document
+    now_s, found = [0.0], list[int]()
+
+    def noting(self: journal.TotalsJournal, num_shards: int, totals: Any) -> None:
+        now_s[0] += seconds_a_shard
+        note(self, num_shards, totals)
+
+    def writing(content: Any) -> bytes:
+        found.append(content["num_shards"])
+        return write_document(content)
+
+    monkeypatch.setattr(journal.TotalsJournal, "note", noting)
+    monkeypatch.setattr(journal, "write_document", writing)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     report_of(data, journal=str(tmp_path / "journal"))
-    assert not os.path.exists(tmp_path / "journal")
+    assert found == saved
 
 
 # -------------------------------------------------------------------------------------------------------------- page

@@ -59,7 +59,7 @@ def running() -> Iterator[Any]:
 def expect(shown: Any) -> Any:
     """Return Playwright's assertions about a page, or a part of it: they wait until they hold.
 
-    Whatever follows a click or a key is asserted by these: the page that is read at once may be the one before, or none.
+    Whatever follows a click or a key is asserted by these: what is read at once may be the page before, or none.
     """
     from playwright.sync_api import expect as assertions_of  # noqa: PLC0415  only tests of pages pay for it
 
