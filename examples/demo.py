@@ -176,7 +176,7 @@ def follow(command: list[str], environ: Mapping[str, str], *, kill_in_epoch: int
                 due = progress.epoch == kill_in_epoch and progress.step >= 0.4 * progress.num_steps
                 if due and killed_at is None:
                     kill_all(process.pid)
-                if due:
+                if due or killed_at is not None:  # what was said before the kill is read after it
                     killed_at = progress
         finally:
             kill_all(process.pid)
@@ -251,7 +251,7 @@ def local_s3() -> Iterator[tuple[str, dict[str, str]]]:
         try:
             wait_for(endpoint, server)
             bucket = urllib.request.Request(f"{endpoint}/digits", method="PUT")
-            urllib.request.urlopen(bucket, timeout=10).close()
+            urllib.request.urlopen(bucket, timeout=60).close()
             say(f"{endpoint}, log in {os.path.relpath(OUT)}/server.log")
             environ = {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
             environ |= {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo-secret"}
@@ -269,7 +269,7 @@ def free_port() -> int:
 
 def wait_for(endpoint: str, server: subprocess.Popen[bytes]) -> None:
     """Returns once the server answers."""
-    for _ in range(600):
+    for _ in range(3000):
         try:
             urllib.request.urlopen(endpoint, timeout=5).close()
         except urllib.error.HTTPError:
@@ -280,7 +280,7 @@ def wait_for(endpoint: str, server: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
         else:
             return
-    raise SystemExit(f"no answer from {endpoint} within a minute: see {OUT / 'server.log'}")
+    raise SystemExit(f"no answer from {endpoint} within five minutes: see {OUT / 'server.log'}")
 
 
 def headline(text: str) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -39,8 +40,11 @@ from streaming import DataLoader, StreamingDataset
 EPOCHS, GLOBAL_BATCH, SAVE_EVERY = 4, 32, 20
 
 
-def run_rank(folder: Path) -> None:
-    """Train as one process of however many there are, from the last checkpoint if there is one."""
+def run_rank(folder: Path, lost_at: int) -> None:
+    """Train as one process of however many there are, from the last checkpoint if there is one.
+
+    The machine is lost at step ``lost_at``, counted from 1; 0: it is not.
+    """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = DeviceMesh.from_sizes()  # torchrun has told this process its rank, and how many there are
@@ -58,6 +62,8 @@ def run_rank(folder: Path) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
         step = saved["step"]
+    elif mesh.world_size == 1:
+        signal.pause()  # the other node is late: torchrun starts both processes when it has come
     start = torch.tensor(time.time_ns())
     dist.broadcast(start, 0)  # a name for this team of processes, later ones come later
     with loader, (folder / f"seen-{start}-{mesh.rank}.jsonl").open("w") as log:
@@ -69,11 +75,12 @@ def run_rank(folder: Path) -> None:
                 keys = [key for key, one in zip(batch["__key__"], real.tolist(), strict=True) if one]
                 seen = {"step": step, "epoch": epoch, "keys": keys, "loss": float(losses.detach().sum()) / len(keys)}
                 print(json.dumps(seen), file=log, flush=True)
+                if step == lost_at:
+                    signal.pause()  # until SIGKILL
                 optimizer.zero_grad()
                 # DDP takes the mean over the processes: this makes it the sum over the global batch, by its size.
                 (losses.sum() * mesh.world_size / GLOBAL_BATCH).backward()
                 optimizer.step()
-                time.sleep(0.01)  # a model that is worth it takes longer
                 if step % SAVE_EVERY == 0 and mesh.rank == 0:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                     torch.save({**state, "loader": loader.state_dict()}, f"{checkpoint}.part")
@@ -81,7 +88,7 @@ def run_rank(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def start_node(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
+def start_node(folder: Path, number: int, port: int, lost_at: int) -> subprocess.Popen[bytes]:
     """Start torchrun as on a machine of a cluster; the first keeps the list of who is there."""
     # By default it waits 30 s for more nodes, and gives up those that are silent for 15 s.
     hurry = f"is_host={number == 0},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -89,7 +96,7 @@ def start_node(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
         f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d "
         f"--rdzv-endpoint 127.0.0.1:{port} --rdzv-id lesson --local-addr 127.0.0.1 --rdzv-conf {hurry}"
     )
-    own = ["--log-dir", str(folder / "torchrun"), __file__, "--rank", "--out", str(folder)]
+    own = ["--log-dir", str(folder / "torchrun"), __file__, "--rank", "--out", str(folder), "--kill-at", str(lost_at)]
     torchrun = [sys.executable, *command.split(), *own]
     # Without the first, torch 2.13 has the process that is left wait for an address of those that are gone.
     environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
@@ -151,7 +158,7 @@ def main(folder: Path, kill_at: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    nodes = [start_node(folder, number, port) for number in range(2)]
+    nodes = [start_node(folder, number, port, kill_at * number) for number in range(2)]
     try:
         while not any(len(team.get(kill_at, ())) == 2 for team in teams(folder)):
             if nodes[0].poll() is not None:
@@ -175,6 +182,6 @@ if __name__ == "__main__":
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        run_rank(given.out)
+        run_rank(given.out, given.kill_at)
     else:
         main(given.out, given.kill_at)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from tests.support.code.page_blocks import PYTHON, blocks, run_python
 from tests.support.processes.forked import Forked
 from tests.support.sources import streams
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # the examples learn
 
 PROGRAM = """
 import os, runpy, sys
@@ -59,11 +56,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_examples_learn(forked: Forked, tmp_path: Path, name: str, arguments: tuple[str, ...], least: int) -> None:
     words = (str(EXAMPLES / name), "--out", str(tmp_path / "out"), *arguments)
     example = forked.start(PROGRAM, *words, output=tmp_path / "output", leads=True)
-    try:
-        assert example.wait(270) == 0, (tmp_path / "output").read_text()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(example.pid, signal.SIGKILL)
+    assert example.wait_for_all(800) == 0, (tmp_path / "output").read_text()
     said = (tmp_path / "output").read_text()
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", said)]
     assert len(accuracies) == 5

@@ -7,11 +7,9 @@ batch. What the ranks of all legs received, put together step by step, has to be
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,12 +29,12 @@ from tests.support.processes.forked import Forked, all_end
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents
 
-pytestmark = [pytest.mark.thorough, pytest.mark.distributed]
+pytestmark = [pytest.mark.thorough, pytest.mark.distributed, pytest.mark.timeout(1500)]  # up to four jobs a test
 
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs/trainers.md"
 EPOCHS, STEPS, GLOBAL_BATCH = 3, 18, 12
-DEADLINE_S = 150
+DEADLINE_S = 300
 TORCHRUN = "from torch.distributed.run import main; main()"
 
 FORKS = """
@@ -148,11 +146,7 @@ class Ranks:
     def start(self, program: str | Path, *arguments: str, errors: Path, environ: dict[str, str]) -> int:
         """As a program that starts its ranks; whatever it leaves behind when it was killed is killed, too."""
         process = self.origin.start(program, *arguments, output=errors, environ=environ, leads=True)
-        try:
-            return process.wait(DEADLINE_S + 60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait_for_all(DEADLINE_S + 60)
 
     @property
     def origin(self) -> Forked:

@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any, NoReturn, Self
 
 from tests.support.code.folders import PROGRAMS, ROOT, SUPPORT
+from tests.support.processes.waiting import PATIENCE_S, until
 
 IMPORTS = (
     "streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli",
@@ -69,6 +70,37 @@ class ForkedProcess:
         code = self.poll_for(timeout)
         assert code is not None, f"runs for more than {timeout} s: {self.output.read_text()[-4000:]}"
         return code
+
+    def wait_for_all(self, timeout: float = 240) -> int:
+        """Wait for the exit code of a process that leads a session, and for the end of what it has started in that.
+
+        A launcher may end before its ranks do: where it ends well, they have time to do so, too. Where it fails, or
+        runs too long, they are killed.
+
+        Raises:
+            AssertionError: It, or what it has started, runs too long; the message has its output.
+        """
+        try:
+            code = self.wait(timeout)
+            if not code:
+                until(lambda: not self._session(), "what it has started ends", details=self._told)
+            return code
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _session(self) -> list[int]:
+        """Running processes of the session that it leads, or led."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it ended just now
+                words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # man 5 proc: state is first
+                if int(words[3]) == self.pid and words[0] not in "ZX":
+                    found.append(int(pid))
+        return found
+
+    def _told(self) -> str:
+        return f"{self._session()} {self.output.read_text()[-4000:]}"
 
     def kill(self) -> None:
         """Send SIGKILL, unless it has ended."""
@@ -119,10 +151,10 @@ class Origin:
     def close(self) -> None:
         """End it and all running processes that it has forked."""
         if self._process is not None:
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=PATIENCE_S)
         if self._forked is not None:
             self._forked.kill()  # who was connected has seen the end of what ran for it
-            self._forked.wait(60)
+            self._forked.wait(PATIENCE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -180,7 +212,7 @@ class Forked:
         self._connection.sendall(json.dumps(job).encode() + b"\n")
         count = len(self._pids)
         while len(self._pids) == count:
-            assert self._hear(120), "the process that forks is gone"
+            assert self._hear(PATIENCE_S), "the process that forks is gone"
         return ForkedProcess(self, self._pids[-1], output)
 
     def start_ranks(
@@ -225,7 +257,7 @@ class Forked:
     def close(self) -> None:
         """Kill running processes, and wait until they are gone."""
         self._connection.shutdown(socket.SHUT_WR)
-        while self._hear(60):  # until it has nothing more to say
+        while self._hear(PATIENCE_S):  # until it has nothing more to say
             pass
         self._connection.close()
         if self._origin is not None:

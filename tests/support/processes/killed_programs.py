@@ -1,4 +1,4 @@
-"""Programs that end by SIGKILL after so many samples, in the middle of what they write."""
+"""Programs that end by SIGKILL in the middle of what they write: after so many samples, or checkpoints."""
 
 from __future__ import annotations
 
@@ -24,4 +24,22 @@ def counted_all(self, samples):
         os.kill(os.getpid(), 9)
 writer.ShardWriter.write, writer.UnmarkedWriter.write_all = counted, counted_all
 {work}
+"""
+
+
+def killed_at_checkpoint(number: int, program: str) -> str:
+    """A program that is killed when it is about to give its checkpoint of that number, from 1, the name of a whole one.
+
+    The one before is what it goes on from.
+    """
+    return f"""
+import os, sys
+num_saved = [0]
+def notice(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("checkpoint.pt"):
+        num_saved[0] += 1
+        if num_saved[0] == {number}:
+            os.kill(os.getpid(), 9)
+sys.addaudithook(notice)
+{program}
 """

@@ -11,10 +11,18 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+import psutil
+
 
 def our_threads() -> set[threading.Thread]:
     """Running threads that the package started."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("shardstream-")}
+
+
+def commands_about(folder: Path) -> list[str]:
+    """Commands that run on this machine and name a folder: a program that works in it, and what it has started."""
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [command for command in commands if str(folder) in command]
 
 
 def leftovers() -> Counter[str]:

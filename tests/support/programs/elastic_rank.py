@@ -4,6 +4,9 @@ Not a test itself; see test_hosts.py and test_distributed.py. Started by torchru
 torchrun, with its arguments, whose agent forks the ranks: an interpreter of its own takes each three seconds of a
 core, after every change of the world anew. A step is committed by rank 0 when every rank has said what it got: one
 line of ``commits.jsonl`` with the step's keys, where the step was taken, and the loader's state.
+
+When torchrun begins, and with how many, depends on who comes first. ``worlds`` says how many ranks train from a number
+of commits on: a world of another size stands by until torchrun replaces it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from streaming import DataLoader, StreamingDataset
+from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import check_batch
 
 
@@ -31,18 +35,26 @@ def commits(path: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
+def stand_by(config: dict[str, Any], num_committed: int, world_size: int) -> None:
+    """Return where ranks of this number are to train."""
+    sizes = {int(first): size for first, size in config.get("worlds", {}).items() if int(first) <= num_committed}
+    while sizes and sizes[max(sizes)] != world_size:
+        signal.pause()  # torchrun ends this process
+
+
 def train(config_path: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and not as the agent, which ends its ranks by it
     with open(config_path) as file:
         config = json.load(file)
     log = os.path.join(config["folder"], "commits.jsonl")
     gate = os.path.join(config["folder"], "gate")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with open(os.path.join(config["folder"], f"pid-{rank}"), "w") as file:
         file.write(str(os.getpid()))
     known = [commits(log)]
     dist.broadcast_object_list(known)
+    stand_by(config, len(known[0]), world_size)
     dataset = StreamingDataset(config["url"], storage_options=config["storage_options"], **config["dataset"])
     with DataLoader(dataset, **config["loader"]) as loader:
         if known[0]:
