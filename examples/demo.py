@@ -162,7 +162,8 @@ def follow(command: list[str], environ: Mapping[str, str], *, kill_in_epoch: int
     accuracy: float | None = None
     rates: list[int] = []
     environ = {"OMP_NUM_THREADS": "1", **environ}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    # A small pipe, which keeps the training from running far ahead of what is read here.
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, pipesize=4096, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

@@ -15,7 +15,7 @@ import shard_tools
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import PYTHON, SHELL, Block, blocks, run_python, run_shell
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # a page has several programs
 
 COMING_FROM = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 PEERS = {"webdataset": "webdataset", "torch": "torch", "datasets": "datasets"}

@@ -90,7 +90,7 @@ def test_pages_fit_any_screen(shown: Shown, tab: NEW_TAB, path: str, scheme: str
 def test_bars_and_lines_are_drawn(shown: Shown, tab: NEW_TAB) -> None:
     page = tab().open(there(shown, "/step?global_batch_size=16&step=30"))
     bars = page.locator("svg.pack")
-    assert bars.count() == 16
+    expect(bars).to_have_count(16)
     for at in range(16):
         whole = bars.nth(at).bounding_box()
         tokens = [one.bounding_box() for one in bars.nth(at).locator("rect:not(.padding)").all()]
@@ -104,8 +104,8 @@ def test_bars_and_lines_are_drawn(shown: Shown, tab: NEW_TAB) -> None:
     }
     assert len(fills) == 3  # two sources and padding
     page = tab().open(there(shown, "/mixture?global_batch_size=16&until=400"))
-    assert page.locator("figure.shares polyline").count() == 4
-    assert page.locator("table.numbers tr[data-row]").count() == 2
+    expect(page.locator("figure.shares polyline")).to_have_count(4)
+    expect(page.locator("table.numbers tr[data-row]")).to_have_count(2)
 
 
 def test_pictures_of_the_docs(shown: Shown, tab: NEW_TAB, pictures: Pictures) -> None:

@@ -71,7 +71,7 @@ def run_shell(block: Block, folder: Path, page: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert ran.returncode == 0, f"{page.name}:{block.line}\n{block.code}\n{ran.stdout}\n{ran.stderr}"
