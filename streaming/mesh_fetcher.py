@@ -212,11 +212,12 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         """Batches of the current epoch that have not been received yet.
 
         Raises:
-            TypeError: The length of the epoch is unknown, as for ``len(loader)``.
+            TypeError: The length of the epoch is unknown, as for ``len(loader)``, and this is not its end.
         """
         self._look_again()
         self._loop.check_ends()
-        return self._loop.left_behind(self._loop.position.place)
+        place = self._loop.position.place
+        return 0 if place.is_end else self._loop.left_behind(place)
 
     def __iter__(self) -> Batches[SamplesT]:
         """Return an iterator over the next epoch, or over the rest of the current one.
@@ -347,8 +348,10 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch received: a small JSON-serializable dict, the same on every rank.
 
-        After the last batch of an epoch, the position is the start of the next epoch. Batches that a wrapper such as
-        ``DevicePrefetcher`` is still holding back do not count as received.
+        After the last batch of an epoch, and before the loop asks for one more, it is the end of that epoch: loaded, the
+        next iteration has no batches, and the one after it is the next epoch. Once the loop has asked, or dropped its
+        iterator, it is the start of the next epoch. Batches that a wrapper such as ``DevicePrefetcher`` is still
+        holding back do not count as received. A program that reads ahead by itself needs ``with_state``.
         """
         state: dict[str, Any] = self._loop.state().to_dict()
         return state
