@@ -224,12 +224,32 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
 
         Wrappers that read ahead call the iterator's ``hold_back``.
         """
+        return self._iterated(with_state=False)
+
+    def with_state(self) -> Batches[tuple[SamplesT, dict[str, Any]]]:
+        """Return an iterator, like ``iter(loader)``, that yields each batch with the state that continues after it.
+
+        For programs that read ahead: ``state_dict`` describes the latest batch handed out, not the one trained on. ::
+
+            ahead = deque()
+            for batch, state in loader.with_state():
+                ahead.append((stage(batch), state))
+                if len(ahead) > 2:
+                    batch, state = ahead.popleft()
+                    train_step(batch)
+                    save(model, state)
+
+        The states are those of ``state_dict``: JSON-able dicts. What is called later, such as ``seed``, is not in them.
+        """
+        return self._iterated(with_state=True)
+
+    def _iterated(self, *, with_state: bool) -> Batches[Any]:
         self._look_again(to_read=True)
         if self._check is not None:
             self._check.first()
         report = partial(_report, weakref.WeakMethod(self._loop.describe), self._stages)
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
-        return self._loop.run(self._watchdog)
+        return self._loop.run(self._watchdog, with_state=with_state)
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:  # what torch's DataLoader calls on a map-style dataset
         """Refuse to serve as the dataset of torch's ``DataLoader``.

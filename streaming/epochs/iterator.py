@@ -253,12 +253,13 @@ class Loop(ABC):
         """Number of batches in a whole epoch."""
         return self.batches_left(0)
 
-    def run(self, watchdog: Watchdog | None = None) -> Batches[Any]:
+    def run(self, watchdog: Watchdog | None = None, *, with_state: bool = False) -> Batches[Any]:
         """Return an iterator over the next epoch, or the rest of the current one.
 
-        It supersedes the previous iterator.
+        It supersedes the previous iterator. With ``with_state`` it yields pairs: a batch, and the state after it.
         """
-        batches: Batches[Any] = Batches(self, watchdog or Watchdog(None, "no batch", self.describe))
+        watched = watchdog or Watchdog(None, "no batch", self.describe)
+        batches: Batches[Any] = Batches(self, watched, with_state=with_state)
         self._watchdog = watchdog
         return batches
 
@@ -329,7 +330,8 @@ class Batches(Generic[BatchT]):
         ForkedError: In a forked child: the threads and processes that build batches belong to the parent.
     """
 
-    def __init__(self, loop: Loop, watchdog: Watchdog) -> None:
+    def __init__(self, loop: Loop, watchdog: Watchdog, *, with_state: bool = False) -> None:
+        self._with_state = with_state
         self._maker = Maker("this iteration over a loader", "Begin one here: iter(loader) works in a forked child, too")
         self._loop = loop
         self._watchdog = watchdog
@@ -440,12 +442,15 @@ class Batches(Generic[BatchT]):
         place, run = self._place, self._run
         if place is None or run is None:
             place, run = self._begin()
-        batch: BatchT = self._taken(run)
+        batch = self._taken(run)
         self._was = place
         after = self._place = self._loop.after_batch(place, run)
         self._is_over = self._turn.is_over = after.is_end
         self._loop.position.advance(after)
-        return batch
+        if self._with_state:  # made here, where no other thread can ask for the batch after it
+            batch = batch, self._loop.state_at(after).to_dict()
+        asked: BatchT = batch
+        return asked
 
     def _told(self) -> dict[str, Any]:
         """Tell which step the batch handed out last is of, for whoever watches."""
