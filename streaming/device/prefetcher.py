@@ -296,6 +296,11 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
             self.loader.add_stage(self.describe_stage)
         self._page_lock(self._copier.page_locker)
         source = iter(self.loader)
+        if source is self.loader and isinstance(source, Batches) and source.is_over:
+            raise ConfigError(
+                "DevicePrefetcher: got an iterator of a loader, which lasts one epoch, and that is over. Give the loader, "
+                "and for states beside the batches iterate prefetcher.with_state()"
+            )
         self._noted = None if isinstance(source, Batches) else Noted(self.loader)
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,

@@ -423,6 +423,11 @@ class Batches(Generic[BatchT]):
         return self._loop.metrics
 
     @property
+    def is_over(self) -> bool:
+        """Whether its last batch has been handed out."""
+        return self._is_over
+
+    @property
     def has_ended(self) -> bool:
         """Whether it was superseded, or its loader was closed."""
         return self._turn.has_ended
