@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 from data_sets import SampleSet, write_set
-from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Passes, compress, epochs_of, makers, rows_of
+from loop_kinds import (
+    ALONE,
+    CLOSABLE,
+    KINDS,
+    NUM_BATCHES,
+    SHARD_SIZES,
+    SIZE,
+    Passes,
+    compress,
+    epochs_of,
+    makers,
+    rows_of,
+)
 from packed_sets import write as write_documents
 from played_ranks import read_here
 from programs import EPOCHS, PROGRAMS, STEPS, Checkpoint, Program, reads_ahead, run
@@ -164,7 +176,9 @@ def test_a_program_that_counts_by_next_hears_that_the_epoch_is_over(
 
 # --- with_state ---
 
-with_batches = pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind not in {"sampler", "retry", "follow"}])
+with_batches = pytest.mark.parametrize(
+    "kind", [kind for kind in ALL_KINDS if kind not in {"sampler", "retry", "follow"}]
+)
 
 
 @with_batches
