@@ -368,9 +368,9 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch received: a small JSON-serializable dict, the same on every rank.
 
-        After the last batch of an epoch, and before the loop asks for one more, it is the end of that epoch: loaded, the
-        next iteration has no batches, and the one after it is the next epoch. Once the loop has asked, or dropped its
-        iterator, it is the start of the next epoch. Batches that a wrapper such as ``DevicePrefetcher`` is still
+        After the last batch of an epoch, and before the loop asks for one more, it is the end of that epoch: from there
+        the next iteration has no batches, and the one after it is the next epoch. Once the loop has asked, or dropped
+        its iterator, it is the start of the next epoch. Batches that a wrapper such as ``DevicePrefetcher`` is still
         holding back do not count as received. A program that reads ahead by itself needs ``with_state``.
         """
         state: dict[str, Any] = self._loop.state().to_dict()

@@ -298,8 +298,8 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         source = iter(self.loader)
         if source is self.loader and isinstance(source, Batches) and source.is_over:
             raise ConfigError(
-                "DevicePrefetcher: got an iterator of a loader, which lasts one epoch, and that is over. Give the loader, "
-                "and for states beside the batches iterate prefetcher.with_state()"
+                "DevicePrefetcher: got an iterator of a loader, which lasts one epoch, and that is over. Give the "
+                "loader, and for states beside the batches iterate prefetcher.with_state()"
             )
         self._noted = None if isinstance(source, Batches) else Noted(self.loader)
         flight = self._flight = _Flight(
@@ -549,9 +549,11 @@ class _DeviceBatches(Generic[BatchT]):
             self._end()
 
     def _hand_out(self) -> BatchT:
-        batch = self._flight.hand_out()
+        batch: Any = self._flight.hand_out()
         self._is_over = self._turn.is_over = self._flight.is_over
-        asked: BatchT = (batch, self._prefetcher.state_dict()) if self._with_state else batch
+        if self._with_state:
+            batch = batch, self._prefetcher.state_dict()
+        asked: BatchT = batch
         return asked
 
     def _end(self) -> None:

@@ -297,7 +297,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """
         size = self.shape.global_batch_size
         epoch, number = divmod(num_batches, self.num_batches)
-        seeded, loaded, now = self._seeded_at, self._loaded_at, self.state()
+        seeded, loaded, now = self._seeded_at, self._loaded_at, self.state_at(self.position.place)
         waits, why = now.next_seed is not None, ""
         if not self.shape.sizes.is_constant:
             why = "batches change in size during this run"

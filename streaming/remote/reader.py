@@ -104,7 +104,10 @@ class RemoteReader:
     def adjusted(self, state: State | None, *, epoch: int | None = None) -> tuple[State, bool]:
         """Return a state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
 
-        Returns also whether it is the end of an epoch. Checks it as a loader does, without touching a loader that reads.
+        Checks it as a loader does, without touching a loader that reads.
+
+        Returns:
+            The state, and whether it is the end of an epoch.
         """
         self._open()
         loader = self._make(device_mesh=self._meshes[0])

@@ -1,4 +1,4 @@
-"""A state means one thing: whatever a program counts, in every kind of loop, wherever it saved, each batch comes once."""
+"""A state means one thing: whatever a program counts, in every kind of loop, wherever it saves, a batch comes once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 from data_sets import SampleSet, write_set
 from loop_kinds import (
     ALONE,
-    CLOSABLE,
     KINDS,
     NUM_BATCHES,
     SHARD_SIZES,
@@ -32,8 +32,8 @@ from streaming.errors import ConfigError
 
 Maker = Callable[[], Any]
 MORE_KINDS = (
-    "drop", "virtual epochs", "mixture", "mixture, virtual epochs", "packs", "stream", "dispatch", "prefetcher, foreign",
-    "remote", "remote, iterable", "remote, stream", "remote, mixture",
+    "drop", "virtual epochs", "mixture", "mixture, virtual epochs", "packs", "stream", "dispatch",
+    "prefetcher, foreign", "remote", "remote, iterable", "remote, stream", "remote, mixture",
 )  # fmt: skip
 ALL_KINDS = (*KINDS, *MORE_KINDS)
 every_kind = pytest.mark.parametrize("kind", ALL_KINDS)
@@ -103,7 +103,7 @@ def truth(made: dict[str, Maker]) -> dict[str, list[tuple[int, ...]]]:
     """By kind: the batches of the first epochs, one after the other."""
     with pytest.MonkeyPatch.context() as patch:
         read_here(patch)
-        found = {kind: sum(epochs_of(make, EPOCHS), []) for kind, make in made.items()}
+        found = {kind: list(chain.from_iterable(epochs_of(make, EPOCHS))) for kind, make in made.items()}
     for kind, batches in found.items():
         assert len(set(batches)) == STEPS, kind
     return found
@@ -152,7 +152,7 @@ def close(loader: Any) -> None:
 def test_a_program_that_counts_by_next_hears_that_the_epoch_is_over(
     kind: str, made: dict[str, Maker], truth: dict[str, Any]
 ) -> None:
-    """It cannot be told from one that asks for the rest: the state says "the end", and nothing is skipped in silence."""
+    """It looks like one that asks for the rest: the state says "the end", and nothing is skipped in silence."""
     loader = made[kind]()
     batches = iter(loader)
     for _ in range(NUM_BATCHES):

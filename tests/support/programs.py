@@ -76,7 +76,7 @@ def counts_epochs(loader: Any, own: Any, job: Job) -> None:
         job.save("after", epoch + 1)
 
 
-def asks_the_loader(loader: Any, own: Any, job: Job) -> None:  # noqa: ARG001
+def asks_the_loader(loader: Any, own: Any, job: Job) -> None:
     """As our pages have it."""
     for _ in range(loader.epoch, EPOCHS):
         job.save("before", None)
@@ -98,7 +98,7 @@ def tells_the_loader(loader: Any, own: Any, job: Job) -> None:
         job.save("after", epoch + 1)
 
 
-def asks_and_tells(loader: Any, own: Any, job: Job) -> None:  # noqa: ARG001
+def asks_and_tells(loader: Any, own: Any, job: Job) -> None:
     for epoch in range(loader.epoch, EPOCHS):
         loader.set_epoch(epoch)
         job.save("told", None)
