@@ -174,6 +174,22 @@ def test_a_program_that_counts_by_next_hears_that_the_epoch_is_over(
     close(again)
 
 
+@pytest.mark.parametrize("kind", ["indexed", "iterable", "stream", "mixture", "prefetcher", "remote"])
+def test_nothing_is_abandoned_at_an_end(kind: str, made: dict[str, Maker], caplog: pytest.LogCaptureFixture) -> None:
+    loader = made[kind]()
+    batches = iter(loader)
+    for _ in range(NUM_BATCHES):
+        next(batches)
+    end = loader.state_dict()
+    for epoch in (0, 1, 2):
+        loader.load_state_dict(end)
+        loader.set_epoch(epoch)
+        assert len(list(loader)) == (NUM_BATCHES if epoch else 0)
+        assert loader.epoch == epoch + 1
+    close(loader)
+    assert not [one for one in caplog.records if "abandoned" in one.getMessage()]
+
+
 # --- with_state ---
 
 with_batches = pytest.mark.parametrize(

@@ -248,10 +248,11 @@ def test_under_torch_with_exact_state(num_workers: int) -> None:
     (reference,) = samplers(50, 1, **options)
     expected = [[[10 * i for i in rows] for rows in reference] for _ in range(2)]
     (sampler,) = samplers(50, 1, **options)
-    loader = DataLoader(Numbers(50), batch_sampler=sampler, num_workers=num_workers)
+    loader = DataLoader(Numbers(50), batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
     assert len(loader) == 12
     found, states = [], []
-    for _ in range(2):
+    for epoch in range(2):
+        assert sampler.state_dict()["epoch"] == epoch, "though torch keeps what asked for the indices"
         for batch in sampler.follow(loader):
             found.append(batch.tolist())
             states.append(sampler.state_dict())
