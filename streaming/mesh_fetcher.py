@@ -570,9 +570,9 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
 
 
 def _place_of(loader: weakref.ref[DeviceMeshFetcher[Any]]) -> tuple[int, int]:
-    """Return the place after the batch that training received last."""
+    """Return the place from which the batch comes that follows the one received last."""
     alive = loader()
-    place = None if alive is None else alive._loop.position.place
+    place = None if alive is None else alive._loop.position.place.onward
     return (-1, -1) if place is None else (place.epoch, place.samples_seen)
 
 

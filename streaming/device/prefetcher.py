@@ -495,9 +495,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
 class _DeviceBatches(Generic[BatchT]):
     """Iterator over one flight, with the rules of ``streaming.epochs.iterator.Batches``."""
 
-    def __init__(
-        self, prefetcher: DevicePrefetcher[Any], flight: _Flight, turn: Turn, *, with_state: bool = False
-    ) -> None:
+    def __init__(self, prefetcher: DevicePrefetcher[Any], flight: _Flight, turn: Turn, *, with_state: bool) -> None:
         self._prefetcher, self._flight, self._turn = prefetcher, flight, turn
         self._with_state = with_state
         self._failure: str | None = None
@@ -553,8 +551,8 @@ class _DeviceBatches(Generic[BatchT]):
         self._is_over = self._turn.is_over = self._flight.is_over
         if self._with_state:
             batch = batch, self._prefetcher.state_dict()
-        asked: BatchT = batch
-        return asked
+        handed_out: BatchT = batch
+        return handed_out
 
     def _end(self) -> None:
         self._turn.is_open = False

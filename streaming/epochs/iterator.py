@@ -454,18 +454,18 @@ class Batches(Generic[BatchT]):
         self._loop.position.advance(after)
         if self._with_state:  # made here, where no other thread can ask for the batch after it
             batch = batch, self._loop.state_at(after).to_dict()
-        asked: BatchT = batch
-        return asked
+        handed_out: BatchT = batch
+        return handed_out
 
     def _told(self) -> dict[str, Any]:
         """Tell which step the batch handed out last is of, for whoever watches."""
         loop, was, now = self._loop, self._was, self._place
         if was is None or now is None:
             return {}
-        row = loop.row_of(was)
+        row, after = loop.row_of(was), now.onward
         return {
-            "epoch": was.epoch, "samples_seen": was.samples_seen, "row": row, "after": (now.epoch, now.samples_seen),
-            "global_batch_size": loop.shape.sizes.at(row),
+            "epoch": was.epoch, "samples_seen": was.samples_seen, "row": row,
+            "after": (after.epoch, after.samples_seen), "global_batch_size": loop.shape.sizes.at(row),
         }  # fmt: skip
 
     def _begin(self) -> tuple[Place, Run]:
