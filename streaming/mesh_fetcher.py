@@ -212,23 +212,44 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         """Batches of the current epoch that have not been received yet.
 
         Raises:
-            TypeError: The length of the epoch is unknown, as for ``len(loader)``.
+            TypeError: The length of the epoch is unknown, as for ``len(loader)``, and this is not its end.
         """
         self._look_again()
         self._loop.check_ends()
-        return self._loop.left_behind(self._loop.position.place)
+        place = self._loop.position.place
+        return 0 if place.is_end else self._loop.left_behind(place)
 
     def __iter__(self) -> Batches[SamplesT]:
         """Return an iterator over the next epoch, or over the rest of the current one.
 
         Wrappers that read ahead call the iterator's ``hold_back``.
         """
+        return self._iterated(with_state=False)
+
+    def with_state(self) -> Batches[tuple[SamplesT, dict[str, Any]]]:
+        """Return an iterator, like ``iter(loader)``, that yields each batch with the state that continues after it.
+
+        For programs that read ahead: ``state_dict`` describes the latest batch handed out, not the one trained on. ::
+
+            ahead = deque()
+            for batch, state in loader.with_state():
+                ahead.append((stage(batch), state))
+                if len(ahead) > 2:
+                    batch, state = ahead.popleft()
+                    train_step(batch)
+                    save(model, state)
+
+        The states are those of ``state_dict``: JSON-able dicts. What is called later, such as ``seed``, is not in them.
+        """
+        return self._iterated(with_state=True)
+
+    def _iterated(self, *, with_state: bool) -> Batches[Any]:
         self._look_again(to_read=True)
         if self._check is not None:
             self._check.first()
         report = partial(_report, weakref.WeakMethod(self._loop.describe), self._stages)
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
-        return self._loop.run(self._watchdog)
+        return self._loop.run(self._watchdog, with_state=with_state)
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:  # what torch's DataLoader calls on a map-style dataset
         """Refuse to serve as the dataset of torch's ``DataLoader``.
@@ -347,8 +368,10 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch received: a small JSON-serializable dict, the same on every rank.
 
-        After the last batch of an epoch, the position is the start of the next epoch. Batches that a wrapper such as
-        ``DevicePrefetcher`` is still holding back do not count as received.
+        After the last batch of an epoch, and before the loop asks for one more, it is the end of that epoch: from there
+        the next iteration has no batches, and the one after it is the next epoch. Once the loop has asked, or dropped
+        its iterator, it is the start of the next epoch. Batches that a wrapper such as ``DevicePrefetcher`` is still
+        holding back do not count as received. A program that reads ahead by itself needs ``with_state``.
         """
         state: dict[str, Any] = self._loop.state().to_dict()
         return state
@@ -547,9 +570,9 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
 
 
 def _place_of(loader: weakref.ref[DeviceMeshFetcher[Any]]) -> tuple[int, int]:
-    """Return the place after the batch that training received last."""
+    """Return the place from which the batch comes that follows the one received last."""
     alive = loader()
-    place = None if alive is None else alive._loop.position.place
+    place = None if alive is None else alive._loop.position.place.onward
     return (-1, -1) if place is None else (place.epoch, place.samples_seen)
 
 

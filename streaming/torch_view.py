@@ -118,7 +118,7 @@ class TorchIterable(IterableDataset[Sample]):
         group = [workers if info else 0, 0 if info is None else info.seed - info.id]
         epoch = self._epochs.claim(group, worker, None if loaded is None else loaded["epoch"])
         self._running = _Part(self, part, parts, epoch, loaded)
-        return iter(self._running)
+        return _Samples(self._running)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; call this in the process that has the loader."""
@@ -126,6 +126,8 @@ class TorchIterable(IterableDataset[Sample]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank and worker in the current iteration: a small JSON-serializable dict.
+
+        After the last sample it is the end of the epoch, as long as torch's iterator exists; then the next epoch.
 
         Raises:
             StateError: No iteration has begun in this process; with torch workers, only the workers know their
@@ -198,18 +200,22 @@ class _Part:
         self._base = {**state, "epoch": epoch, "samples_seen": block * rows * parts}
         self._fetcher.load_state_dict(self._base)
         self._ended = False
+        self.is_left = False  # nobody can ask for more
 
     def state(self) -> dict[str, Any]:
-        """Return the state for ``TorchIterable.state_dict``; after the last sample, the start of the next epoch."""
-        epoch, seen = (self._epoch + 1, 0) if self._ended else (self._epoch, self._seen)
+        """Return the state for ``TorchIterable.state_dict``."""
+        epoch, seen = self._epoch, self._share if self._ended else self._seen
+        if self._ended and self.is_left:
+            epoch, seen = epoch + 1, 0
         return {"version": _VERSION, "epoch": epoch, "samples": seen, "part": self._part, "parts": self._parts,
                 "loader": self._base}  # fmt: skip
 
-    def __iter__(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples, from those that were not seen on."""
         samples = (sample for block in self._fetcher for sample in block)
         last: Sample = {}
         try:
-            for seen in islice(samples, self._skip):
+            for seen in islice(samples, self._skip if self._seen < self._share else 0):
                 last = seen
             for number in range(self._seen, self._share):
                 sample = next(samples, None)
@@ -228,6 +234,19 @@ class _Part:
         if self._last_batch != "pad":
             return sample
         return {**sample, "__valid__": not repeats and sample.get("__valid__", True)}  # "skip" has marked substitutes
+
+
+class _Samples(Iterator[Sample]):
+    """What torch's iterator holds as long as it exists, also when the samples are over."""
+
+    def __init__(self, part: _Part) -> None:
+        self._part, self._samples = part, part.samples()
+
+    def __next__(self) -> Sample:
+        return next(self._samples)
+
+    def __del__(self) -> None:
+        self._part.is_left = True
 
 
 class _Epochs:

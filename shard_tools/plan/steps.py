@@ -721,7 +721,7 @@ def read_state(url: str, storage: Storage) -> LoaderState:
         raise StateError(f"{redact(url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
     if not isinstance(content, Mapping):
         raise StateError(f"{redact(url)}: expected an object, as loader.state_dict() gives it")
-    return LoaderState.from_dict(content)
+    return LoaderState.from_dict(content).onward
 
 
 def open_run(planned: AnySource, state_url: str, *, storage: Storage, options: PlanOptions) -> PlannedRun:

@@ -278,6 +278,16 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
 
     def __iter__(self) -> Iterator[BatchT]:
         """Return an iterator over the loader's batches; the previous iterator is superseded and releases everything."""
+        return self._iterated(with_state=False)
+
+    def with_state(self) -> Iterator[tuple[BatchT, dict[str, Any]]]:
+        """Return an iterator, like ``iter``, that yields each batch with the state that continues after it.
+
+        See ``DataLoader.with_state``. The batches that this object copies ahead are not in the states.
+        """
+        return self._iterated(with_state=True)
+
+    def _iterated(self, *, with_state: bool) -> Iterator[Any]:
         if self._turn is not None:
             self._turn.pass_on()
         self._stop()
@@ -286,13 +296,18 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
             self.loader.add_stage(self.describe_stage)
         self._page_lock(self._copier.page_locker)
         source = iter(self.loader)
+        if source is self.loader and isinstance(source, Batches) and source.is_over:
+            raise ConfigError(
+                "DevicePrefetcher: got an iterator of a loader, which lasts one epoch, and that is over. Give the "
+                "loader, and for states beside the batches iterate prefetcher.with_state()"
+            )
         self._noted = None if isinstance(source, Batches) else Noted(self.loader)
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
             account=self._noted or HeldBack(source), watchdog=self._watchdog(),
             where=f"copies to {self.device}",
         )  # fmt: skip
-        return _DeviceBatches(self, flight, turn)
+        return _DeviceBatches(self, flight, turn, with_state=with_state)
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch, as given by the loader."""
@@ -323,7 +338,10 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
             self._noted.seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch handed out, even if more have been pulled from the loader."""
+        """Return the position after the last batch handed out, even if more have been pulled from the loader.
+
+        A program that reads ahead of this object needs ``with_state``.
+        """
         state: dict[str, Any]
         if self._noted is None or self._noted.state is None:
             state = self.loader.state_dict()
@@ -477,8 +495,9 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
 class _DeviceBatches(Generic[BatchT]):
     """Iterator over one flight, with the rules of ``streaming.epochs.iterator.Batches``."""
 
-    def __init__(self, prefetcher: DevicePrefetcher[BatchT], flight: _Flight, turn: Turn) -> None:
+    def __init__(self, prefetcher: DevicePrefetcher[Any], flight: _Flight, turn: Turn, *, with_state: bool) -> None:
         self._prefetcher, self._flight, self._turn = prefetcher, flight, turn
+        self._with_state = with_state
         self._failure: str | None = None
         self._is_over = False
         weakref.finalize(self, close_at_exit, weakref.ref(self))
@@ -528,9 +547,12 @@ class _DeviceBatches(Generic[BatchT]):
             self._end()
 
     def _hand_out(self) -> BatchT:
-        batch: BatchT = self._flight.hand_out()
+        batch: Any = self._flight.hand_out()
         self._is_over = self._turn.is_over = self._flight.is_over
-        return batch
+        if self._with_state:
+            batch = batch, self._prefetcher.state_dict()
+        handed_out: BatchT = batch
+        return handed_out
 
     def _end(self) -> None:
         self._turn.is_open = False

@@ -8,8 +8,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, Self
+from typing import Any, Generic, NoReturn, Protocol, Self
 
 from streaming.counters import Metrics
 from streaming.epochs.interrupts import is_interrupt
@@ -107,7 +108,10 @@ class Loop(ABC):
         metrics: Counters and times.
         running: The run that currently produces batches, if any.
         announce: Called with the place at which an iteration begins.
+        samples_per_epoch: Samples of an epoch, over all ranks; only where ``is_counted``.
     """
+
+    samples_per_epoch: int
 
     is_counted = True
     """Whether ``batches_left`` is known before the end of the epoch is reached."""
@@ -147,8 +151,16 @@ class Loop(ABC):
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
         """Return the place after the batch that ``run`` has just returned, which is the next one after ``place``."""
         seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
-        after = Place(epoch=place.epoch, samples_seen=seen)
-        return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
+        return self.settled(Place(epoch=place.epoch, samples_seen=seen))
+
+    def settled(self, place: Place) -> Place:
+        """Return a place as an end, behind all samples of its epoch, if no batch of the epoch comes after it.
+
+        So an end is the same whatever the size of the batches before it, and the row after it begins the next epoch.
+        """
+        if not self.is_counted or not (place.is_end or not self.left_behind(place)):
+            return place
+        return replace(place, samples_seen=self.samples_per_epoch, is_end=True, has_begun=False)
 
     def row_of(self, place: Place) -> int:
         """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""
@@ -200,9 +212,13 @@ class Loop(ABC):
         """
         raise ConfigError(NO_SOURCES_WEIGHED)
 
-    @abstractmethod
     def state(self) -> Any:
         """Return the position, as a ``state_type``; the same on every rank."""
+        return self.state_at(self.position.place)
+
+    @abstractmethod
+    def state_at(self, place: Place) -> Any:
+        """Return the state that continues from a place of the run in progress."""
 
     @abstractmethod
     def load(self, state: Any) -> None:
@@ -237,12 +253,13 @@ class Loop(ABC):
         """Number of batches in a whole epoch."""
         return self.batches_left(0)
 
-    def run(self, watchdog: Watchdog | None = None) -> Batches[Any]:
+    def run(self, watchdog: Watchdog | None = None, *, with_state: bool = False) -> Batches[Any]:
         """Return an iterator over the next epoch, or the rest of the current one.
 
-        It supersedes the previous iterator.
+        It supersedes the previous iterator. With ``with_state`` it yields pairs: a batch, and the state after it.
         """
-        batches: Batches[Any] = Batches(self, watchdog or Watchdog(None, "no batch", self.describe))
+        watched = watchdog or Watchdog(None, "no batch", self.describe)
+        batches: Batches[Any] = Batches(self, watched, with_state=with_state)
         self._watchdog = watchdog
         return batches
 
@@ -256,19 +273,15 @@ class Loop(ABC):
         self.position.set_seed(seed)
 
     def go_to(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> None:
-        """Continue from a checkpoint.
-
-        One after the last batch of an epoch, from an older release, means the next epoch.
-        """
-        if self.is_counted and not self.left_behind(place):
-            place = Place(epoch=place.epoch + 1, samples_seen=0, detail=place.detail)
-        if self.position.load(place, next_seed, what):
+        """Continue from a checkpoint."""
+        if self.position.load(self.settled(place), next_seed, what):
             self.stop()
 
     def succeed(self, other: Loop) -> None:
         """Take the place of another loop over the same dataset: in its epoch, with the seed that it was given."""
         self.metrics.observer = other.metrics.observer
         here, there = self.position, other.position
+        there.leave_end()
         self.set_epoch(there.place.epoch)
         seed, has_begun = there.next_seed, there.place.has_begun
         if seed is not None and (seed, has_begun) != (here.next_seed, here.place.has_begun):
@@ -317,7 +330,8 @@ class Batches(Generic[BatchT]):
         ForkedError: In a forked child: the threads and processes that build batches belong to the parent.
     """
 
-    def __init__(self, loop: Loop, watchdog: Watchdog) -> None:
+    def __init__(self, loop: Loop, watchdog: Watchdog, *, with_state: bool = False) -> None:
+        self._with_state = with_state
         self._maker = Maker("this iteration over a loader", "Begin one here: iter(loader) works in a forked child, too")
         self._loop = loop
         self._watchdog = watchdog
@@ -350,6 +364,7 @@ class Batches(Generic[BatchT]):
     def _answer(self) -> BatchT:
         if self._is_over:
             self._let_go()
+            self._loop.position.asked_for_more(self._turn)
             raise StopIteration
         if self._turn.has_ended:
             self._let_go()
@@ -408,6 +423,11 @@ class Batches(Generic[BatchT]):
         return self._loop.metrics
 
     @property
+    def is_over(self) -> bool:
+        """Whether its last batch has been handed out."""
+        return self._is_over
+
+    @property
     def has_ended(self) -> bool:
         """Whether it was superseded, or its loader was closed."""
         return self._turn.has_ended
@@ -427,26 +447,31 @@ class Batches(Generic[BatchT]):
         place, run = self._place, self._run
         if place is None or run is None:
             place, run = self._begin()
-        batch: BatchT = self._taken(run)
+        batch = self._taken(run)
         self._was = place
         after = self._place = self._loop.after_batch(place, run)
-        self._is_over = self._turn.is_over = after.epoch != place.epoch
+        self._is_over = self._turn.is_over = after.is_end
         self._loop.position.advance(after)
-        return batch
+        if self._with_state:  # made here, where no other thread can ask for the batch after it
+            batch = batch, self._loop.state_at(after).to_dict()
+        handed_out: BatchT = batch
+        return handed_out
 
     def _told(self) -> dict[str, Any]:
         """Tell which step the batch handed out last is of, for whoever watches."""
         loop, was, now = self._loop, self._was, self._place
         if was is None or now is None:
             return {}
-        row = loop.row_of(was)
+        row, after = loop.row_of(was), now.onward
         return {
-            "epoch": was.epoch, "samples_seen": was.samples_seen, "row": row, "after": (now.epoch, now.samples_seen),
-            "global_batch_size": loop.shape.sizes.at(row),
+            "epoch": was.epoch, "samples_seen": was.samples_seen, "row": row,
+            "after": (after.epoch, after.samples_seen), "global_batch_size": loop.shape.sizes.at(row),
         }  # fmt: skip
 
     def _begin(self) -> tuple[Place, Run]:
         place, seed = self._loop.position.begin(self._turn)
+        if place.is_end:
+            self._finish()
         run = self._run = self._loop.running = self._loop.start(place, seed)
         self._place = place
         if self._loop.announce is not None:
@@ -460,11 +485,15 @@ class Batches(Generic[BatchT]):
             self._turn.check()
             if self._loop.is_counted:
                 raise IteratorEndedError(f"an epoch ended before its last batch; {run.describe()}") from None
-            self._is_over = self._turn.is_over = True
-            self._loop.position.finish()
-            raise
+            self._finish()
         self._turn.check()  # another thread may have closed the loader while this one waited
         return batch
+
+    def _finish(self) -> NoReturn:
+        """End, because there is no batch to hand out."""
+        self._is_over = self._turn.is_over = True
+        self._loop.position.finish()
+        raise StopIteration
 
     def _fail(self, error: BaseException) -> None:
         self._turn.is_over = True

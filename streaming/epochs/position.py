@@ -28,6 +28,8 @@ class Place:
         epoch: Epoch of the next batch.
         samples_seen: Samples of that epoch, over all ranks, that come before it.
         detail: Whatever else the loop needs to continue from here. ``Position`` only stores it.
+        is_end: It lies behind the last batch of ``epoch``, which nobody has left yet. ``samples_seen`` are then all
+            samples of the epoch, as far as the loop knows them.
         has_begun: At 0 samples: batches of the epoch are already in progress, in the previous order; a pending seed
             applies to the epoch after it.
     """
@@ -35,12 +37,21 @@ class Place:
     epoch: int
     samples_seen: int
     detail: Any = None
+    is_end: bool = False
     has_begun: bool = False
 
     @classmethod
     def of(cls, state: LoaderState, detail: Any = None) -> Self:
         """Return the place of a state."""
-        return cls(epoch=state.epoch, samples_seen=state.samples_seen, detail=detail, has_begun=state.has_begun)
+        return cls(
+            epoch=state.epoch, samples_seen=state.samples_seen, detail=detail, is_end=state.is_end,
+            has_begun=state.has_begun,
+        )  # fmt: skip
+
+    @property
+    def onward(self) -> Self:
+        """The place from which the next batch comes: the start of the next epoch if this is the end of one."""
+        return replace(self, epoch=self.epoch + 1, samples_seen=0, is_end=False) if self.is_end else self
 
 
 class Turn:
@@ -141,14 +152,17 @@ class Position:
     The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``).
 
     1. ``place`` is the place after the last batch received: the next batch comes from there. Checkpoints store it.
-    2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or the end of an epoch, and no batch has
-      been received since. ``begin`` starts at a place that is due; from any other it advances to the next epoch and
-      leaves the rest of the current one unread. An iterator that nobody asked for a batch, or that handed out none,
-      changes nothing.
-    3. An epoch ends when its last batch is received: ``place`` is then (next epoch, 0), and due.
+    2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or leaving the end of an epoch, and no
+      batch has been received since. ``begin`` starts at a place that is due; from any other it advances to the next
+      epoch and leaves the rest of the current one unread. An iterator that nobody asked for a batch, or that handed out
+      none, changes nothing.
+    3. After the last batch of an epoch, ``place`` is its *end*, as long as the iterator that handed it out can still be
+      asked for more. Once it was asked, closed, dropped or superseded, the end is left: ``place`` is then (next epoch,
+      0), and due. An end that was loaded is left by the first iterator that is asked for a batch: it has none.
     4. ``set_epoch(e)``: if ``place`` is due in epoch e, nothing changes, so that a loaded place survives trainers that
-      call ``set_epoch`` first. If epoch e is in progress, the next ``begin`` restarts it at 0, and an open iterator
-      continues undisturbed. From any other epoch it goes to (e, 0).
+      call ``set_epoch`` first. If epoch e is in progress, or at its end, the next ``begin`` restarts it at 0, and an
+      open iterator continues undisturbed. From the end of epoch e - 1 it leaves that, as an iterator would. From any
+      other epoch it goes to (e, 0).
     5. ``set_seed`` takes effect at the next ``begin`` at 0 samples. An epoch of which batches are held back and none
       has been received keeps its order, also if it is begun again, here or from a checkpoint (``Place.has_begun``).
     6. There is one turn at a time: ``open`` ends the previous one. ``set_epoch`` and ``load`` end the current turn if
@@ -182,7 +196,8 @@ class Position:
     @property
     def place(self) -> Place:
         """The place after the last batch received."""
-        return self._places[-1 - self._num_held]
+        place = self._places[-1 - self._num_held]
+        return place.onward if self._is_at_end and self._is_dropped and not self._starts_again else place
 
     @property
     def handed_out(self) -> Place:
@@ -213,8 +228,23 @@ class Position:
         """Return a turn for a new iterator, and end the previous one."""
         if self._turn is not None:
             self._turn.pass_on()
+        if not self._starts_again:
+            self.leave_end()
         self._turn = Turn()
         return self._turn
+
+    def leave_end(self) -> None:
+        """Go to the start of the next epoch, from an end that an iterator came to; anywhere else, do nothing."""
+        if self._is_at_end:
+            self._go_to(self._places[-1].onward, is_loaded=False)
+
+    def asked_for_more(self, turn: Turn) -> None:
+        """Record that the iterator of ``turn`` was asked for more than its last batch.
+
+        A wrapper that still holds batches back has asked on its own behalf: the end is left when it drops the iterator.
+        """
+        if turn is self._turn:
+            self.leave_end()
 
     def begin(self, turn: Turn) -> tuple[Place, int | None]:
         """Enter the epoch, or the rest of it, for ``turn``.
@@ -222,7 +252,7 @@ class Position:
         Returns:
             The place to begin at, and the seed of the order from here on (None: no change). An epoch that begins
             because the previous one was left has the ``detail`` of the place where that was left; with another seed it
-            has none.
+            has none. From an end that was loaded there is no batch to begin with: call ``finish``.
 
         Raises:
             IteratorEndedError: The turn has ended.
@@ -247,7 +277,7 @@ class Position:
         return self._start, seed
 
     def advance(self, place: Place) -> None:
-        """Record that a batch was handed out and that ``place`` follows it; after the last batch: (next epoch, 0)."""
+        """Record that a batch was handed out and that ``place`` follows it; after the last batch, the epoch's end."""
         self._num_handed_out += 1
         self._starts_again = False
         self._places.append(place)  # the first call: an interrupt comes before all of this, or after it
@@ -274,7 +304,9 @@ class Position:
 
     def finish(self) -> None:
         """Record that the current epoch turned out to have no further batch."""
-        self._go_to(Place(epoch=self.epoch + 1, samples_seen=0), is_loaded=False)
+        place = self.place
+        after = place.onward if place.is_end else Place(epoch=place.epoch + 1, samples_seen=0)
+        self._go_to(after, is_loaded=False)
 
     def set_epoch(self, epoch: int) -> bool:
         """Go to the start of ``epoch``, by rule 4.
@@ -288,7 +320,11 @@ class Position:
         checked_count("epoch", epoch)
         if self.is_endless:
             return False
-        if epoch != self.epoch:
+        place = self.place
+        if place.is_end and epoch == place.onward.epoch:
+            self._go_to(place.onward, is_loaded=False)
+            return False
+        if epoch != place.epoch:
             self._warn_of_the_rest(f"set_epoch({epoch}) was called")
             return self._move(Place(epoch=epoch, samples_seen=0), f"set_epoch({epoch})")
         if not self.is_due:
@@ -305,14 +341,14 @@ class Position:
             ConfigError: ``seed`` is not a valid seed.
         """
         self.next_seed = checked_seed("seed", seed)
-        place, turn = self.place, self._turn
+        place, turn = self._places[-1 - self._num_held], self._turn
         is_held = self._num_handed_out > 0 and self._num_received == 0 and turn is not None and turn.is_open
         self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)
 
     def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
         """Load a place and seed on behalf of the method ``what``; return whether this ends the current turn."""
         ends = self._move(place, what)
-        self._is_loaded = place.samples_seen > 0
+        self._is_loaded = place.samples_seen > 0 and not place.is_end
         self.next_seed = next_seed
         return ends
 
@@ -324,6 +360,15 @@ class Position:
     @property
     def _num_received(self) -> int:
         return self._num_handed_out - self._num_held
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the last batch received was the last one of its epoch, and nobody has gone on from there."""
+        return self._num_received > 0 and self._num_held == 0 and self._places[-1].is_end
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self._turn is not None and not self._turn.is_open
 
     def _beginning(self) -> Place:
         """Return the start of the current epoch; if the epoch was loaded in its middle, the detail is unknown."""

@@ -57,10 +57,17 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches on the accelerator's device."""
+        return self._moved(iter(self._loader))
+
+    def with_state(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """See ``DataLoader.with_state``; the batches are on the accelerator's device."""
+        return self._moved(self._loader.with_state())
+
+    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.begin()
         try:
-            for batch in self._loader:
-                self.end_of_dataloader = self._loader.state_dict()["samples_seen"] == 0
+            for batch in batches:
+                self.end_of_dataloader = not self._loader._is_iterated()  # it knows that this batch is the last one
                 yield send_to_device(batch, self._accelerator.device, non_blocking=True)
         finally:
             self.end()

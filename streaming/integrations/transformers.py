@@ -109,9 +109,10 @@ def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
     per_step = args.gradient_accumulation_steps
     try:
         epoch, rest = divmod(steps, -(-len(loader) // per_step))
+        is_end = not loader.batches_left
     except TypeError:  # no length, as for an endless mixture of packs: the trainer counts one epoch of max_steps
-        epoch, rest = 0, steps
-    here = loader.epoch, _batches_seen(loader)
+        epoch, rest, is_end = 0, steps, False
+    here = (loader.epoch + 1, 0) if is_end else (loader.epoch, _batches_seen(loader))
     if here != (epoch, rest * per_step):
         raise ConfigError(
             f"the checkpoint was saved at batch {here[1]} of epoch {here[0]}, but the trainer now counts {steps} steps "

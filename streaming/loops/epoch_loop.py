@@ -173,7 +173,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """
         place = self.position.place
         for _ in range(_MOST_AHEAD if self.row_of(place) else 0):
-            place = self.after_batch(place, None)
+            place = self.after_batch(place.onward, None)
         return max(map(self.row_of, (place, come_to, self.position.handed_out)))
 
     def _replanned(self, place: Place, course: Course) -> Begin:
@@ -205,15 +205,15 @@ class EpochLoop(BaseLoop[ChunkStore]):
         left = self.samples_per_epoch - place.samples_seen
         return self.shape.sizes.batches(self.row_of(place), left, self.shape.last_batch)
 
-    def state(self) -> LoaderState:
-        """Return the position; the same on every rank."""
+    @override
+    def state_at(self, place: Place) -> LoaderState:
         return LoaderState(
-            epoch=self.position.epoch,
-            samples_seen=self.position.samples_seen,
+            epoch=place.epoch,
+            samples_seen=place.samples_seen,
             order=self.order,
             next_seed=self.position.next_seed,
             epoch_size=self.shape.epoch_size,
-            has_begun=self.position.place.has_begun,
+            has_begun=place.has_begun,
             batch_sizes=self._sizes,
             **self._row_facts,
             **self.course.facts(),
@@ -234,10 +234,12 @@ class EpochLoop(BaseLoop[ChunkStore]):
             StateError: It belongs to another dataset, epoch size or kind of order.
         """
         place = Place.of(state)
+        if place.is_end:  # of a mixture, perhaps with another number of samples than now
+            place = self.settled(place)
         course = self.course.restored(state, self.row_of(place))
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         self._follow(course)
-        self._loaded_at, self.order, self._is_resumed = place, state.order, True
+        self._loaded_at, self.order, self._is_resumed = place.onward, state.order, True
         self._sizes = _sizes_behind(state.batch_sizes, self.shape.sizes, self.row_of(place))
         self._row_facts = self.config.recipe.items.facts(state, self.row_of(place))
         return place
@@ -295,7 +297,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """
         size = self.shape.global_batch_size
         epoch, number = divmod(num_batches, self.num_batches)
-        seeded, loaded, now = self._seeded_at, self._loaded_at, self.state()
+        seeded, loaded, now = self._seeded_at, self._loaded_at, self.state_at(self.position.place)
         waits, why = now.next_seed is not None, ""
         if not self.shape.sizes.is_constant:
             why = "batches change in size during this run"

@@ -81,7 +81,7 @@ class StreamedLoop(BaseLoop[_Window]):
         )
         super().__init__(dataset, order, config)
         self.dataset = dataset
-        self._size = config.shape.epoch_size
+        self.samples_per_epoch = config.shape.epoch_size
         if config.recipe.portion.fields is not None:
             raise ConfigError(
                 f"stage_fields: {dataset.shards.missing_index}, and without an index stages cannot tell how many "
@@ -106,14 +106,14 @@ class StreamedLoop(BaseLoop[_Window]):
 
     @override
     def batches_left(self, samples_seen: int) -> int:
-        return self.shape.batches_in(self._size - samples_seen)
+        return self.shape.batches_in(self.samples_per_epoch - samples_seen)
 
-    def state(self) -> LoaderState:
-        """Return the position; the same on every rank."""
+    @override
+    def state_at(self, place: Place) -> LoaderState:
         return LoaderState(
-            epoch=self.position.epoch, samples_seen=self.position.samples_seen, order=self.order,
-            next_seed=self.position.next_seed, fingerprint=self._fingerprint, num_samples=self._size,
-            epoch_size=self._size, has_begun=self.position.place.has_begun,
+            epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
+            fingerprint=self._fingerprint, num_samples=self.samples_per_epoch, epoch_size=self.samples_per_epoch,
+            has_begun=place.has_begun,
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
@@ -127,13 +127,14 @@ class StreamedLoop(BaseLoop[_Window]):
             raise StateError("this state belongs to other shards (or to these with an index); open the same shards")
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         began_with = int(ranks) if ranks.isdecimal() else state.order.lanes
-        if state.samples_seen and began_with != self.shape.num_ranks:
+        is_inside = state.samples_seen > 0 and not state.is_end
+        if is_inside and began_with != self.shape.num_ranks:
             raise StateError(
                 f"without an index an epoch that began with {began_with} data-parallel ranks cannot continue with "
                 f"{self.shape.num_ranks}. Continue with {began_with}, start the next epoch with set_epoch("
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start over"
             )
-        if state.samples_seen % self.shape.global_batch_size:
+        if is_inside and state.samples_seen % self.shape.global_batch_size:
             raise StateError(
                 "without an index an epoch resumes only after whole batches: the state was saved after "
                 f"{state.samples_seen} samples, which are not whole batches of {self.shape.global_batch_size}. Give "
@@ -147,7 +148,7 @@ class StreamedLoop(BaseLoop[_Window]):
 
     def _read(self, place: Place) -> ShardStream:
         config = self.config
-        self._account.begin(self._size, place.epoch)
+        self._account.begin(self.samples_per_epoch, place.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
             order=self.order,

@@ -62,7 +62,7 @@ class IterableState(LoaderState):
 
     Attributes:
         cursors: Position of each worker's part, in the order in which they deliver next; empty between epochs that are
-            whole passes.
+            whole passes, and at their ends.
         data_rank: Data rank whose state this is.
         data_world_size: Number of data ranks.
     """
@@ -70,6 +70,12 @@ class IterableState(LoaderState):
     cursors: tuple[Cursor, ...] = ()
     data_rank: int = 0
     data_world_size: int = 1
+
+    @property
+    def is_end(self) -> bool:
+        """See ``LoaderState``: of a pass of unknown length, nothing is left to read."""
+        nothing_left = not self.cursors if self.epoch_size is None else self.samples_seen == self.epoch_size
+        return self.samples_seen > 0 and nothing_left
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict, which is JSON-serializable if the dataset's own state is."""
@@ -131,6 +137,7 @@ class IterableLoop(Loop):
         self.config = config
         self.order = OrderSettings(seed=config.seed, lanes=1, window=0)
         self.is_counted = config.shape.epoch_size is not None
+        self.samples_per_epoch = UNKNOWN_SIZE if config.shape.epoch_size is None else config.shape.epoch_size
         if self.is_counted:
             replace(config.shape, last_batch="drop").check_enough(config.shape.num_samples)  # only full batches
         self.is_agreed = not self.is_counted and config.mesh.world_size > 1
@@ -151,7 +158,7 @@ class IterableLoop(Loop):
         """
         if not self.is_counted:
             raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
-        return max(0, (self._epoch_samples() - samples_seen) // self.shape.global_batch_size)
+        return max(0, (self.samples_per_epoch - samples_seen) // self.shape.global_batch_size)
 
     @override
     def start(self, place: Place, seed: int | None) -> Run:
@@ -171,18 +178,18 @@ class IterableLoop(Loop):
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
         if self.is_counted:
             return replace(super().after_batch(place, run), detail=run.cursors)
-        if run.is_last:
-            return Place(epoch=place.epoch + 1, samples_seen=0)
         return Place(
-            epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size, detail=run.cursors
-        )
+            epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size,
+            detail=None if run.is_last else run.cursors, is_end=run.is_last,
+        )  # fmt: skip
 
-    def state(self) -> IterableState:
-        """Return the position of this rank."""
-        mesh, place = self.config.mesh, self.position.place
+    @override
+    def state_at(self, place: Place) -> IterableState:
+        """See ``Loop``; of this rank only."""
+        mesh = self.config.mesh
         return IterableState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
-            fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.shape.epoch_size,
+            fingerprint=_FINGERPRINT, num_samples=self.samples_per_epoch, epoch_size=self.shape.epoch_size,
             has_begun=place.has_begun, cursors=place.detail or (), data_rank=mesh.data_rank,
             data_world_size=mesh.data_world_size,
         )  # fmt: skip
@@ -247,9 +254,6 @@ class IterableLoop(Loop):
         self._workers.leave_behind()
 
     # --- epochs ---
-
-    def _epoch_samples(self) -> int:
-        return UNKNOWN_SIZE if self.shape.epoch_size is None else self.shape.epoch_size
 
     def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
         """Return the stream from ``cursors`` on: the current one if it is there, or a new one."""

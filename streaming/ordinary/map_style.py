@@ -97,6 +97,7 @@ class MapLoop(Loop):
             seed=config.seed, last_batch=config.shape.last_batch, epoch_size=config.shape.epoch_size,
         )  # fmt: skip
         super().__init__(config.shape, self.sampler.position)
+        self.samples_per_epoch = self.sampler.epoch_samples
         self._rows = _Rows(self.sampler)
         self._retry = RetrySampler(
             self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
@@ -116,9 +117,9 @@ class MapLoop(Loop):
         self._rows.plan = plan = self.sampler.plan(place)
         return _MapRun(self, plan, self._retry.follow(self._open()))
 
-    def state(self) -> LoaderState:
-        """Return the position; the same on every rank."""
-        return self.sampler.state()
+    @override
+    def state_at(self, place: Place) -> LoaderState:
+        return self.sampler.state_at(place)
 
     def load(self, state: LoaderState) -> None:
         """Continue from ``state``.

@@ -189,16 +189,19 @@ class DeviceMeshSampler(Sampler[Any]):
         run = self._latest
         if run is None or run is before:
             raise ConfigError("follow: the loader does not use this sampler; give it as batch_sampler=")
-        while batch is not _END:
-            run.turn.check()
-            run.count(self.position, size)
-            yield batch
-            if run.is_over:
-                return
-            run.turn.check()
-            batch = next(batches, _END)
-        if run.is_asked_out:  # the loader dropped its incomplete last batch, but the epoch is over
-            run.count(self.position, run.plan.num_batches)
+        try:
+            while batch is not _END:
+                run.turn.check()
+                run.count(self.position, size)
+                yield batch
+                if run.is_over:
+                    return
+                run.turn.check()
+                batch = next(batches, _END)
+            if run.is_asked_out:  # the loader dropped its incomplete last batch, but the epoch is over
+                run.count(self.position, run.plan.num_batches)
+        finally:
+            run.turn.is_open = False  # although torch's loader may keep what asked for the indices
 
     def valid_mask(self, batch: int) -> torch.Tensor:
         """Return a mask, bool [B], of the rows of batch number ``batch`` that are real rather than padding.
@@ -220,14 +223,8 @@ class DeviceMeshSampler(Sampler[Any]):
         """Shuffle with a new seed, from the next epoch that starts."""
         self.position.set_seed(seed)
 
-    def state(self, *, num_consumed: int | None = None) -> LoaderState:
-        """See ``state_dict``."""
-        place = self.position.place
-        if num_consumed is not None:
-            run = self._latest
-            if run is None or not 0 <= num_consumed <= run.plan.num_batches:
-                raise ConfigError(f"num_consumed: the latest iteration has no {num_consumed} batches")
-            place = run.place(num_consumed, has_begun=self.position.next_seed is not None)
+    def state_at(self, place: Place) -> LoaderState:
+        """Return the state that continues from a place."""
         return LoaderState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
             fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.shape.epoch_size,
@@ -244,7 +241,14 @@ class DeviceMeshSampler(Sampler[Any]):
         Raises:
             ConfigError: The latest iteration has fewer batches than ``num_consumed``.
         """
-        return self.state(num_consumed=num_consumed).to_dict()
+        place = self.position.place
+        if num_consumed is not None:
+            run = self._latest
+            if run is None or not 0 <= num_consumed <= run.plan.num_batches:
+                raise ConfigError(f"num_consumed: the latest iteration has no {num_consumed} batches")
+            place = run.place(num_consumed, has_begun=self.position.next_seed is not None)
+            place = place if run.turn.is_open else place.onward
+        return self.state_at(place).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict`` of any world size.
@@ -264,13 +268,17 @@ class DeviceMeshSampler(Sampler[Any]):
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         self.order = state.order
         place = Place.of(state)
-        if not self.batches_left(state.samples_seen):  # a state of an older release, behind the last batch of an epoch
-            place = Place(epoch=state.epoch + 1, samples_seen=0)
+        if not self.batches_left(state.samples_seen):
+            place = self.end_of(state.epoch)
         return self.position.load(place, state.next_seed)
 
     def batches_left(self, samples_seen: int) -> int:
         """Return the number of batches of an epoch after its first ``samples_seen`` samples."""
         return self.shape.batches_in(self.epoch_samples - samples_seen)
+
+    def end_of(self, epoch: int) -> Place:
+        """Return the place behind the last batch of an epoch."""
+        return Place(epoch=epoch, samples_seen=self.epoch_samples, is_end=True)
 
     def use_seed(self, seed: int | None) -> None:
         """Adopt the seed of an epoch that begins; None keeps the current one."""
@@ -302,7 +310,9 @@ class DeviceMeshSampler(Sampler[Any]):
         self.use_seed(seed)
         plan = self.plan(place)
         self._check_tail(plan)
-        self._latest = _Run(plan, place, turn, is_followed=self._is_followed)
+        self._latest = _Run(plan, place, self.end_of(place.epoch), turn, is_followed=self._is_followed)
+        if place.is_end:
+            self.position.finish()
         return self._latest
 
     def _rows(self, block: RankBatches, order: OrderSettings, count: int) -> tuple[Int64Array, Int64Array]:
@@ -363,9 +373,9 @@ class _Run:
         is_asked_out: All of it was asked for.
     """
 
-    def __init__(self, plan: Plan, start: Place, turn: Turn, *, is_followed: bool) -> None:
+    def __init__(self, plan: Plan, start: Place, end: Place, turn: Turn, *, is_followed: bool) -> None:
         self.plan, self.turn, self.is_followed = plan, turn, is_followed
-        self._start = start
+        self._start, self._end = start, end
         self._num_done = 0
         self.is_asked_out = False
 
@@ -373,7 +383,7 @@ class _Run:
         """Return the place behind so many batches of this iteration; at 0 samples perhaps with ``has_begun``."""
         epoch, seen = self._start.epoch, self._start.samples_seen + num_batches * self.plan.global_batch_size
         if num_batches == self.plan.num_batches:
-            return Place(epoch=epoch + 1, samples_seen=0)
+            return self._end
         return Place(epoch=epoch, samples_seen=seen, has_begun=has_begun and not seen)
 
     @property
@@ -403,11 +413,15 @@ class _Indices(Iterator[_ITEM]):
         """Return what the sampler gives for the next batch."""
         run = self._run
         if run is not None and not self._num_left:
+            if not run.is_followed:
+                self._sampler.position.asked_for_more(self._turn)
             raise StopIteration
         self._turn.check()
         if run is None:
             run = self._run = self._sampler._begin(self._turn)
             self._rows, self._num_left = self._sampler.rows(run.plan, self._num_substitutes), run.plan.num_batches
+            if not self._num_left:
+                raise StopIteration
         rows, others = next(self._rows)
         self._num_left -= 1
         run.is_asked_out = not self._num_left

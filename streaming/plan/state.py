@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from streaming.arguments import checked_count, checked_flag, checked_int, checked_seed
 from streaming.errors import ConfigError, StateError
@@ -32,7 +32,8 @@ class LoaderState:
 
     Attributes:
         epoch: The epoch in progress, from 0.
-        samples_seen: Samples of that epoch which all ranks together have consumed.
+        samples_seen: Samples of that epoch which all ranks together have consumed; all of the epoch's, also those that
+            fill no batch, behind its last batch.
         order: The order settings of that epoch.
         next_seed: Seed from the next epoch on, where it was changed; else None.
         fingerprint: Of the dataset's index.
@@ -88,6 +89,16 @@ class LoaderState:
     def seeded_from(self) -> int:
         """The first epoch that is in the order of ``next_seed``."""
         return self.epoch + (self.samples_seen > 0 or self.has_begun)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it was taken behind the last batch of the epoch, before the loop asked for one more."""
+        return self.samples_seen > 0 and self.samples_seen == self._epoch_samples
+
+    @property
+    def onward(self) -> Self:
+        """The state from which the next batch comes: at the end of an epoch, the start of the next one."""
+        return replace(self, epoch=self.epoch + 1, samples_seen=0) if self.is_end else self
 
     @property
     def _epoch_samples(self) -> int:

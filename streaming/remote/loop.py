@@ -199,7 +199,7 @@ class RemoteLoop(Loop):
     def left_behind(self, place: Place) -> int:
         if not place.samples_seen:
             return self.num_batches
-        return int(self._asked("left", self._state_at(place, None)))
+        return int(self._asked("left", self._values_at(place, None)))
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -241,7 +241,7 @@ class RemoteLoop(Loop):
 
     @override
     def start(self, place: Place, seed: int | None) -> Run:
-        base = self._state_at(place, self.position.next_seed)
+        base = self._values_at(place, self.position.next_seed)
         if seed is not None:
             base = {**base, "order": {**base["order"], "seed": seed}}
         self._known = base
@@ -253,11 +253,13 @@ class RemoteLoop(Loop):
     @override
     def after_batch(self, place: Place, run: _RemoteRun) -> Place:
         state = self._known = run.state
-        return Place(epoch=int(state["epoch"]), samples_seen=int(state["samples_seen"]), detail=state)
+        return Place(
+            epoch=int(state["epoch"]), samples_seen=int(state["samples_seen"]), detail=state, is_end=run.is_over
+        )
 
-    def state(self) -> RemoteState:
-        """Return the position after the step handed out last."""
-        return RemoteState(values=self._state_at(self.position.place, self.position.next_seed))
+    @override
+    def state_at(self, place: Place) -> RemoteState:
+        return RemoteState(values=self._values_at(place, self.position.next_seed))
 
     def load(self, state: RemoteState) -> None:
         """Continue from ``state``.
@@ -265,10 +267,10 @@ class RemoteLoop(Loop):
         Raises:
             StateError: A reader rejects it.
         """
-        values: State = self._asked("adjusted", state.values)
+        values, is_end = self._asked("adjusted", state.values)
         self._note(values)
         place = Place(
-            epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values,
+            epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values, is_end=is_end,
             has_begun=bool(values.get("has_begun")),
         )  # fmt: skip
         self.go_to(place, values["next_seed"])
@@ -340,11 +342,12 @@ class RemoteLoop(Loop):
     def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return cluster.get(cluster.ask(self._open()[0], method, *args, **kwargs))
 
-    def _state_at(self, place: Place, next_seed: int | None) -> State:
+    def _values_at(self, place: Place, next_seed: int | None) -> State:
         """Return a reader's state at ``place``."""
         state = place.detail
         if state is None:
-            state = self._note(self._asked("adjusted", self._known, epoch=place.epoch))
+            state, _ = self._asked("adjusted", self._known, epoch=place.epoch)
+            self._note(state)
         order = (
             state["order"] if self._known is None else self._known["order"]
         )  # in force since the latest begin or load
@@ -355,13 +358,12 @@ class RemoteLoop(Loop):
 
     def _latest(self) -> State:
         """Return the latest state of a reader; asks for one if none is known."""
-        return self._state_at(self.position.place, None) if self._known is None else self._known
+        return self._values_at(self.position.place, None) if self._known is None else self._known
 
-    def _note(self, state: State) -> State:
-        """Record a reader's state as the latest one, and return it; it tells whether there are epochs."""
+    def _note(self, state: State) -> None:
+        """Record a reader's state as the latest one; it tells whether there are epochs."""
         self._known = state
         self.position.is_endless = state["epoch_size"] is None and not _has_passes(state)
-        return state
 
     def num_ahead(self) -> int:
         """Return the number of steps to keep in progress or ready: as many as fit; 0 until a size is known."""
@@ -405,11 +407,13 @@ class _RemoteRun:
 
     Attributes:
         state: A reader's state after the latest step.
+        is_over: Whether that step was the last one.
     """
 
     def __init__(self, loop: RemoteLoop, ahead: _Ahead) -> None:
         self._loop, self._ahead = loop, ahead
         self.state = ahead.base
+        self.is_over = False
 
     def __next__(self) -> RemoteBatch:
         """Return the next step."""
@@ -420,8 +424,8 @@ class _RemoteRun:
         loop.watch(notes)
         if notes[0].ended:
             raise StopIteration
-        self.state = notes[0].state
-        if self.state["epoch"] == before["epoch"]:  # after the last step there is nothing to ask for
+        self.state, self.is_over = notes[0].state, notes[0].is_end
+        if not self.is_over:
             ahead.ask_for(loop.num_ahead())
         return loop.handed_out(notes, refs_of, before)
 

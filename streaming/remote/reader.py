@@ -26,6 +26,7 @@ class Note:
     Attributes:
         ended: There is no such step: the epoch is over.
         state: ``state_dict`` after the step.
+        is_end: The step was the last one of its epoch.
         num_samples: By data rank served; None if the batch does not tell.
         num_bytes: By data rank served.
         process: Identifies the process that read it: another one after a restart.
@@ -33,6 +34,7 @@ class Note:
 
     ended: bool
     state: State
+    is_end: bool = False
     num_samples: tuple[int | None, ...] = ()
     num_bytes: tuple[int, ...] = ()
     process: str
@@ -87,6 +89,7 @@ class RemoteReader:
             Note(
                 ended=False,
                 state=state,
+                is_end=_is_at_end(loaders[0]),
                 num_samples=tuple(map(num_rows, batches)),
                 num_bytes=tuple(map(num_bytes, batches)),
                 process=self._process,
@@ -98,10 +101,13 @@ class RemoteReader:
         """Return the number of batches in a whole epoch."""
         return len(self._open()[0])
 
-    def adjusted(self, state: State | None, *, epoch: int | None = None) -> State:
+    def adjusted(self, state: State | None, *, epoch: int | None = None) -> tuple[State, bool]:
         """Return a state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
 
         Checks it as a loader does, without touching a loader that reads.
+
+        Returns:
+            The state, and whether it is the end of an epoch.
         """
         self._open()
         loader = self._make(device_mesh=self._meshes[0])
@@ -110,9 +116,9 @@ class RemoteReader:
         if epoch is not None:
             loader.set_epoch(epoch + 1)  # not the current one: what the state says of that place is dropped
             loader.set_epoch(epoch)
-        adjusted: State = loader.state_dict()
+        adjusted, is_end = loader.state_dict(), _is_at_end(loader)
         loader.close()
-        return adjusted
+        return adjusted, is_end
 
     def left(self, state: State) -> int:
         """Return the number of batches of an epoch that follow ``state``."""
@@ -156,3 +162,11 @@ class RemoteReader:
         for _ in range(step.number - step.base_number):
             for batches in self._batches:
                 next(batches, None)
+
+
+def _is_at_end(loader: Any) -> bool:
+    """Tell whether the position of a loader is the end of an epoch."""
+    try:
+        return not loader.batches_left
+    except TypeError:  # the epoch has no length, or none that is known
+        return False

@@ -8,6 +8,7 @@ signature.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import io
@@ -144,11 +145,15 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------- the programs of a newcomer, resumed
 
 
-def program(page: str, section: str, url: str, **smaller: str) -> str:
-    """The Python of a section, over local data at ``url``, with other numbers."""
+def here(folder: Path) -> dict[str, str]:
+    return {"s3://bucket": str(folder)}
+
+
+def program(page: str, section: str, **changed: str) -> str:
+    """The Python of a section, with other addresses and numbers."""
     text = (ROOT / "docs" / page).read_text().split(f"\n## {section}\n")[1].partition("\n## ")[0]
     code = "\n".join(block for _, language, block in _FENCED.findall(text) if language == "python")
-    for old, new in {"s3://bucket": url, **smaller}.items():
+    for old, new in changed.items():
         assert old in code, old
         code = code.replace(old, new)
     return code
@@ -177,7 +182,7 @@ def test_train_on_your_own_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             return {}
 
     names = {"torch": torch, "rank": 0, "train_step": train_step, "model": Model()}
-    code = program("guide.md", "Train on your own tars", str(tmp_path), **{"=1024": "=8", "epoch, 90)": "epoch, 2)"})
+    code = program("guide.md", "Train on your own tars", **here(tmp_path), **{"=1024": "=8", "epoch, 90)": "epoch, 2)"})
     exec(compile(code + "    evaluated.append(len(correct))\n", "guide.md", "exec"), names | {"evaluated": evaluated})
     assert len(trained) == 2 * (50 // 8)
     assert sum(evaluated) == 50
@@ -191,7 +196,7 @@ def test_train_a_gpt_on_several_corpora(tmp_path: Path) -> None:
                 ids = np.full(20 + 3 * number, source, dtype="<u2")
                 writer.write({"__key__": f"{number:03d}", "tok": ids.tobytes(), "json": {"n": len(ids)}})
     smaller = {"length=4096": "length=128", "=512": "=4", "% 1000": "% 5"}
-    code = program("text.md", "Train a GPT on several corpora", str(tmp_path), **smaller)
+    code = program("text.md", "Train a GPT on several corpora", **here(tmp_path), **smaller)
 
     def rows(steps: int, checkpoint: str) -> list[list[int]]:
         found: list[list[int]] = []
@@ -206,3 +211,33 @@ def test_train_a_gpt_on_several_corpora(tmp_path: Path) -> None:
     assert len(whole) == 20
     assert rows(12, "stopped") == whole[:12]
     assert rows(20, "stopped") == whole[10:]  # from the last checkpoint, behind step 10
+
+
+def test_a_program_that_reads_ahead(tmp_path: Path) -> None:
+    """Killed after any step, it goes on with the next one, though two batches more were taken."""
+    with shard_tools.ShardWriter(f"{tmp_path}/set/{{:06d}}.tar", max_samples=20) as writer:
+        for number in range(50):
+            writer.write({"__key__": f"{number:03d}", "cls": number})
+    code = compile(program("trainers.md", "What a state continues with"), "trainers.md", "exec")
+
+    class KilledError(Exception):
+        pass
+
+    def run(checkpoint: Path, steps: int) -> list[list[int]]:
+        trained: list[list[int]] = []
+
+        def train_step(_: object, batch: Any) -> None:
+            if len(trained) == steps:
+                raise KilledError
+            trained.append(batch["cls"].tolist())
+
+        names = {"URL": f"{tmp_path}/set/", "CHECKPOINT": str(checkpoint), "EPOCHS": 2, "model": None}
+        with contextlib.suppress(KilledError):
+            exec(code, names | {"train_step": train_step})
+        return trained
+
+    whole = run(tmp_path / "whole.pt", 100)
+    assert len(whole) == 8
+    for steps in range(1, 9):
+        first = run(tmp_path / f"{steps}.pt", steps)
+        assert first + run(tmp_path / f"{steps}.pt", 100) == whole

@@ -214,13 +214,11 @@ class Case:
             self.seed, self.next_seed = self.next_seed, None
 
     def state(self) -> Any:
-        """The state, which is the same on all ranks; an epoch whose last batch was handed out is over in it."""
+        """The state, which is the same on all ranks; behind the last batch of an epoch, it is the end of that."""
         states = [json.dumps(rank.state_dict(), sort_keys=True) for rank in self.ranks]
         assert states == states[:1] * len(states)
         if self.has_passes and not self.number:
             self.go_to(self.epoch)
-        elif self.has_passes and self.due() is None:
-            self.go_to(self.epoch + 1)
         self.iterators = None
         return json.loads(states[0])
 
@@ -261,6 +259,8 @@ class Case:
     def copied(self) -> None:
         if self.depth:
             return
+        if self.iterators is not None and self.has_passes and self.due() is None:
+            self.leave()  # the copies go on from where the loops left their loaders
         self.state()
         copies = [copy.deepcopy(one) if self.dice.random() < 0.5 else pickled(one) for one in self.ranks]
         for rank in self.ranks:
@@ -269,7 +269,7 @@ class Case:
 
     def set_epoch(self) -> None:
         epoch = self.dice.randint(0, 3) if self.has_passes else self.epoch
-        is_in_it = bool(epoch == self.epoch and self.number and self.due() is not None)
+        is_in_it = bool(epoch == self.epoch and self.number)
         for rank in self.ranks:
             rank.set_epoch(epoch)
         if is_in_it and self.iterators is None:

@@ -278,6 +278,7 @@ class Job:
             rank.remesh(place, len(places), at=state)
 
     def copied(self) -> None:
+        self.iterators = None  # the copies go on from where the loops left their loaders
         self.state()
         copies = [copy.deepcopy(rank) for rank in self.ranks]
         self.close()

@@ -147,7 +147,7 @@ def test_a_resumed_range_of_epochs_runs_each_once(
         for batch in again:
             found.append(rows_of(batch))
             if len(found) % NUM_BATCHES == 0:
-                assert place_in(again.state_dict()) == (epoch + 1, 0), "in the body of the last step"
+                assert place_in(again.state_dict()) == (epoch, NUM_BATCHES), "in the body of the last step"
     assert found == [rows for epoch in truth[kind][:3] for rows in epoch]
     for one in (first, again):
         if kind in CLOSABLE:
@@ -274,18 +274,6 @@ def test_leaving_the_rest_of_a_loaded_epoch_is_one_warning(
             one.close()
 
 
-@pytest.mark.parametrize("kind", ["indexed", "unindexed", "map-style", "sampler", "prefetcher"])
-def test_a_state_of_an_older_release_behind_the_last_batch_is_the_next_epoch(
-    kind: str, loader: Any, truth: dict[str, Any]
-) -> None:
-    """Those were saved in the body of the last step, and resumed with an empty epoch."""
-    state = loader.state_dict()
-    size = state["epoch_size"] or state["num_samples"]
-    loader.load_state_dict({**state, "samples_seen": size, "epoch": 1})
-    assert place_in(loader.state_dict()) == (2, 0)
-    assert [rows_of(batch) for batch in loader] == truth[kind][2]
-
-
 # --- wrappers that read ahead ---
 
 
@@ -303,8 +291,10 @@ def test_the_loader_answers_for_what_is_held_back(made: dict[str, Maker]) -> Non
         for number in range(3):
             batches.hold_back(-1)
             assert place_in(loader.state_dict()) == (0, number + 1)
+        assert list(batches) == [], "asked by a wrapper that reads ahead"
+        assert place_in(loader.state_dict()) == (0, 3)
         batches.hold_back(-1)
-        assert place_in(loader.state_dict()) == (1, 0)
+        assert place_in(loader.state_dict()) == (0, NUM_BATCHES)
         with pytest.raises(ConfigError, match="hold_back: cannot hold back -1 of"):
             batches.hold_back(-1)
         with pytest.raises(ConfigError, match="hold_back: cannot hold back 5 of 4 batches"):
@@ -337,7 +327,7 @@ def test_two_wrappers_that_read_ahead(made: dict[str, Maker]) -> None:
         inner = DevicePrefetcher(loader, "cpu", depth=1)
         outer = DevicePrefetcher(inner, "cpu", depth=1)
         for number, _ in enumerate(outer, 1):
-            assert place_in(outer.state_dict()) == ((0, number) if number < NUM_BATCHES else (1, 0))
+            assert place_in(outer.state_dict()) == (0, number)
         assert place_in(loader.state_dict()) == (1, 0)
 
 
@@ -451,7 +441,11 @@ class Bare:
         return {"epoch": self.position.epoch, "samples_seen": self.position.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position.load(Place(epoch=state["epoch"], samples_seen=state["samples_seen"]), None)
+        self.position.load(self.place(state["epoch"], state["samples_seen"]), None)
+
+    @staticmethod
+    def place(epoch: int, seen: int) -> Place:
+        return Place(epoch=epoch, samples_seen=seen, is_end=seen == NUM_BATCHES * SIZE)
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
@@ -468,15 +462,18 @@ class BareBatches(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         if self._is_over:
+            self._position.asked_for_more(self._turn)
             raise StopIteration
         self._turn.check()
         if self._place is None:
             self._place, _ = self._position.begin(self._turn)
+            if self._place.is_end:
+                self._is_over = True
+                self._position.finish()
+                raise StopIteration
         epoch, seen = self._place.epoch, self._place.samples_seen
-        self._is_over = seen + SIZE == NUM_BATCHES * SIZE
-        self._place = (
-            Place(epoch=epoch + 1, samples_seen=0) if self._is_over else Place(epoch=epoch, samples_seen=seen + SIZE)
-        )
+        self._place = Bare.place(epoch, seen + SIZE)
+        self._is_over = self._place.is_end
         self._position.advance(self._place)
         return [epoch, seen // SIZE]
 

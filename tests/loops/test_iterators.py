@@ -226,7 +226,8 @@ def test_the_errors_are_what_their_names_say() -> None:
 class Played(Loop):
     """Ten batches; what happens while one is waited for says ``meanwhile``."""
 
-    state: Any = None
+    state_at: Any = None
+    samples_per_epoch = 10
     load: Any = None
     report: Any = None
 

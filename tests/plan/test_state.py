@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shard_tools.plan.steps import read_state
 from streaming.errors import StateError
+from streaming.ordinary.iterable import IterableState
+from streaming.ordinary.worker_parts import Cursor
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import STATE_VERSION, LoaderState
+from streaming.storage import Storage
 
 STATE = LoaderState(
     epoch=3,
@@ -51,6 +57,24 @@ def test_states_go_through_json(
     text = json.dumps(state.to_dict(), sort_keys=True)
     assert LoaderState.from_dict(json.loads(text)) == state
     assert len(text) < 400
+
+
+def test_the_end_of_an_epoch_and_the_start_of_the_next_are_the_same_row() -> None:
+    end = replace(STATE, samples_seen=STATE.num_samples, next_seed=5)
+    assert end.is_end
+    assert end.onward == replace(end, epoch=4, samples_seen=0)
+    assert end.onward.seeded_from == end.seeded_from == 4
+    for inside in (STATE, replace(STATE, samples_seen=0), replace(STATE, epoch_size=10_000, samples_seen=1797)):
+        assert not inside.is_end
+        assert inside.onward is inside
+    passes = IterableState(**{one.name: getattr(STATE, one.name) for one in fields(STATE)})
+    assert passes.is_end, "nothing is left to read"
+    assert not replace(passes, cursors=(Cursor(worker=0, pass_number=3, num_items=9),)).is_end
+
+
+def test_tools_go_on_after_an_end(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(replace(STATE, samples_seen=STATE.num_samples).to_dict()))
+    assert read_state(f"{tmp_path}/state.json", Storage()) == replace(STATE, epoch=4, samples_seen=0)
 
 
 def test_the_layout_is_pinned() -> None:

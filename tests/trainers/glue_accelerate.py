@@ -33,6 +33,17 @@ for _ in range(2):
             assert len(accelerator.gather_for_metrics(batch["cls"])) == 12
 assert synchronized == [False, False, False, True, False, True] * 2
 
+# Each batch with its state: on the device too, and `accumulate` knows the last one.
+raw.set_epoch(7)
+ends = []
+for batch, state in loader.with_state():
+    with accelerator.accumulate(prepared):
+        ends.append((state == raw.state_dict(), state["samples_seen"], accelerator.sync_gradients))
+    assert batch["cls"].device.type == accelerator.device.type
+assert [(seen, ends_step) for _, seen, ends_step in ends] == [*zip(range(12, 84, 12), [0, 0, 0, 1, 0, 1], strict=True)]
+assert all(same for same, _, _ in ends)
+raw.set_epoch(2)
+
 # Another world: remesh is that of the loader, and what was prepared of the older one is refused.
 whole = [sorted(batch["__key__"]) for batch in raw]
 raw.load_state_dict({**raw.state_dict(), "epoch": 2, "samples_seen": 0})

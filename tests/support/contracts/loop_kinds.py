@@ -142,7 +142,7 @@ class Model:
     """The rules of epochs again, as short as possible: epochs of ``NUM_BATCHES`` batches, counted one by one.
 
     Attributes:
-        place: (epoch, batches received of it).
+        place: (epoch, batches received of it); with all of them received, the epoch's end.
     """
 
     def __init__(self) -> None:
@@ -152,6 +152,8 @@ class Model:
         self._latest: Handle | None = None
 
     def iter(self) -> Handle:
+        if not self._again:
+            self._leave_end()
         self._end_latest(begun_only=False)
         self._latest = Handle()
         return self._latest
@@ -159,6 +161,8 @@ class Model:
     def next(self, handle: Handle) -> tuple[int, int] | str:
         """The batch that comes: (epoch, its number); "over" or "ended"."""
         if handle.is_over:
+            if handle is self._latest:
+                self._leave_end()
             return "over"
         if handle.has_ended:
             return "ended"
@@ -166,17 +170,23 @@ class Model:
         if not handle.has_begun and not self._is_due:
             epoch, number = (epoch, 0) if self._again else (epoch + 1, 0)
         handle.has_begun = True
+        if number == NUM_BATCHES:  # of a state
+            self.place, handle.is_over = (epoch + 1, 0), True
+            return "over"
         self._is_due = self._again = False
         self.place = (epoch, number + 1)
-        if number + 1 == NUM_BATCHES:
-            self.place, self._is_due, handle.is_over = (epoch + 1, 0), True, True
+        handle.is_over = number + 1 == NUM_BATCHES
         return epoch, number
 
     def drop(self, handle: Handle) -> None:
+        if handle is self._latest and not self._again:
+            self._leave_end()
         handle.is_dropped = handle.has_ended = True
 
     def set_epoch(self, epoch: int) -> None:
-        if epoch != self.place[0]:
+        if self.place == (epoch - 1, NUM_BATCHES):
+            self.place, self._is_due, self._again = (epoch, 0), True, False
+        elif epoch != self.place[0]:
             self._go_to((epoch, 0))
         elif not self._is_due:
             if self._latest is not None and not self._latest.is_dropped:
@@ -194,6 +204,10 @@ class Model:
         self.place, self._is_due, self._again = place, True, False
         self._end_latest(begun_only=True)
 
+    def _leave_end(self) -> None:
+        if self.place[1] == NUM_BATCHES and not self._is_due:
+            self.place, self._is_due, self._again = (self.place[0] + 1, 0), True, False
+
     def _end_latest(self, *, begun_only: bool) -> None:
         if self._latest is not None and (self._latest.has_begun or not begun_only):
             self._latest.has_ended = True
@@ -201,4 +215,4 @@ class Model:
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
     """The content of a state, in the model's terms."""
-    return state["epoch"], state["samples_seen"] // SIZE
+    return state["epoch"], -(-state["samples_seen"] // SIZE)
