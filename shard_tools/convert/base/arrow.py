@@ -149,7 +149,7 @@ def plain_rows(batch: pa.RecordBatch, where: str) -> Iterator[dict[str, object]]
     columns: list[list[object]] = []
     for name, array in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            columns.append(_plain_values(array))
+            columns.append(plain_list(array))
         except (OverflowError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{where}: column {name!r}, {array.type}: a value that Python cannot hold, such as a date beyond the "
@@ -160,7 +160,7 @@ def plain_rows(batch: pa.RecordBatch, where: str) -> Iterator[dict[str, object]]
         yield dict(zip(names, values, strict=True))
 
 
-def _plain_values(array: pa.Array) -> list[object]:
+def plain_list(array: pa.Array) -> list[object]:
     """Return the values of an array as Python's own, whatever packages are installed."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
@@ -169,15 +169,15 @@ def _plain_values(array: pa.Array) -> list[object]:
         return plain
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return _plain_values(array.dictionary_decode())
+        return plain_list(array.dictionary_decode())
     if _is_list(kind):
-        items = iter(_plain_values(array.flatten()))
+        items = iter(plain_list(array.flatten()))
         lengths = array.value_lengths().to_pylist() if not pa.types.is_fixed_size_list(kind) else None
         sizes = [kind.list_size if one.is_valid else None for one in array] if lengths is None else lengths
         return [None if size is None else [next(items) for _ in range(size)] for size in sizes]
     if pa.types.is_struct(kind):
         names = [kind.field(number).name for number in range(kind.num_fields)]
-        columns = [_plain_values(column) for column in array.flatten()]
+        columns = [plain_list(column) for column in array.flatten()]
         rows = zip(*columns, strict=True)
         valid = array.is_valid().to_pylist()
         return [dict(zip(names, row, strict=True)) if there else None for row, there in zip(rows, valid, strict=True)]

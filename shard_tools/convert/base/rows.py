@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import decimal
 import io
 import json
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
+from shard_tools.write.columns import plain_value
 from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike, is_read_as
 from streaming.errors import ConfigError, DataError
 
@@ -44,21 +44,10 @@ def json_of(value: object) -> tuple[bytes, str]:
     return text.encode(), remark
 
 
-_OTHER = (dt.date, dt.time, dt.timedelta, decimal.Decimal)
-
-
-def plain_value(value: object) -> object:
-    """Return dates and times as ISO text, durations as seconds, decimals as text, and anything else as it is."""
-    return _plain(value) if isinstance(value, _OTHER) else value
-
-
 def _plain(value: object) -> object:
-    if isinstance(value, (dt.date, dt.time)):
-        return value.isoformat()
-    if isinstance(value, dt.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
+    plain = plain_value(value)
+    if plain is not value:
+        return plain
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, bytes):
