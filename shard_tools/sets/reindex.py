@@ -23,6 +23,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.tar.passed_over import PassedOver
 from streaming.types import DuplicateKeys, Int64Array
 
 _MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
@@ -45,6 +46,8 @@ class IndexReport(Report):
         num_keys_again: Keys that stand in an earlier shard, too; None: there are too many samples to look.
         first_keys_again: The first of them, each with both shards.
         lacking: Shards whose sample tables lack columns that others have, with these columns.
+        num_passed_over: Files that belong to no sample, in the shards that this run read.
+        first_passed_over: The first of them, each with its shard and why.
         findings: Damaged files of the index that are not made from the shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
         declared_whole: Directories that were marked as unfinished, and no longer are.
@@ -65,6 +68,8 @@ class IndexReport(Report):
     first_keys_again: tuple[str, ...] = ()
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    num_passed_over: int = 0
+    first_passed_over: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
@@ -130,6 +135,7 @@ def index(
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
+    passed_over: list[PassedOver] = []
     table = index_shards(
         storage,
         shards,
@@ -140,6 +146,7 @@ def index(
         executor=executor,
         duplicate_keys=duplicate_keys,
         progress=told,
+        on_passed_over=passed_over.append,
     )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
@@ -167,6 +174,8 @@ def index(
         first_keys_again=first_again,
         lacking=_lacking(shards, columns),
         findings=tuple(findings),
+        num_passed_over=sum(one.num_files for one in passed_over),
+        first_passed_over=tuple(name for one in passed_over for name in one.first),
     )
 
 
