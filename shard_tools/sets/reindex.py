@@ -77,13 +77,14 @@ class IndexReport(Report):
 
 
 class _Told:
-    """Forward a scan's progress, and add it up. Thread-safe."""
+    """Forward a scan's progress, and add up what it tells. Thread-safe."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._lock = Lock()
         self._begun: set[str] = set()
         self.num_bytes = 0
+        self.passed_over = PassedOver()
 
     def __call__(self, url: str, num_bytes: int) -> None:
         with self._lock:
@@ -91,6 +92,11 @@ class _Told:
             self._begun.add(url)  # each shard counts once, however many of its pieces are reported
             self.num_bytes += num_bytes
         self._progress.advance(num_bytes=num_bytes, num=int(new))
+
+    def add_passed_over(self, found: PassedOver) -> None:
+        """Add files that belong to no sample."""
+        with self._lock:
+            self.passed_over += found
 
 
 def index(
@@ -135,7 +141,6 @@ def index(
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
-    passed_over: list[PassedOver] = []
     table = index_shards(
         storage,
         shards,
@@ -146,7 +151,7 @@ def index(
         executor=executor,
         duplicate_keys=duplicate_keys,
         progress=told,
-        on_passed_over=passed_over.append,
+        on_passed_over=told.add_passed_over,
     )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
@@ -174,8 +179,8 @@ def index(
         first_keys_again=first_again,
         lacking=_lacking(shards, columns),
         findings=tuple(findings),
-        num_passed_over=sum(one.num_files for one in passed_over),
-        first_passed_over=tuple(name for one in passed_over for name in one.first),
+        num_passed_over=told.passed_over.num_files,
+        first_passed_over=told.passed_over.first,
     )
 
 

@@ -26,7 +26,6 @@ from shard_tools.sets.rewrite.reshard import ReshardReport
 from shard_tools.tokens.run import TokenizeReport
 from streaming.arguments import counted, format_bytes
 from streaming.storage import redact, redact_text
-from streaming.tar.passed_over import PassedOver
 
 _SHOWN_SKIPPED = 10
 _SHOWN_FINDINGS = 20  # of one kind
@@ -148,7 +147,8 @@ def _oddities(report: IndexReport) -> Iterator[str]:
 
 def _show_passed_over(report: IndexReport | VerifyReport) -> None:
     if report.num_passed_over:
-        click.echo(plain(str(PassedOver(report.num_passed_over, report.first_passed_over))), err=True)
+        first = plain(", ".join(report.first_passed_over))
+        click.echo(f"passed over: {counted(report.num_passed_over, 'file')} of no sample, first {first}", err=True)
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
