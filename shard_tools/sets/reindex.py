@@ -96,7 +96,7 @@ class _Told:
     def add_passed_over(self, found: PassedOver) -> None:
         """Add files that belong to no sample."""
         with self._lock:
-            self.passed_over += found
+            self.passed_over += found  # of each scanned shard once, whichever thread tells of it
 
 
 def index(

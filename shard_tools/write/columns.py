@@ -119,20 +119,22 @@ def _as_plain(value: object) -> ColumnValue:
     """
     if isinstance(value, (np.datetime64, np.timedelta64, dt.date, dt.timedelta)) and str(value) == "NaT":
         return None
-    if isinstance(value, np.datetime64):
-        return str(value)
-    if isinstance(value, np.timedelta64):
-        return float(value / np.timedelta64(1, "s"))
     if isinstance(value, np.longdouble) and float(value) != value and not np.isnan(value):
         raise ValueError(f"{value!r} has more digits than a float64")
-    plain = plain_value(value.item() if isinstance(value, np.generic) else value)
+    if isinstance(value, np.datetime64):
+        plain: object = str(value)
+    elif isinstance(value, np.timedelta64):
+        plain = float(value / np.timedelta64(1, "s"))
+    else:
+        plain = plain_value(value.item() if isinstance(value, np.generic) else value)
     if plain is None or isinstance(plain, bool):
         return plain
     if isinstance(plain, str):
         return str.__str__(plain)  # of an enum's member its value, not its name
-    for kind in (int, float, np.longdouble):
-        if isinstance(plain, kind):
-            return int(plain) if kind is int else float(plain)  # type: ignore[arg-type]
+    if isinstance(plain, int):
+        return int(plain)
+    if isinstance(plain, (float, np.longdouble)):
+        return float(plain)
     raise ValueError(f"expected a number, text, a bool, a date, a time or None, got {type(value).__name__}")
 
 
@@ -216,9 +218,9 @@ def _mismatch(values: Sequence[ColumnValue], keys: Sequence[str]) -> str:
         what = " and ".join(_WORDS[kind] for kind in first)
         return f"{told(*first.values())}: {what}, of which a column holds one kind"
     if first.keys() == {int}:
-        there = [at for at, value in enumerate(values) if value is not None]
-        least, most = (end(there, key=values.__getitem__) for end in (min, max))
-        return f"{told(least, most)}: whole numbers are from -2^63 to 2^63 - 1, or from 0 to 2^64 - 1"
+        at_of = {value: at for at, value in enumerate(values) if isinstance(value, int)}
+        ends = told(at_of[min(at_of)], at_of[max(at_of)])
+        return f"{ends}: whole numbers are from -2^63 to 2^63 - 1, or from 0 to 2^64 - 1"
     return "more than 2 GiB of text in one shard"
 
 

@@ -57,8 +57,9 @@ def iter_samples(
         if not scanner.ended:  # zeros that follow belong to no sample, however many
             held.add(piece)
         layout = scanner.feed(piece)
-        for name in scanner.passed_over if left_out is not None else ():
-            left_out(name)
+        if left_out is not None:
+            for name in scanner.passed_over:
+                left_out(name)
         del piece  # so that what is cut out of it can free it
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)
