@@ -278,6 +278,9 @@ NEARLY_ALIKE = [
     ["a.b/x.jpg", "a.b/.jpg"],
     ["a.jpg", "b.jpgx"],
     ["README", "a.jpg", "b.jpg"],
+    ["t/a.jpg", "t/@eaDir/b.jpg"],
+    ["t/a.jpg", "t/__MACOSX/b.jpg"],
+    ["t/a.jpg", "t/.b.jpg", "t/.jpg"],
     ["BZh91AY.jpg", "PK\3\4.jpg"],
 ]
 

@@ -424,5 +424,8 @@ def test_numbers_compare_by_their_exact_values(
             assert kept(f"{name} {sign} {n}") == expected
             if name == "n" or float(n) == n:
                 assert kept(f"{name} {sign} {n}.0") == expected
+        half = Decimal(f"{n}.5")  # Python compares whole numbers with decimals exactly, too
+        expected = [one is not None and OPERATORS[sign](one, half) for one in numbers]
+        assert kept(f"n {sign} {half}") == expected
     unlike = differing(columns["n"], columns["x"]).tolist()
     assert unlike == [(n is None) != (x is None) or (n is not None and x is not None and n != x) for n, x in pairs]
