@@ -20,8 +20,9 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import stable_hash
 from streaming.index.large_members import LargeSums
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 from streaming.tar import ChunkLayout, parse_chunk
+from streaming.tar.passed_over import PassedOver
 from streaming.types import Int64Array
 
 _REINDEX = "if the shard is right, run `shard_tools index --force`; if not, restore it"
@@ -60,6 +61,7 @@ class ShardOutcome:
             60 for the key.
         num_bytes: Bytes read.
         not_decoded: Fields that are never decoded.
+        passed_over: Files that belong to no sample.
         first: Checksum and size of the first chunk, if it is not the promised one: perhaps that of another shard. The
             first finding of kind ``checksum`` is about it.
     """
@@ -68,6 +70,7 @@ class ShardOutcome:
     key_hashes: Int64Array
     num_bytes: int
     not_decoded: frozenset[str]
+    passed_over: PassedOver
     first: tuple[int, int] | None
 
 
@@ -119,6 +122,7 @@ class ShardCheck:
     keys: _KeyHashes = field(default_factory=_KeyHashes)
     num_bytes: int = 0
     not_decoded: set[str] = field(default_factory=set)
+    passed_over: PassedOver = field(default_factory=PassedOver)
     first: tuple[int, int] | None = None
 
     def run(self) -> ShardOutcome:
@@ -138,6 +142,7 @@ class ShardCheck:
             key_hashes=self.keys.hashes(),
             num_bytes=self.num_bytes,
             not_decoded=frozenset(self.not_decoded),
+            passed_over=self.passed_over,
             first=self.first,
         )
 
@@ -196,6 +201,8 @@ class ShardCheck:
             self._find("tar", f"not a run of whole tar members: {error}", byte_start=start, byte_end=end)
             return
         self.keys.add(layout.keys)
+        if layout.passed_over:
+            self.passed_over = self.passed_over.and_of(redact(url), layout.passed_over)
         if int(layout.record_starts[-1]) != end - start:
             self._find(
                 "tar",

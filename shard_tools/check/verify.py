@@ -23,6 +23,7 @@ from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.storage import Storage, join_url, split_url
+from streaming.tar.passed_over import PassedOver
 from streaming.types import DuplicateKeys
 
 _MAX_DUPLICATES = 1000  # findings; beyond that only their number is reported
@@ -30,7 +31,10 @@ _MAX_DUPLICATES = 1000  # findings; beyond that only their number is reported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """What was checked and found, in the order of the shards, and the fields that have no safe decoder."""
+    """What was checked and found, in the order of the shards, and the fields that have no safe decoder.
+
+    Files that belong to no sample are counted, and the first ones named: they are no finding.
+    """
 
     findings: tuple[Finding, ...]
     num_shards: int
@@ -38,6 +42,8 @@ class VerifyReport(Report):
     num_bytes: int
     seconds: float
     not_decoded: tuple[str, ...] = ()
+    num_passed_over: int = 0
+    first_passed_over: tuple[str, ...] = ()
 
 
 def verify(
@@ -98,6 +104,7 @@ def verify(
     findings += check_beside({task.url: task.chunks for task in tasks}, storage=storage, index_url=index_url)
     if duplicate_keys == "error":
         findings += repeated_keys(tasks, outcomes, storage)
+    passed_over = sum((outcome.passed_over for outcome in outcomes), PassedOver())
     return VerifyReport(
         findings=tuple(findings),
         num_shards=len(tasks),
@@ -105,6 +112,8 @@ def verify(
         num_bytes=sum(outcome.num_bytes for outcome in outcomes),
         seconds=time.monotonic() - started,
         not_decoded=tuple(sorted({name for outcome in outcomes for name in outcome.not_decoded})),
+        num_passed_over=passed_over.num_files,
+        first_passed_over=passed_over.first,
     )
 
 

@@ -23,6 +23,7 @@ from shard_tools.columns.table import TableRows, open_rows
 from shard_tools.columns.target import THREADS, AddReport, ColumnTarget, Filled
 from shard_tools.running.engine import DEFAULT_MEMORY, map_ordered
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.write.columns import stored_array
 from streaming.arguments import counted, parse_bytes
 from streaming.arrays import sums
 from streaming.errors import DataError
@@ -67,7 +68,7 @@ def join_column(
     version = target.version_of(file=digest, on=options.on, value=rows.value, missing=options.missing)
     groups = _groups(target.sizes, max(1, options.memory_bytes // _BYTES_A_SAMPLE))
     progress.start(total_bytes=None, total=len(target.urls))
-    found = _Found()
+    found, types = _Found(), dict[int, str]()
     for number, group in enumerate(groups):
         values = _joined(target, group, rows, found, is_last=number == len(groups) - 1)
         if options.missing == "error" and found.missing:
@@ -80,10 +81,11 @@ def join_column(
         if number == 0:
             target.begin()
         starts = sums([target.sizes[shard] for shard in group])
-        parts = [(shard, values.slice(starts[at], target.sizes[shard])) for at, shard in enumerate(group)]
+        parts = [(shard, stored_array(values.slice(starts[at], target.sizes[shard]))) for at, shard in enumerate(group)]
+        types |= {shard: str(part.type) for shard, part in parts}
         for _ in map_ordered(lambda part: target.shard(part[0]).write(part[1], version), parts, THREADS):
             progress.advance(num=1)
-    filled = [Filled(str(rows.kind), found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
+    filled = [Filled(types[shard], found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
     return target.finish(
         filled, version=version, made_from=source, begun_s=begun, first_missing=tuple(found.first_missing),
         num_rows=rows.num_rows, num_unmatched=rows.num_rows - found.num_matched,

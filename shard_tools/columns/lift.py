@@ -15,7 +15,7 @@ from shard_tools.columns.target import AddReport, ColumnShard, ColumnTarget
 from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.pieces import ShardPieces
-from shard_tools.write.columns import ColumnValue, column_value
+from shard_tools.write.columns import ColumnValue, column_array, column_value
 from streaming.decode import raw, resolve_decoders
 from streaming.errors import ConfigError, DataError
 from streaming.fetch.read import ShardFacts, fetch_range
@@ -83,23 +83,12 @@ def lift_all(
 
 
 def as_array(values: Sequence[ColumnValue], shard: ColumnShard) -> pa.Array:
-    """Return values as an array of one type.
+    """Return the values of a shard's samples as an array.
 
     Raises:
-        ConfigError: They are of several types, or too large.
+        ConfigError: No column holds them.
     """
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        values = [None if value is None else float(value) for value in values]
-    elif len(kinds) > 1:
-        raise ConfigError(
-            f"{redact(shard.url)}: column {shard.column!r}: values are of several kinds: "
-            f"{', '.join(sorted(kind.__name__ for kind in kinds))}"
-        )
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError) as error:
-        raise ConfigError(f"{redact(shard.url)}: column {shard.column!r}: {error}") from error
+    return column_array(values, shard.column, redact(shard.url), lambda: shard.table().keys)
 
 
 def _lifted(path: str, shard: ColumnShard) -> pa.Array:

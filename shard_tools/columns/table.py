@@ -9,13 +9,17 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from shard_tools.convert.base.arrow import plain_list
 from shard_tools.convert.base.files import SourceFile, find_files
 from shard_tools.convert.base.records import SourceOptions
 from shard_tools.convert.parquet import open_parquet
 from shard_tools.convert.sources import LAYOUTS, kind_of_name, open_source
+from shard_tools.write.columns import ColumnValue, column_array, stored_type, stored_value
 from streaming.errors import ConfigError
+from streaming.index.columns import joined_type, recast
 from streaming.index.where import is_comparable
 from streaming.storage import Storage, redact
 
@@ -24,7 +28,9 @@ _BATCH_ROWS = 1 << 18
 _LINES = 1 << 16  # rows of text in a batch: their values are objects of Python
 _LOOKED_AT = 1000  # lines, each of which may have columns of its own
 _HASH_BYTES = 8 << 20
-_TYPES_OF_TEXT = (pa.int64(), pa.float64(), pa.bool_())  # the first that fits all values of a CSV file
+_TYPES_OF_TEXT = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_())  # the first that fits all values of a CSV file
+_CURE = "Write the values as text, or all as numbers of one kind, or name another column with --value"
+_SURE_DIGITS = 15  # every whole number of so many is a float64
 
 
 class TableRows(Protocol):
@@ -85,7 +91,7 @@ class _ParquetRows:
                 self.value = self.value or _value_column(schema.names, name, on, value)
                 _check_columns(file.url, schema.names, on, self.value)
                 _check_key(file.url, on, _plain_type(schema.field(on).type))
-                kinds.append(_plain_type(schema.field(self.value).type))
+                kinds.append(_stored_type(schema.field(self.value).type, file.url, self.value))
                 self.num_rows += parquet.metadata.num_rows
         self.kind = _joined_kind(kinds, files[0].url, self.value)
 
@@ -95,7 +101,8 @@ class _ParquetRows:
             with _opened(file, self._storage) as parquet:
                 for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
                     keys, values = (batch.column(batch.schema.get_field_index(name)) for name in (self._on, self.value))
-                    yield keys.cast(pa.binary()), values.cast(self.kind)
+                    keys = keys.cast(pa.binary())
+                    yield keys, _recast(_plain_array(values), self.kind, keys, file.url, self.value)
 
 
 class _TextRows:
@@ -121,24 +128,39 @@ class _TextRows:
 
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
         for keys, values in self._lines():
-            yield keys.cast(pa.binary()), values.cast(self.kind)
+            yield keys.cast(pa.binary()), _recast(values, self.kind, keys, self._url, self.value)
 
     def _lines(self) -> Generator[tuple[pa.Array, pa.Array], None, None]:
         """Yield keys and values as they stand there; an empty one in CSV is missing."""
         with closing(self._reader.records(0)) as records:
             while rows := [record.metadata for record in itertools.islice(records, _LINES)]:
-                keys = self._array([row.get(self._on) for row in rows], self._on)
+                keys = self._keys([row.get(self._on) for row in rows])
                 values = [row.get(self.value) for row in rows]
-                if self._is_csv:
-                    values = [None if one == "" else one for one in values]
-                _check_key(self._url, self._on, keys.type)
-                yield keys, self._array(values, self.value)
+                yield keys, self._texts(values) if self._is_csv else self._values(values, keys)
 
-    def _array(self, values: list[object], column: str) -> pa.Array:
+    def _keys(self, values: list[object]) -> pa.Array:
         try:
-            return pa.array(values, pa.string() if self._is_csv else None)
-        except (pa.ArrowException, OverflowError) as error:
-            raise ConfigError(f"{redact(self._url)}: column {column!r}: values of several types ({error})") from error
+            keys = pa.array(values, pa.string() if self._is_csv else None)
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+            raise ConfigError(f"{redact(self._url)}: column {self._on!r}: keys are not all text ({error})") from error
+        _check_key(self._url, self._on, keys.type)
+        return keys
+
+    def _texts(self, values: list[object]) -> pa.Array:
+        return pa.array([None if one == "" else one for one in values], pa.string())
+
+    def _values(self, values: list[object], keys: pa.Array) -> pa.Array:
+        def shown_keys() -> list[str]:
+            return [*map(_shown, keys.to_pylist())]
+
+        plain = list[ColumnValue]()
+        for at, value in enumerate(values):
+            try:
+                plain.append(stored_value(value))
+            except ValueError as error:
+                where = f"{redact(self._url)}: column {self.value!r}, key {shown_keys()[at]!r}"
+                raise ConfigError(f"{where}: {error}. {_CURE}") from error
+        return column_array(plain, self.value, redact(self._url), shown_keys, cure=_CURE)
 
 
 @contextmanager
@@ -172,21 +194,64 @@ def _check_key(url: str, on: str, kind: pa.DataType) -> None:
         )
 
 
+def _stored_type(kind: pa.DataType, url: str, column: str) -> pa.DataType:
+    """Return the type in which late columns hold values of a column.
+
+    Raises:
+        ConfigError: They hold no such values.
+    """
+    found = stored_type(kind)
+    if found is None:
+        raise ConfigError(
+            f"{redact(url)}: column {column!r} holds {kind}; late columns hold numbers, text, booleans, dates and times"
+        )
+    return found
+
+
 def _joined_kind(kinds: Sequence[pa.DataType], url: str, column: str) -> pa.DataType:
     """Return the type that holds the values of all files.
 
     Raises:
         ConfigError: They are of types that cannot be compared.
     """
-    found = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)] or [pa.int64()]
-    numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in found)
-    kind = found[0] if len(found) == 1 else pa.float64()
-    if (len(found) > 1 and not numbers) or not is_comparable(kind) or pa.types.is_binary(kind):
+    kind = joined_type(kinds)
+    if kind is None:
+        told = ", ".join(map(str, dict.fromkeys(kinds)))
         raise ConfigError(
-            f"{redact(url)}: column {column!r} holds {', '.join(map(str, found))}; late columns hold numbers, text or "
-            f"booleans"
+            f"{redact(url)}: column {column!r} holds values of several types, {told}; "
+            f"a late column holds numbers, or text, or booleans. {_CURE}"
         )
-    return kind
+    return pa.int64() if pa.types.is_null(kind) else kind
+
+
+def _plain_array(values: pa.Array) -> pa.Array:
+    """Return values of a table in the type that columns hold, each by the rule for single values."""
+    kind = stored_type(values.type)
+    if is_comparable(values.type) and values.type != pa.float16():
+        return recast(values, kind)
+    if pa.types.is_dictionary(values.type) and is_comparable(values.type.value_type):
+        return _plain_array(values.dictionary_decode())
+    return pa.array([stored_value(one) for one in plain_list(values)], kind)
+
+
+def _recast(values: pa.Array, kind: pa.DataType, keys: pa.Array, url: str, column: str) -> pa.Array:
+    """Return values of a column as the type that all its values have.
+
+    Raises:
+        ConfigError: One of them would be another then.
+    """
+    found = recast(values, kind)
+    if found is not None:
+        return found
+    at = next(at for at in range(len(values)) if recast(values.slice(at, 1), kind) is None)
+    raise ConfigError(
+        f"{redact(url)}: column {column!r}, key {_shown(keys[at].as_py())!r}: {values[at]} is no {kind}, as the values "
+        f"of other rows are. {_CURE}"
+    )
+
+
+def _shown(key: str | bytes | None) -> str:
+    return "NULL" if key is None else key.decode("utf-8", "surrogateescape") if isinstance(key, bytes) else str(key)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -201,7 +266,11 @@ def _fits(texts: pa.Array, kind: pa.DataType) -> bool:
         texts.cast(kind)
     except pa.ArrowInvalid:
         return False
-    return True
+    if not pa.types.is_floating(kind):
+        return True
+    # Digits alone are a whole number, which must not become another one beside floats.
+    long = texts.filter(pc.match_substring_regex(texts, f"^[+-]?[0-9]{{{_SURE_DIGITS + 1},}}$"))
+    return all(int(float(text)) == int(text) for text in long.drop_null().to_pylist())
 
 
 def _digest(files: Sequence[SourceFile], storage: Storage) -> str:

@@ -21,13 +21,12 @@ from streaming.catalog.build import home_of, no_samples, samples_url, shard_name
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.columns import read_column, read_sample_columns, write_column
+from streaming.index.columns import joined_type, read_column, read_sample_columns, write_column
 from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
-_NUMBERS = {"int64", "double"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,13 +239,14 @@ class ColumnTarget:
             ConfigError: Shards hold values that cannot be compared.
         """
         missing = [one.num_missing for one in filled]
-        found = {one.type for one in filled} - {"null"}
-        kind = "double" if found == _NUMBERS else next(iter(found), "null")
-        if len(found) > 1 and found != _NUMBERS:
+        found = sorted({one.type for one in filled} - {"null"})
+        joined = joined_type(map(pa.type_for_alias, found))
+        if joined is None:
             raise ConfigError(
-                f"column {self.name!r}: shards hold values of different types: {', '.join(sorted(found))}; a column "
+                f"column {self.name!r}: shards hold values of different types: {', '.join(found)}; a column "
                 f"has numbers, or text, or booleans"
             )
+        kind = str(joined)
         homes = np.array([self.homes.index(home_of(url, self.index_url)) for url in self.urls])
         for number, home in enumerate(self.homes):
             mine = np.flatnonzero(homes == number).tolist()

@@ -31,7 +31,6 @@ from shard_tools.convert.base.records import (
     refuse_known,
     runs_of,
 )
-from shard_tools.convert.base.rows import plain_value
 from shard_tools.convert.elsewhere import ShardTarget, write_elsewhere
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.running.progress import Progress
@@ -444,7 +443,7 @@ class Lift:
         """Return the value."""
         value: Any = sample["__metadata__"]
         if isinstance(value, _MAPPINGS) and self.name in value:
-            return plain_value(value[self.name])
+            return value[self.name]
         for part in self.name.split("."):
             value = value.get(part) if isinstance(value, _MAPPINGS) else None
-        return plain_value(value)
+        return value

@@ -60,9 +60,9 @@ class ParquetFiles(FileSource):
         )
 
     @property
-    def fields(self) -> Mapping[str, bool]:
-        """The fields that the columns become."""
-        return self._fields
+    def fields(self) -> Mapping[str, bool] | None:
+        """The fields that the columns become; None if a list of files becomes a field for each."""
+        return None if self._mapper.lists else self._fields
 
     def _look(self, file: SourceFile, columns: Sequence[str]) -> dict[str, Counter[str]]:
         with self._open(file) as parquet:

@@ -9,8 +9,6 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Executor
 from functools import partial
 
-import numpy as np
-
 from shard_tools.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.convert.base.files import SourceFile, find_files, is_folder
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
@@ -20,8 +18,7 @@ from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import folders_of
 from streaming.errors import ConfigError
 from streaming.storage import Storage
-from streaming.tar.blocks import decode_name, split_name
-from streaming.tar.group import ChunkLayout
+from streaming.tar.passed_over import is_note, why_no_sample
 from streaming.tar.samples import iter_samples
 from streaming.tar.scanner import TarScanner
 from streaming.types import SHARD_SUFFIXES
@@ -93,22 +90,12 @@ class TarFiles(CountedFiles):
             if not scanner.num_bytes and bytes(piece[:2]) == _GZIP:
                 raise refuse_packed(file)
             layout = scanner.feed(piece)
-            for name in map(decode_name, () if scanner.members is None else scanner.members.names):
-                if split_name(name) is None:
-                    skipped += _left_out(file, name)
-            num_records += self._num_samples(file, layout, skipped)
+            for name in scanner.passed_over:
+                skipped += _left_out(file, name)
+            num_records += len(layout.keys)
             marks.add(num_records, scanner.record_start)
-        num_records += self._num_samples(file, scanner.finish(), skipped)
+        num_records += len(scanner.finish().keys)
         return marks.count(num_records, skipped[:_MAX_SKIPPED])
-
-    def _num_samples(self, file: SourceFile, layout: ChunkLayout, skipped: list[Skipped]) -> int:
-        """Return the number of samples, without those that are left out."""
-        num_samples = len(layout.keys)
-        for key, starts in zip(layout.keys, layout.starts, strict=True):
-            if not _name_of(key):
-                skipped += _left_out(file, f"{key}.{layout.fields[int(np.flatnonzero(starts >= 0)[0])]}")
-                num_samples -= 1
-        return num_samples
 
     def _samples(self, file: SourceFile, at: int) -> Iterator[tuple[str, dict[str, bytes]]]:
         pieces = self._pieces(file, at)
@@ -117,10 +104,7 @@ class TarFiles(CountedFiles):
             left_out=partial(self._leave_out, file),
         )  # fmt: skip
         for key, fields in samples:
-            if name := _name_of(key):
-                yield name, fields
-            else:
-                self._leave_out(file, f"{key}.{next(iter(fields))}")
+            yield key.removeprefix("./").lstrip("/"), fields
 
     def _leave_out(self, file: SourceFile, name: str) -> None:
         for one in _left_out(file, name) if len(self._skipped) < _MAX_SKIPPED else ():
@@ -131,17 +115,9 @@ class TarFiles(CountedFiles):
             yield self._storage.read(file.url, start, min(file.size_bytes, start + _PIECE_BYTES))
 
 
-def _name_of(key: str) -> str:
-    """Return the key of a sample that is taken, or ``""``."""
-    name = key.removeprefix("./").lstrip("/")
-    return "" if name.endswith("/") else name
-
-
 def _left_out(file: SourceFile, name: str) -> list[Skipped]:
-    """Return what is reported of a member that is left out: nothing of names that readers use themselves."""
-    if name.startswith("__"):
+    """Return what is reported of a member that is left out: nothing of notes for readers."""
+    if is_note(name):
         return []
     path = f"{file.name}:{name}".encode(errors="backslashreplace").decode()
-    is_dot = name.rpartition("/")[2].startswith(".")
-    reason = "a dot-file, which has no key" if is_dot else "no extension, which names the field"
-    return [Skipped(path=path, reason=reason)]
+    return [Skipped(path=path, reason=why_no_sample(name))]

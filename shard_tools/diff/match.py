@@ -27,6 +27,7 @@ from shard_tools.diff.rows import (
     is_exact,
     numbers_of,
 )
+from streaming.index.where import compared_exactly
 from streaming.types import Int64Array
 
 _Content: TypeAlias = "tuple[tuple[str, int, int], ...]"
@@ -129,26 +130,29 @@ def _columns(a: pa.Table, b: pa.Table, pairs: Int64Array) -> dict[str, int]:
 
 def differing(a: pa.Array, b: pa.Array) -> Mask:
     """Tell where values of a column differ: missing ones equal each other, NaNs too, and 1 is 1.0."""
-    if a.type != b.type:
-        a, b = _comparable(a, b)
     missing = [one.is_null().to_numpy(zero_copy_only=False) for one in (a, b)]
-    if pa.types.is_null(a.type):
-        return np.zeros(len(a), np.bool_)
-    unequal = pc.not_equal(a, b).fill_null(fill_value=False).to_numpy(zero_copy_only=False)
-    if pa.types.is_floating(a.type):
+    there = ~(missing[0] | missing[1])
+    if there.any():
+        there &= _unequal(a, b).fill_null(fill_value=False).to_numpy(zero_copy_only=False)
+    if pa.types.is_floating(a.type) and pa.types.is_floating(b.type):
         nans = [pc.is_nan(one).fill_null(fill_value=False).to_numpy(zero_copy_only=False) for one in (a, b)]
-        unequal = unequal & ~(nans[0] & nans[1])
-    return np.asarray(unequal | (missing[0] != missing[1]), np.bool_)
+        there &= ~(nans[0] & nans[1])
+    return np.asarray(there | (missing[0] != missing[1]), np.bool_)
 
 
-def _comparable(a: pa.Array, b: pa.Array) -> tuple[pa.Array, pa.Array]:
-    for one, other in ((a, b), (b, a)):
-        if pa.types.is_null(one.type):
-            filled = pa.nulls(len(one), other.type)
-            return (filled, b) if one is a else (a, filled)
-    numeric = [pa.types.is_integer(one.type) or pa.types.is_floating(one.type) for one in (a, b)]
-    kind = pa.float64() if all(numeric) else pa.large_string()
-    return a.cast(kind, safe=False), b.cast(kind, safe=False)
+def _unequal(a: pa.Array, b: pa.Array) -> pa.Array:
+    """Compare values: numbers of two types by what they are exactly, all else of two types as text."""
+    floats = [pa.types.is_floating(one.type) for one in (a, b)]
+    if a.type == b.type or all(floats):
+        return pc.not_equal(a, b)
+    if not all(pa.types.is_integer(one.type) or is_float for one, is_float in zip((a, b), floats, strict=True)):
+        return pc.not_equal(a.cast(pa.large_string()), b.cast(pa.large_string()))
+    if not any(floats):
+        wide = pa.decimal128(20, 0)
+        return pc.not_equal(a.cast(wide), b.cast(wide))
+    whole, real = (b, a) if floats[0] else (a, b)
+    kind = pa.uint64() if whole.type == pa.uint64() else pa.int64()
+    return compared_exactly("!=", whole.cast(kind), real.cast(pa.float64()), kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.decode import values
 from streaming.decode.registry import BY_EXTENSION
 from streaming.errors import ConfigError, DataError, NotFoundError
+from streaming.index.columns import type_of_all
 from streaming.index.where import unknown_column
 from streaming.storage import StoreWriter, join_url, redact
 
@@ -82,10 +83,14 @@ class ExportColumns:
             DataError: A field is not what its name says.
         """
         row: dict[str, Any] = {KEY: record.key}
-        for name, kind in self.fields.items():
+        for name, how in self.fields.items():
             data = record.fields.get(name)
-            row[name] = None if data is None else self._value(kind, data, record.key, name)
-        return row | {name: record.metadata.get(name) for name in self.columns}
+            row[name] = None if data is None else self._value(how, data, record.key, name)
+        for name, kind in self.columns.items():
+            value = record.metadata.get(name)
+            # Arrow takes no whole number beyond 2^53 for a float, though type_of_all found that each is one.
+            row[name] = float(value) if isinstance(value, int) and pa.types.is_floating(kind) else value
+        return row
 
     def _value(self, kind: Kind, data: bytes, key: str, name: str) -> Any:
         if kind == "bytes" or (kind in {"image", "audio"} and not self.files):
@@ -164,7 +169,7 @@ class ParquetExport:
             name: kind_of(name) for name in taken.fields if options.fields is None or name in options.fields
         }  # fmt: skip
         columns = {
-            name: _joined([part.columns[name].type for part in taken.parts if name in part.columns], name)
+            name: _type_of(taken, name)
             for name in dict.fromkeys((*taken.columns, *options.columns))
             if name not in fields
         }
@@ -247,11 +252,10 @@ class ParquetExport:
         return found == facts
 
 
-def _joined(types: Sequence[pa.DataType], name: str) -> pa.DataType:
-    """Return the type of a column over all shards."""
-    known = [kind for kind in dict.fromkeys(types) if not pa.types.is_null(kind)]
-    schemas = [pa.schema({name: kind}) for kind in known or [pa.string()]]
-    return pa.unify_schemas(schemas, promote_options="permissive").field(name).type
+def _type_of(taken: Taken, name: str) -> pa.DataType:
+    """Return the type of a column over all shards; text if none has a value."""
+    kind = type_of_all([part.columns[name] for part in taken.parts if name in part.columns], name)
+    return pa.string() if pa.types.is_null(kind) else kind
 
 
 def part_namer(names: Sequence[str]) -> Callable[[int], str]:

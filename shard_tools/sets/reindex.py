@@ -23,6 +23,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.tar.passed_over import PassedOver
 from streaming.types import DuplicateKeys, Int64Array
 
 _MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
@@ -45,6 +46,8 @@ class IndexReport(Report):
         num_keys_again: Keys that stand in an earlier shard, too; None: there are too many samples to look.
         first_keys_again: The first of them, each with both shards.
         lacking: Shards whose sample tables lack columns that others have, with these columns.
+        num_passed_over: Files that belong to no sample, in the shards that this run read.
+        first_passed_over: The first of them, each with its shard and why.
         findings: Damaged files of the index that are not made from the shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
         declared_whole: Directories that were marked as unfinished, and no longer are.
@@ -65,6 +68,8 @@ class IndexReport(Report):
     first_keys_again: tuple[str, ...] = ()
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    num_passed_over: int = 0
+    first_passed_over: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
@@ -72,13 +77,14 @@ class IndexReport(Report):
 
 
 class _Told:
-    """Forward a scan's progress, and add it up. Thread-safe."""
+    """Forward a scan's progress, and add up what it tells. Thread-safe."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._lock = Lock()
         self._begun: set[str] = set()
         self.num_bytes = 0
+        self.passed_over = PassedOver()
 
     def __call__(self, url: str, num_bytes: int) -> None:
         with self._lock:
@@ -86,6 +92,11 @@ class _Told:
             self._begun.add(url)  # each shard counts once, however many of its pieces are reported
             self.num_bytes += num_bytes
         self._progress.advance(num_bytes=num_bytes, num=int(new))
+
+    def add_passed_over(self, found: PassedOver) -> None:
+        """Add files that belong to no sample."""
+        with self._lock:
+            self.passed_over += found  # of each scanned shard once, whichever thread tells of it
 
 
 def index(
@@ -140,6 +151,7 @@ def index(
         executor=executor,
         duplicate_keys=duplicate_keys,
         progress=told,
+        on_passed_over=told.add_passed_over,
     )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
@@ -167,6 +179,8 @@ def index(
         first_keys_again=first_again,
         lacking=_lacking(shards, columns),
         findings=tuple(findings),
+        num_passed_over=told.passed_over.num_files,
+        first_passed_over=told.passed_over.first,
     )
 
 

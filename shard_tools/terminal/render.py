@@ -117,6 +117,7 @@ def show_index(report: IndexReport) -> None:
     )
     for line in _oddities(report):
         click.echo(line, err=True)
+    _show_passed_over(report)
     if report.num_pruned:
         click.echo(f"removed from the index: {counted(report.num_pruned, 'shard')} no longer there")
     click.echo(f"index: {', '.join(report.index_urls)}")
@@ -144,6 +145,12 @@ def _oddities(report: IndexReport) -> Iterator[str]:
         )
 
 
+def _show_passed_over(report: IndexReport | VerifyReport) -> None:
+    if report.num_passed_over:
+        first = plain(", ".join(report.first_passed_over))
+        click.echo(f"passed over: {counted(report.num_passed_over, 'file')} of no sample, first {first}", err=True)
+
+
 def _show_findings(findings: Sequence[Finding]) -> None:
     """Print the first findings of each kind, and the number of the others."""
     shown: Counter[str] = Counter()
@@ -161,6 +168,7 @@ def show_verify(report: VerifyReport) -> None:
     _show_findings(report.findings)
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
+    _show_passed_over(report)
     found = counted(len(report.findings), "finding") if report.findings else "all as the index says"
     num_unindexed = sum(finding.kind == "unindexed" for finding in report.findings)
     if num_unindexed:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from streaming.errors import ConfigError, DuplicateKeyError
+from streaming.tar.passed_over import in_side_folder
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _PLAIN: Final = re.compile(r"(?!__)[\w-]+(?:/(?!__)[\w-]+)*", re.ASCII)  # a key that all rules below allow
@@ -96,6 +97,8 @@ def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
             "its last component contains '.', where readers split key and field; replace the dots, "
             f"for example {key.replace('.', '_')!r}"
         )
+    if in_side_folder(f"{key}."):
+        return "it lies in a folder that macOS or a NAS makes beside files, which readers pass over; rename the folder"
     if any(component.startswith("__") for component in (*directories, last)):
         return "a component starts with '__', which webdataset and Hugging Face skip as metadata; rename it"
     return None

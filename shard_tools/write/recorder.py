@@ -15,12 +15,13 @@ import crc32c
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, follow, parse_columns
+from shard_tools.write.columns import ColumnSpec, ColumnValue, column_array, column_value, follow, parse_columns
 from shard_tools.write.encode import Buffers
 from shard_tools.write.sample_runs import SampleRun
 from streaming.catalog.build import read_chunks, shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import joined_type
 from streaming.index.cutter import ChunkCutter
 from streaming.index.files import read_footer
 from streaming.index.large_members import LARGE_BYTES, large_sums
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 # Most footers fit into this many bytes at the end of a sample file; a longer one costs a second request.
 _NUM_THREADS = 16
+_Types = Mapping[str, tuple[pa.DataType, str]]
+"""The type of each column, and a shard that has it."""
 _PLAIN_TYPES = {bool, int, float, str, type(None)}
 
 
@@ -144,7 +147,7 @@ class ShardRecorder:
         """Return the sample table of the finished shard, which has ``size_bytes`` bytes.
 
         Raises:
-            ConfigError: A column's values have no common type, or its name is reserved by the format.
+            ConfigError: No column holds the values of one, or its name is reserved by the format.
             TarError: The samples have so many different fields that readers would refuse the shard.
         """
         num_members = sum(len(rows) for rows, _, _ in self._fields.values())
@@ -191,13 +194,7 @@ class ShardRecorder:
         return starts, sizes
 
     def _arrow(self, column: str) -> pa.Array:
-        try:
-            return pa.array(self._columns[column])
-        except (pa.ArrowException, OverflowError) as error:
-            raise ConfigError(
-                f"column {column!r} of shard {self.name!r}: its values have no common type ({error}); "
-                "return one type, or None"
-            ) from error
+        return column_array(self._columns[column], column, self.name, lambda: self._keys)
 
 
 class IndexRecorder:
@@ -217,6 +214,7 @@ class IndexRecorder:
         self._index = index or self._directory
         self._columns = parse_columns(columns)
         self._told: set[str] = set()
+        self._types: _Types = {}
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
         self._tables: dict[str, ChunkTable] = {}
@@ -276,12 +274,13 @@ class IndexRecorder:
             replaces: Whether the shard may replace another, whose sample table must be removed first.
 
         Raises:
-            ConfigError: A column's values have no common type.
+            ConfigError: No column holds the values of one, or a shard before held values of another kind.
             TarError: The samples have so many different fields that readers would refuse the shard.
         """
         if self._shard is None:
             return
         self._sealed = self._shard.table(size_bytes)
+        self._types = _joined_types(self._types, self._sealed)
         self._tell_of_empty(self._shard)
         self._shard = None
         if replaces:
@@ -367,3 +366,24 @@ class IndexRecorder:
 
     def _samples_url(self, name: str) -> str:
         return join_url(self._index, samples_path(name))
+
+
+def _joined_types(
+    known: Mapping[str, tuple[pa.DataType, str]], table: SampleTable
+) -> dict[str, tuple[pa.DataType, str]]:
+    """Return the types of columns over all shards so far, with the first shard that has values in each.
+
+    Raises:
+        ConfigError: The new shard holds values of another kind.
+    """
+    found = {**known}
+    for name, values in table.columns.items():
+        before, shard = known.get(name, (pa.null(), ""))
+        joined = joined_type([before, values.type])
+        if joined is None:
+            raise ConfigError(
+                f"column {name!r}: {shard} holds {before}, {table.shard.name} {values.type}; a column has numbers, or "
+                f"text, or booleans. Have columns={{{name!r}: …}} give values of one kind"
+            )
+        found[name] = joined, table.shard.name if pa.types.is_null(before) else shard
+    return found

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import crc32c
 
-from streaming.catalog.scan import Progress, compressed_error, scan_shard
+from streaming.catalog.scan import Progress, compressed_error, scan_shard, tell_passed_over
 from streaming.errors import (
     AccessDeniedError,
     ConfigError,
@@ -33,9 +33,12 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.tar.passed_over import OnPassedOver, PassedOver
 from streaming.types import DuplicateKeys
 
 _T = TypeVar("_T")
+_Indexed = tuple[ChunkTable, PassedOver]
+"""The chunk rows of a shard, and its files that belong to no sample as far as it was scanned."""
 _log = logging.getLogger(__name__)
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
@@ -99,6 +102,7 @@ def index_shards(
     rule: ChunkRule = DEFAULT_RULE,
     duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
+    on_passed_over: OnPassedOver | None = None,
 ) -> ChunkTable:
     """Index the shards at ``urls`` and write the index files; return the chunk table of these shards, in this order.
 
@@ -120,6 +124,7 @@ def index_shards(
         rule: Rule for cutting chunks.
         duplicate_keys: As for :func:`streaming.catalog.scan.scan_shard`.
         progress: Called with scanned bytes, from any thread; with ``processes`` or ``executor`` once per shard.
+        on_passed_over: Called once if scanned shards hold files that belong to no sample; default: a warning is logged.
 
     Raises:
         ConfigError: A shard is compressed, or two shards, perhaps of different calls, have the same name in one index.
@@ -150,15 +155,22 @@ def index_shards(
             told = progress
         index = partial(_index_shard, storage, force=force, rule=rule, duplicate_keys=duplicate_keys, progress=told)
         futures = [executor.submit(index, one, None if force else rows_of[one.home].get(one.name)) for one in todo]
-        tables = _gather(futures, todo, progress if told is None else None)
+        indexed = _gather(futures, todo, progress if told is None else None)
     fresh: dict[str, dict[str, ChunkTable]] = {}
-    for one, table in zip(todo, tables, strict=True):
+    for one, (table, _) in zip(todo, indexed, strict=True):
         fresh.setdefault(one.home, {})[one.name] = table
     merged = {home: ChunkTable.merged(rows_of[home], by_name) for home, by_name in fresh.items()}
     for home, table in merged.items():
         if table != known[home]:
             storage.put(join_url(home, chunks_path()), table.to_parquet())
+    _tell_of_all(indexed, on_passed_over or tell_passed_over)
     return in_order(urls, index_url, merged)
+
+
+def _tell_of_all(indexed: Sequence[_Indexed], tell: OnPassedOver) -> None:
+    passed_over = sum((one for _, one in indexed), PassedOver())
+    if passed_over.num_files:
+        tell(passed_over)
 
 
 def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, dict[str, str]]:
@@ -220,7 +232,7 @@ def _check_same_folder(
 def _index_shard(
     storage: Storage, todo: _Todo, rows: ChunkTable | None, *, force: bool, rule: ChunkRule,
     duplicate_keys: DuplicateKeys, progress: Progress | None,
-) -> ChunkTable:  # fmt: skip
+) -> _Indexed:  # fmt: skip
     """Return the chunk rows of one shard: those of its sample file and of the chunk table, or those of a scan."""
     url, name = todo.url, todo.name
     stored_url = join_url(todo.home, samples_path(name))
@@ -236,10 +248,14 @@ def _index_shard(
             else:
                 shard = found.shards[0]
                 if (shard.size_bytes, shard.name) == (size_bytes, name) and rows in (None, found):
-                    return found
-    table = scan_shard(storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress)
+                    return found, PassedOver()
+    passed_over: list[PassedOver] = []
+    table = scan_shard(
+        storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress,
+        on_passed_over=passed_over.append,
+    )  # fmt: skip
     storage.put(stored_url, table.to_parquet() if damaged is None else _restored(storage, table, damaged, todo))
-    return table.chunks
+    return table.chunks, sum(passed_over, PassedOver())
 
 
 def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _Todo) -> bytes:
@@ -275,29 +291,27 @@ def _lost_columns(storage: Storage, todo: _Todo) -> list[str]:
     return []
 
 
-def _gather(
-    futures: Sequence[Future[ChunkTable]], todo: Sequence[_Todo], progress: Progress | None
-) -> list[ChunkTable]:
+def _gather(futures: Sequence[Future[_Indexed]], todo: Sequence[_Todo], progress: Progress | None) -> list[_Indexed]:
     """Return the results.
 
     After a damaged shard the others continue; after any other error, calls that have not begun are canceled.
     """
-    tables: list[ChunkTable] = []
+    indexed: list[_Indexed] = []
     errors: list[DataError] = []
     for future, one in zip(futures, todo, strict=True):
         try:
-            tables.append(future.result())
+            indexed.append(future.result())
         except DataError as error:
             errors.append(error)
         except BaseException:
             for other in futures:
                 other.cancel()
             raise
-        if progress is not None and tables:
-            progress(one.url, tables[-1].shards[0].size_bytes)
+        if progress is not None and indexed:
+            progress(one.url, indexed[-1][0].shards[0].size_bytes)
     if errors:
         raise first_of(errors, "shards are damaged")
-    return tables
+    return indexed
 
 
 def in_order(urls: Sequence[str], index_url: str | None, tables: Mapping[str, ChunkTable]) -> ChunkTable:

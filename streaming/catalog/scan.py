@@ -6,6 +6,7 @@ A scan reads a shard once, sequentially, in bounded memory. All code that cuts c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -21,8 +22,11 @@ from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, redact, scheme_of
 from streaming.tar.group import DUPLICATES_CURE, PackedLayout, check_density
 from streaming.tar.keys import KeyLines, pack_keys, surely_unique
+from streaming.tar.passed_over import OnPassedOver, PassedOver
 from streaming.tar.scanner import TarScanner
 from streaming.types import DuplicateKeys, Int64Array
+
+_log = logging.getLogger(__name__)
 
 READ_BYTES = 16 << 20
 """One ranged GET of a scan; two are in memory at a time."""
@@ -46,6 +50,7 @@ def scan_shard(
     rule: ChunkRule = DEFAULT_RULE,
     duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
+    on_passed_over: OnPassedOver | None = None,
 ) -> SampleTable:
     """Return the sample table, with chunk rows and CRC32C, of the shard at ``url``.
 
@@ -62,6 +67,7 @@ def scan_shard(
         duplicate_keys: ``"keep"``: a key that occurs again, or a field that its sample already has, begins another
             sample.
         progress: Called with scanned bytes, from the calling thread.
+        on_passed_over: Called at the end if there are files that belong to no sample; default: a warning in the log.
 
     Raises:
         TarError: The shard is damaged or truncated, or ends without an end-of-archive marker.
@@ -79,7 +85,15 @@ def scan_shard(
                 helper.submit(scan.sums.add, *found)
             if progress is not None:
                 progress(url, len(piece))
-    return scan.finish(name, size_bytes)
+    table = scan.finish(name, size_bytes)
+    if scan.passed_over.num_files:
+        (on_passed_over or tell_passed_over)(scan.passed_over)
+    return table
+
+
+def tell_passed_over(passed_over: PassedOver) -> None:
+    """Log files that belong to no sample."""
+    _log.warning("%s", passed_over)
 
 
 def _pieces(helper: Executor, storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
@@ -170,6 +184,7 @@ class _Scan:
         self.span_cutter = SpanCutter()
         self.layouts: list[PackedLayout] = []
         self.num_samples = 0
+        self.passed_over = PassedOver()
         self.bounds = [0]  # first sample of each chunk so far
         self.span_ends: list[int] = []
 
@@ -178,6 +193,8 @@ class _Scan:
         if self.scanner.num_bytes == 0 and bytes(piece[:2]) == b"\x1f\x8b":
             raise compressed_error(self.url)
         borders = (*self._take(self.scanner.feed_packed(piece)), self._large_borders())
+        if self.scanner.passed_over:
+            self.passed_over = self.passed_over.and_of(self.url, self.scanner.passed_over)
         return piece, self.scanner.num_bytes - len(piece), borders, self.scanner.settled
 
     def _large_borders(self) -> list[int]:

@@ -128,7 +128,7 @@ class _Classes:
 
     def __post_init__(self) -> None:
         kind = str(self.labels.type)
-        if kind not in {"int64", "string", "bool", "null"}:
+        if kind not in {"int64", "uint64", "string", "bool", "null"}:
             raise ConfigError(
                 f"Balanced: by: column {self.by!r} holds {kind}, but classes must be whole numbers, text or booleans. "
                 "Add such a column with `shard_tools column add`"

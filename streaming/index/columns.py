@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from streaming.index.files import ADD_AGAIN, COLUMN_KIND, read_table, write_tabl
 from streaming.index.keys import key_array
 from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
-from streaming.index.where import Where, hash_column, is_comparable, is_string, unknown_column
+from streaming.index.where import Where, compared_exactly, hash_column, is_comparable, is_string, unknown_column
 from streaming.types import Int64Array
 
 KEY = "__key__"
@@ -323,14 +323,60 @@ def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array)
 
 
 def plain_values(values: pa.Array) -> pa.Array:
-    """Return values as int64, float64, text or booleans; NaN becomes a missing value."""
+    """Return values as int64, uint64, float64, text or booleans; NaN becomes a missing value, and -0.0 becomes 0.0."""
     kind = values.type
     if pa.types.is_floating(kind):
-        doubles = values.cast(pa.float64())
+        doubles = pc.add(values.cast(pa.float64()), 0.0)
         return pc.if_else(pc.is_nan(doubles), pa.scalar(None, pa.float64()), doubles)
     if pa.types.is_integer(kind):
-        return values.cast(pa.float64(), safe=False) if kind == pa.uint64() else values.cast(pa.int64())
+        return values if kind == pa.uint64() else values.cast(pa.int64())
     return values.cast(pa.string()) if pa.types.is_large_string(kind) else values
+
+
+def joined_type(types: Iterable[pa.DataType]) -> pa.DataType | None:
+    """Return the type of a column whose parts are of some types that columns have; None: they cannot be compared.
+
+    Parts without any value, of type null, agree with all others. Numbers agree with numbers: float64 if a part holds
+    floats, else uint64 if one needs it. (Shards keep their own; see :func:`recast` for values that are to have it.)
+    """
+    found = {pa.string() if is_string(kind) else kind for kind in types if not pa.types.is_null(kind)}
+    if len(found) < 2:
+        return next(iter(found), pa.null())
+    if not all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in found):
+        return None
+    if any(map(pa.types.is_floating, found)):
+        return pa.float64()
+    return pa.uint64() if pa.uint64() in found else pa.int64()
+
+
+def recast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """Return values of a column as ``kind``, one that columns have; None if one would not stay what it is."""
+    try:
+        if not (pa.types.is_integer(values.type) and pa.types.is_floating(kind)):
+            return values.cast(kind)
+    except pa.ArrowInvalid:  # below 0, too large, or not whole
+        return None
+    whole = values if values.type == pa.uint64() else values.cast(pa.int64())
+    rounded = whole.cast(kind, safe=False)
+    return rounded if pc.all(compared_exactly("=", whole, rounded, whole.type)).as_py() in {True, None} else None
+
+
+def type_of_all(parts: Sequence[pa.Array], name: str) -> pa.DataType:
+    """Return the type in which every value of the column ``name``, given in parts, stays what it is.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    kinds = sorted({values.type for values in parts}, key=str)
+    joined = joined_type(kinds)
+    for kind in () if joined is None else (joined, pa.int64()):
+        if all(recast(values, kind) is not None for values in parts):
+            return kind
+    what = "its values are of different kinds" if joined is None else "no type holds all of its numbers as they are"
+    raise ConfigError(
+        f"column {name!r}: {what} in different shards: {', '.join(map(str, kinds))}. Add a late column of one kind "
+        "with `shard_tools column add`"
+    )
 
 
 def there_of(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
@@ -352,18 +398,10 @@ def count_values(
         ConfigError: The values are of different kinds.
     """
     filled = [(values, counts) for values, counts in parts if len(values)]
-    kinds = {values.type for values, _ in filled}
-    if kinds == {pa.int64(), pa.float64()}:
-        kinds = {pa.float64()}
-        filled = [(values.cast(pa.float64(), safe=False), counts) for values, counts in filled]
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"column {name!r}: its values are of different kinds in different shards: {', '.join(map(str, kinds))}. "
-            "Add a late column of one kind with `shard_tools column add`"
-        )
+    kind = type_of_all([values for values, _ in filled], name)
     if not filled:
         return pa.nulls(0), np.empty(0, np.int64)
-    encoded = pa.concat_arrays([values for values, _ in filled]).dictionary_encode()
+    encoded = pa.concat_arrays([recast(values, kind) for values, _ in filled]).dictionary_encode()
     times = [np.ones(len(values), np.int64) if counts is None else counts for values, counts in filled]
     total = np.bincount(encoded.indices.to_numpy(), np.concatenate(times), len(encoded.dictionary)).astype(np.int64)
     order = pc.sort_indices(encoded.dictionary)

@@ -14,15 +14,17 @@
 
 Keywords and functions are case-insensitive. As in SQL, operations on missing values give missing values, ``NOT``
 missing is missing, and a row for which the condition is missing is not kept. Integers divide to integers; division by
-0 gives a missing value. Text compares by code points; a NaN equals nothing.
+0 gives a missing value. Text compares by code points; a NaN equals nothing. Numbers of two types compare by their exact
+values, as in Python: no whole number is rounded to a float for it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, InvalidOperation
 from functools import partial, reduce
 from typing import Any, NoReturn, TypeAlias
 
@@ -50,6 +52,9 @@ _COMPARE = {
     "=": pc.equal, "==": pc.equal, "!=": pc.not_equal, "<>": pc.not_equal,
     "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
 }  # fmt: skip
+_EQUALITY = {"=": False, "==": False, "!=": True, "<>": True}
+"""What holds of two numbers that differ."""
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _ARITHMETIC = {"+": pc.add_checked, "-": pc.subtract_checked, "*": pc.multiply_checked}
 
 Types: TypeAlias = Mapping[str, pa.DataType]
@@ -175,13 +180,18 @@ def unknown_column(name: str, there: Iterable[str], what: str = "where") -> Conf
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """An expression, its type, its form in messages, and its position in the text."""
+    """An expression, its type, its form in messages, its position in the text; of a literal the exact value."""
 
     expression: pc.Expression
     type: pa.DataType
     shown: str
     refuse: Callable[[str], NoReturn]
     literal: Any = None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a number that need not be whole."""
+        return bool(self.type == pa.float64())
 
     @property
     def kind(self) -> str:
@@ -231,27 +241,26 @@ def _column(name: str, refuse: Callable[[str], NoReturn]) -> _Node:
 
 
 def _literal(value: Any, refuse: Callable[[str], NoReturn]) -> _Value:
-    kind: Any = {bool: pa.bool_(), str: pa.string(), float: pa.float64()}.get(type(value), pa.int64())
+    kind: Any = {bool: pa.bool_(), str: pa.string()}.get(type(value), pa.int64())
     shown = repr(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         value, kind = Decimal(value), pa.decimal128(_MOST_DIGITS, 0)
     return _Value(pc.scalar(pa.scalar(value, kind)), kind, shown, refuse, value)
 
 
+def _float_literal(digits: str, refuse: Callable[[str], NoReturn]) -> _Value:
+    """Return a number with a point or an exponent: a float64, beside whole numbers exactly what its digits say."""
+    value = float(digits)
+    try:
+        exact = Decimal(digits)
+    except InvalidOperation:  # an exponent beyond all bounds: the float is infinite, or 0
+        exact = Decimal(value)
+    most = Decimal("9" * _MOST_DIGITS)  # beyond every whole number that a column holds
+    return _Value(pc.scalar(value), pa.float64(), repr(value), refuse, min(max(exact, most.copy_negate()), most))
+
+
 def _missing(of: _Value, kind: pa.DataType) -> _Value:
     return replace(of, expression=pc.scalar(pa.scalar(None, kind)), type=kind, literal=None)
-
-
-def _alike(left: _Value, right: _Value) -> tuple[pc.Expression, pc.Expression]:
-    """Convert both sides to one type where Arrow would find none, or would refuse values that lose digits in it."""
-    kinds = {left.type, right.type}
-    if left.kind != "number" or len(kinds) == 1:
-        return left.expression, right.expression
-    if pa.float64() in kinds:
-        as_float = [one.expression.cast(pa.float64(), safe=False) for one in (left, right)]
-        return as_float[0], as_float[1]
-    decimal = pa.decimal128(_MOST_DIGITS, 0)
-    return left.expression.cast(decimal), right.expression.cast(decimal)
 
 
 def _condition(value: _Value) -> pc.Expression:
@@ -270,7 +279,63 @@ def _compared(sign: str, left: _Value, right: _Value) -> pc.Expression:
             f"cannot compare {left} {sign} {right}; write text in 'single quotes' and numbers without; TRUE and FALSE "
             "only take = and !="
         )
-    return _COMPARE[sign](*_alike(left, right))
+    if left.kind != "number" or left.type == right.type:
+        return _COMPARE[sign](left.expression, right.expression)
+    if left.is_float:
+        return _compared_numbers(_MIRRORED.get(sign, sign), right, left)
+    return _compared_numbers(sign, left, right)
+
+
+def _compared_numbers(sign: str, whole: _Value, other: _Value) -> pc.Expression:
+    """Compare whole numbers with numbers of another type by their exact values."""
+    if not other.is_float:
+        decimal = pa.decimal128(_MOST_DIGITS, 0)
+        return _COMPARE[sign](whole.expression.cast(decimal), other.expression.cast(decimal))
+    if other.literal is not None:
+        return _whole_with_literal(sign, whole, other.literal)
+    if whole.literal is not None:
+        return _literal_with_float(sign, int(whole.literal), other)
+    return compared_exactly(sign, whole.expression, other.expression, whole.type)
+
+
+def compared_exactly(sign: str, whole: Any, real: Any, kind: pa.DataType) -> Any:
+    """Compare whole numbers of type int64 or uint64 with float64 by their exact values; arrays or expressions.
+
+    A whole number rounded to a float keeps its side of every other float, so only equal ones need a second look: the
+    float is then whole, and is compared as such, unless it is one past the largest of its kind.
+    """
+    past = 2.0**64 if kind == pa.uint64() else 2.0**63
+    rounded = whole.cast(pa.float64(), safe=False)
+    tied, fits = pc.equal(rounded, real), pc.less(real, past)
+    as_whole = pc.if_else(pc.and_kleene(tied, fits), real, 0.0).cast(kind)
+    is_below = _COMPARE[sign](0, 1).as_py()
+    return pc.if_else(tied, pc.if_else(fits, _COMPARE[sign](whole, as_whole), is_below), _COMPARE[sign](rounded, real))
+
+
+def _whole_with_literal(sign: str, whole: _Value, literal: Decimal) -> pc.Expression:
+    """Compare whole numbers with a literal that has a point or an exponent, such as 2.5: with 2 or 3 in its place."""
+    low, high = (int(literal.to_integral_value(way)) for way in (ROUND_FLOOR, ROUND_CEILING))
+    if low != high and sign in _EQUALITY:
+        return _if_there(whole, pc.scalar(_EQUALITY[sign]))
+    return _compared(sign, whole, _literal(high if sign in {"<", ">="} else low, whole.refuse))
+
+
+def _literal_with_float(sign: str, literal: int, real: _Value) -> pc.Expression:
+    """Compare a literal that is whole with floats: where no float equals it, with its neighbor on the other side."""
+    nearest = float(literal)
+    if nearest == literal:
+        return _COMPARE[sign](pc.scalar(nearest), real.expression)
+    if sign in _EQUALITY:
+        return _if_there(real, pc.scalar(_EQUALITY[sign]))
+    low = nearest if nearest < literal else math.nextafter(nearest, -math.inf)
+    if sign in {"<", "<="}:
+        return pc.greater_equal(real.expression, pc.scalar(math.nextafter(low, math.inf)))
+    return pc.less_equal(real.expression, pc.scalar(low))
+
+
+def _if_there(value: _Value, answer: pc.Expression) -> pc.Expression:
+    """Return an answer where there is a value, and a missing one elsewhere."""
+    return pc.if_else(pc.is_valid(value.expression), answer, pc.scalar(pa.scalar(None, pa.bool_())))
 
 
 def _calculated(sign: str, left: _Value, right: _Value) -> _Value:
@@ -306,7 +371,7 @@ def _one_of(value: _Value, literals: Sequence[_Value]) -> pc.Expression:
         return pc.scalar(pa.scalar(None, pa.bool_()))
     if all(literal.type == value.type for literal in literals) and not pa.types.is_floating(value.type):
         among = pc.is_in(value.expression, value_set=pa.array([literal.literal for literal in literals], value.type))
-        return pc.if_else(pc.is_valid(value.expression), among, pc.scalar(pa.scalar(None, pa.bool_())))
+        return _if_there(value, among)
     return _joined(pc.or_kleene, [_compared("=", value, literal) for literal in literals])
 
 
@@ -589,5 +654,7 @@ class _Parser:
             whole = digits.lstrip("-").isdigit()
             if whole and len(digits.lstrip("-0")) > _MOST_DIGITS:
                 self._refuse_at(f"a number of more than {_MOST_DIGITS} digits; write it as a float, such as 1e40", at)
-            value = int(digits) if whole else float(digits)
+            if not whole:
+                return _float_literal(digits, self._refuser(at))
+            value = int(digits)
         return _literal(value, self._refuser(at))

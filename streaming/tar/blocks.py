@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streaming.errors import TarError
+from streaming.tar.passed_over import in_side_folder, is_note
 from streaming.types import Int64Array
 
 BLOCK_BYTES = 512
@@ -157,9 +157,9 @@ def is_zero(buffer: Any) -> bool:
 
 # Member names to sample keys and fields: the rule shared by webdataset, Megatron-Energon and Hugging Face datasets.
 # Directories are part of the key, and the key ends at the first dot of the last path component; fields are lower-cased.
+# Files that macOS or a NAS left beside those that somebody packed are no samples here.
 # Names are bytes in a tar; they are read as UTF-8, and bytes that are not UTF-8 become lone surrogates
 # (``surrogateescape``), as in Python's ``tarfile``, so that no name is lost and no two names become one.
-_META_NAME = re.compile(r"__[^/]*__($|/)")
 
 
 def decode_name(name: bytes) -> str:
@@ -175,20 +175,18 @@ def encode_name(name: str) -> bytes:
 def split_name(name: str) -> tuple[str, str] | None:
     """Return key and field (lower-cased, without the dot) of a member name, or None if it belongs to no sample.
 
-    Names without a dot in the last component, and names that start with a component such as ``__meta__``, belong to no
-    sample. Dot-files have their directory as key (``a/b/.x`` is field ``x`` of ``a/b/``), as in webdataset.
+    Names without a dot in the last component, dot-files in any directory, and what :mod:`streaming.tar.passed_over`
+    names belong to no sample. (To webdataset, ``a/b/.x`` is field ``x`` of ``a/b/``.)
     """
-    if name.startswith("__") and _META_NAME.match(name):
-        return None
     last = name.rfind("/") + 1
     dot = name.find(".", last)
-    if dot < 0:
+    if dot <= last or is_note(name) or in_side_folder(name):
         return None
-    if dot > last and "\n" not in name:
+    if "\n" not in name:
         return name[:dot], name[dot + 1 :].lower()
     # webdataset's regular expression, ^((?:.*/|)[^.]+)[.]([^/]*)$, without its backtracking, which is quadratic.
     newline = name.find("\n")
-    folder = name.rfind("/", 0, min(newline % (len(name) + 1), max(dot - 1, 0))) + 1
+    folder = name.rfind("/", 0, min(newline % (len(name) + 1), dot - 1)) + 1
     if folder >= dot or "." in name[folder:dot]:
         return None
     return name[:dot], name[dot + 1 :].lower()

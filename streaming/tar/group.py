@@ -41,6 +41,7 @@ class ChunkLayout:
         record_starts: int64 ``[n + 1]``: sample ``i`` with all its headers and padding is
             ``[record_starts[i], record_starts[i + 1])``. Members that belong to no sample (directories, links) are in
             the record before them, or in the first.
+        passed_over: The regular files that belong to no sample.
     """
 
     keys: list[str]
@@ -48,6 +49,7 @@ class ChunkLayout:
     starts: Int64Array
     sizes: Int64Array
     record_starts: Int64Array
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class PackedLayout:
     starts: Int64Array
     sizes: Int64Array
     record_starts: Int64Array
+    passed_over: tuple[str, ...] = ()
 
     def unpacked(self) -> ChunkLayout:
         """Return the same layout with keys as text."""
@@ -69,6 +72,7 @@ class PackedLayout:
             starts=self.starts,
             sizes=self.sizes,
             record_starts=self.record_starts,
+            passed_over=self.passed_over,
         )
 
 
@@ -172,6 +176,8 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
         return False
     if lines.startswith(b"__") or end + b"__" in lines:  # each line but the first follows an end
         return False
+    if b"/." in lines or b"@eaDir/" in lines or b"__MACOSX/" in lines:  # perhaps of no sample
+        return False
     return num_dots > 0 or not (lines.startswith(b".") or end + b"." in lines)
 
 
@@ -183,11 +189,14 @@ def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int,
     heads: list[int] = []  # the first member of each sample
     fields: dict[str, int] = {}
     seen: dict[int, int] = {}  # fields of the current sample
+    passed: list[str] = []
     key = None
     names = members.names if isinstance(members.names, list) else members.names.tolist()
     for index, raw in enumerate(names):
-        split = split_name(decode_name(raw.split(b"\0", 1)[0] if b"\0" in raw else raw))
+        name = decode_name(raw.split(b"\0", 1)[0] if b"\0" in raw else raw)
+        split = split_name(name)
         if split is None:
+            passed.append(name)
             continue
         if where.strict and is_meta(split[1]):
             where.fail(
@@ -224,6 +233,7 @@ def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int,
         starts=starts,
         sizes=sizes,
         record_starts=record_starts,
+        passed_over=tuple(passed),
     )
 
 

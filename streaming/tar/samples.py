@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from streaming.errors import TarError
-from streaming.tar.blocks import BytesLike, decode_name, split_name
+from streaming.tar.blocks import BytesLike
 from streaming.tar.group import ChunkLayout
 from streaming.tar.scanner import TarScanner
 
@@ -57,10 +57,9 @@ def iter_samples(
         if not scanner.ended:  # zeros that follow belong to no sample, however many
             held.add(piece)
         layout = scanner.feed(piece)
-        if left_out is not None and scanner.members is not None:
-            for name in map(decode_name, scanner.members.names):
-                if split_name(name) is None:
-                    left_out(name)
+        if left_out is not None:
+            for name in scanner.passed_over:
+                left_out(name)
         del piece  # so that what is cut out of it can free it
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)

@@ -64,6 +64,8 @@ class TarScanner:
         """Where the first record begins that is not complete: no later layout begins before it."""
         self.members: Members | None = None
         """The members that the last feed read the headers of, offsets as in the archive; None if there were none."""
+        self.passed_over: tuple[str, ...] = ()
+        """Those of them that belong to no sample, in the order of the archive."""
         self._settled = 0
         self._tail = b""  # the bytes from _settled to num_bytes, if payload does not cover them
         self._open: Members | None = None  # the members of the unfinished sample; offsets from the archive's start
@@ -92,7 +94,7 @@ class TarScanner:
     def feed_packed(self, piece: BytesLike) -> PackedLayout:
         """Do as :meth:`feed`, without making a Python string of each key."""
         raw = as_array(piece)
-        self.members = None
+        self.members, self.passed_over = None, ()
         if self.num_bytes == 0:
             _refuse_compressed(raw[:BLOCK_BYTES].tobytes(), self.url)
         skip = max(0, self._settled - self.num_bytes)
@@ -164,11 +166,14 @@ class TarScanner:
         joined = _joined(self._open, members)
         last = _last_sample(joined.names)
         if not last:
+            self.passed_over = _names_but(joined.names, 0, last)
             return self._group(None, self.record_start)
         self._open = _taken(joined, last)
         if len(last) > MAX_FIELDS:
             check_num_fields(decode_name(bytes(joined.names[last[0]])), len(last), self.url)
-        return self._group(_taken(joined, slice(0, last[0])), int(self._open.headers[0]))
+        layout = self._group(_taken(joined, slice(0, last[0])), int(self._open.headers[0]))
+        self.passed_over = layout.passed_over + _names_but(joined.names, last[0], last)
+        return layout
 
     def _group(self, members: Members | None, stop: int) -> PackedLayout:
         if members is None or not len(members.names):
@@ -229,6 +234,14 @@ def _joined_names(first: Names, second: Names) -> Names:
         lists = [names if isinstance(names, list) else names.tolist() for names in (first, second)]
         return lists[0] + lists[1]
     return np.concatenate((first, second))
+
+
+def _names_but(names: Names, first: int, which: list[int]) -> tuple[str, ...]:
+    """Return the names from number ``first`` on, but for some numbers."""
+    if len(names) - first == len(which):
+        return ()
+    left = sorted({*range(first, len(names))} - {*which})
+    return tuple(decode_name(names[index].split(b"\0", 1)[0]) for index in left)
 
 
 def _last_sample(names: Names) -> list[int]:

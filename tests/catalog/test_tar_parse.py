@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,8 +34,16 @@ PIECES = (1, 511, 512, 513, 4096, 10_000, 1 << 30)
 Samples = list[tuple[str, dict[str, bytes]]]
 
 
+SIDE = ("@eaDir", "__MACOSX", ".AppleDouble")  # folders that nobody packed on purpose
+
+
 def regex_split(name: str) -> tuple[str, str] | None:
-    """The rule as webdataset writes it."""
+    """The rule as webdataset writes it, but for files that macOS or a NAS left beside those that somebody packed."""
+    *folders, last = name.split("/")
+    return None if last.startswith(".") or {*folders} & {*SIDE} else webdataset_split(name)
+
+
+def webdataset_split(name: str) -> tuple[str, str] | None:
     if re.match(r"__[^/]*__($|/)", name):
         return None
     match = re.match(r"^((?:.*/|)[^.]+)[.]([^/]*)$", name)
@@ -127,8 +136,8 @@ def plain_files(num_samples: int, fields: tuple[str, ...] = ("jpg", "cls"), size
 
 INNER = tar_bytes(plain_files(3))
 MAGIC_BLOCK = bytes(257) + b"ustar\x0000" + bytes(247)
-SEGMENT = st.sampled_from(["a", "b", "img.v2", "é", "x y", ".hid", "n" * 60, "__m__", "q\nr"])
-STEM = st.sampled_from(["0", "1", "22", "s", "__meta__", "", "été", "k" * 90, "k" * 160, "a\nb"])
+SEGMENT = st.sampled_from(["a", "b", "img.v2", "é", "x y", ".hid", "n" * 60, "__m__", "q\nr", *SIDE, "my@eaDir"])
+STEM = st.sampled_from(["0", "1", "22", "s", "__meta__", "", "._0", "été", "k" * 90, "k" * 160, "a\nb"])
 EXTENSION = st.sampled_from(["", ".jpg", ".JPG", ".cls", ".seg.png", ".json", ".", ".é", "..x"])
 PAYLOAD = st.one_of(
     st.binary(max_size=40),
@@ -162,7 +171,7 @@ def archives(draw: st.DrawFn) -> bytes:
         ):
             name = "/".join([*folders, stem + extension])
             split = regex_split(name)
-            if not name or name.endswith("/") or split in seen:
+            if not name or name.endswith("/") or (split is not None and split in seen):
                 continue
             if kind == tarfile.LNKTYPE and split is not None:
                 continue  # an error where a shard is read for the first time: see test_places.py
@@ -192,11 +201,36 @@ def test_agrees_with_tarfile_on_any_archive(archive: bytes) -> None:
         assert of_layout(archive) == expected
 
 
-@given(name=st.text(st.sampled_from("ab./_\n"), max_size=12))
+@given(
+    name=st.text(st.sampled_from("ab./_\n"), max_size=12)
+    | st.lists(st.sampled_from([*SIDE, "t", "._a.jpg", ".DS_Store", "a.jpg", "x@eaDir", ".", ""]), max_size=4).map(
+        "/".join
+    )
+)
 @example(name="__a.b__")
+@example(name="t/._a.jpg")
+@example(name="t/@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg")
 @settings(deadline=None)
 def test_names_split_as_the_regular_expression_does(name: str) -> None:
     assert split_name(name) == regex_split(name)
+    assert split_name(name) in {None, webdataset_split(name)}
+
+
+@given(archive=archives(), piece_bytes=st.sampled_from([100, 512, 1100, 1 << 20]))
+@settings(deadline=None)
+def test_files_of_no_sample_are_named_wherever_pieces_are_cut(archive: bytes, piece_bytes: int) -> None:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        expected = [one.name for one in tar if one.isreg() and regex_split(one.name) is None]
+    scanner, found = TarScanner(repeats=True), list[str]()
+    for piece in pieces_of(archive, piece_bytes):
+        scanner.feed(piece)
+        found += scanner.passed_over
+    scanner.finish()
+    assert found == expected
+    left_out: list[str] = []
+    deque(iter_samples(pieces_of(archive, piece_bytes), repeats=True, left_out=left_out.append), 0)
+    assert left_out == expected
+    assert [*parse_chunk(archive, repeats=True).passed_over] == expected
 
 
 @given(names=st.lists(st.text(st.sampled_from("ab./_"), min_size=1, max_size=6), min_size=1, max_size=6, unique=True))
@@ -244,6 +278,9 @@ NEARLY_ALIKE = [
     ["a.b/x.jpg", "a.b/.jpg"],
     ["a.jpg", "b.jpgx"],
     ["README", "a.jpg", "b.jpg"],
+    ["t/a.jpg", "t/@eaDir/b.jpg"],
+    ["t/a.jpg", "t/__MACOSX/b.jpg"],
+    ["t/a.jpg", "t/.b.jpg", "t/.jpg"],
     ["BZh91AY.jpg", "PK\3\4.jpg"],
 ]
 

@@ -185,7 +185,7 @@ def test_lift_takes_the_type_of_the_decoder(tmp_path: Path) -> None:
     assert run("index", tmp_path, "--columns", "cls").exit_code == 0
     assert len(StreamingDataset(str(tmp_path), where="late.cls >= 2 and late.score.float < 0.7 and cls = 2")) == 1
     refused = run("column", "add", tmp_path, "whole", "--lift", "json")
-    assert "expected a number, str, bool or None, got dict" in refused.stderr
+    assert "or None, got dict. Name another value" in refused.stderr
 
 
 def test_images_of_several_kinds_become_one_field(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

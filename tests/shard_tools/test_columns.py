@@ -136,13 +136,13 @@ def test_samples_that_share_a_key_get_the_same_value(tmp_path: Path) -> None:
 
 def test_what_cannot_be_joined(tmp_path: Path) -> None:
     data = write(str(tmp_path / "data"), num=5)
-    file = scores(tmp_path / "s", {"00003": 7}, when=pa.array([0], pa.timestamp("s")), number=[1])
+    file = scores(tmp_path / "s", {"00003": 7}, when=pa.array([[0]]), number=[1])
     for arguments, problem, code in (
         ((data, "score", "--from", file), "Give one of --from FILE --on COLUMN, --lift PATH, and --compute", 2),
         (("score", "--from", file, "--on", "key"), "Give the URL", 2),
         ((data, "score", "--from", file, "--on", "keys"), "no column 'keys'; there are: key, score, when, number", 2),
         ((data, "late", "--from", file, "--on", "key"), "no column 'late'", 2),
-        ((data, "late", "--from", file, "--on", "key", "--value", "when"), "holds timestamp", 2),
+        ((data, "late", "--from", file, "--on", "key", "--value", "when"), "column 'when' holds list", 2),
         ((data, "late", "--from", file, "--on", "number", "--value", "score"), "keys of samples are text", 2),
         ((data, "../up", "--from", file, "--on", "key"), "expected letters, digits", 2),
         ((data, "score", "--from", file, "--on", "key", "--missing", "error"), "without a value in", 1),
@@ -198,7 +198,7 @@ def test_text_tables_tell_their_types(tmp_path: Path) -> None:
     assert kept(data, "whole IS NULL AND NOT flag AND word = '1' AND half = 1.5") == [1]
     (tmp_path / "t.jsonl").write_text('{"key": "00000", "v": 1}\n{"key": "00001", "v": "x"}\n')
     assert (
-        "values of several types"
+        "1 (sample '00000') beside 'x' (sample '00001'): whole numbers and text, of which a column holds one kind"
         in run("column", "add", data, "v", "--from", f"{tmp_path}/t.jsonl", "--on", "key").stderr
     )
     (tmp_path / "t.jsonl").write_text('{"key": 0, "v": 1}\n')
@@ -581,8 +581,8 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "function", "words"),
     [
-        ("def f(sample): return [1]", "f", "expected a number, str, bool or None, got list"),
-        ("def f(sample): return 1 if sample['__key__'] < '00005' else 'x'", "f", "of several kinds"),
+        ("def f(sample): return [1]", "f", "or None, got list. Name another value"),
+        ("def f(sample): return 1 if sample['__key__'] < '00005' else 'x'", "f", "of which a column holds one kind"),
         ("def f(sample): return 1 if sample['__key__'] < '00025' else 'x'", "f", "of different types"),
         ("f = 3", "f", "to be a function, got a int"),
         ("def f(sample): return 1", "g", "has no attribute 'g'"),

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from shard_tools.convert import ConvertOptions, convert
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError
 from tests.support.sets.tars import write_tar
+from tests.support.sources.conversions import members
 
 NUM_DIGESTS = 2000
 ACCIDENTS = (b"BM", b"\xff\xfb", b"ID3", b"\xff\xd8\xff\xd0", b"\0\0\0\0ftyq", b"GIF8")  # how files begin, or nearly
@@ -256,3 +258,87 @@ def test_dates_and_numbers_that_json_lacks_are_told(tmp_path: Path, caplog: pyte
     assert "is stored as null: 2 samples, the first from" in caplog.text
     kept = StreamingDataset(str(tmp_path / "out"), where="when >= '2024-01-02' AND x > 1 AND cost = '1.10'")
     assert [kept[0]["json"], len(kept)] == [{"x": None, "when": "2024-01-03T12:00:00+00:00", "cost": "1.10"}, 1]
+
+
+STRUCT = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+
+
+def pages(kind: pa.DataType) -> tuple[pa.Array, dict[str, bytes]]:
+    """Return a column of lists of images, as interleaved sets have them, and the fields that it becomes."""
+    rows = [[image("PNG", 1), None, image("PNG", 2)], [], None, [image("PNG", 3)]]
+    expected = {
+        f"{row:09d}.pages.{number}.png": item
+        for row, items in enumerate(rows)
+        for number, item in enumerate(items or ())
+        if item is not None
+    }
+    if pa.types.is_struct(kind):
+        structs = [items and [item and {"bytes": item, "path": "a.png"} for item in items] for items in rows]
+        return pa.array(structs, pa.list_(kind)), expected
+    return pa.array(rows, pa.list_(pa.binary())).cast(pa.list_(kind)), expected
+
+
+@pytest.mark.parametrize("kind", [STRUCT, pa.binary(), pa.large_binary()], ids=["struct", "binary", "large"])
+@pytest.mark.parametrize("saved", ["parquet", "hf"])
+def test_each_file_of_a_list_is_a_field(tmp_path: Path, kind: pa.DataType, saved: str) -> None:
+    """A list of images could not be stored: one cure named the option that gave the other one."""
+    column, expected = pages(kind)
+    texts = [["a", None, "b"], ["c"], None, ["d"]]
+    source = table(tmp_path / "in.parquet", pages=column, texts=texts)
+    if saved == "hf":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset(pa.table({"pages": column, "texts": texts})).save_to_disk(str(tmp_path / "saved"))
+        source = str(tmp_path / "saved")
+    out = tmp_path / "out"
+    found = run("convert", source, out, "--from", saved)
+    assert found.exit_code == 0, found.output
+    stored = members(out)
+    assert {name: body for name, body in stored.items() if name.endswith(".png")} == expected
+    told = [json.loads(stored[f"{row:09d}.json"]) for row in range(4)]
+    assert told == [
+        {"texts": texts[0], "pages[1]": None},
+        {"texts": texts[1], "pages": []},
+        {"texts": None, "pages": None},
+        {"texts": texts[3]},
+    ]
+    assert StreamingDataset(str(out))[0]["pages.2.png"].shape == (6, 8, 3)
+    assert run("verify", out).exit_code == 0
+
+
+def test_lists_of_images_of_a_builder_are_stored(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    feature = datasets.List if hasattr(datasets, "List") else datasets.Sequence
+    features = datasets.Features({"pages": feature(datasets.Image())})
+    column, expected = pages(STRUCT)
+    rows = [items and [item for item in items if item] for items in column.to_pylist()]
+    made = datasets.Dataset.from_dict({"pages": rows}, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    made.to_parquet(str(tmp_path / "rows.parquet"))
+    for source, kind in ((tmp_path / "saved", "hf"), (tmp_path / "rows.parquet", "parquet")):
+        found = run("convert", source, tmp_path / kind, "--from", kind)
+        assert found.exit_code == 0, found.output
+        stored = [body for name, body in sorted(members(tmp_path / kind).items()) if name.endswith(".png")]
+        assert stored == [*expected.values()]
+
+
+def test_each_cure_for_bytes_within_values_works_when_typed(tmp_path: Path) -> None:
+    """Options are followed as messages name them until one works; ``--field a=json`` and ``a=jpg`` named each other."""
+    struct = {"bytes": image("PNG"), "path": "a.png"}
+    values = {
+        "deep": [[[struct]]], "captioned": [{**struct, "caption": "x"}], "several": [{"a": b"1", "b": [b"2"]}],
+        "pages": [[struct]],
+    }  # fmt: skip
+    for name, value in values.items():
+        source = table(tmp_path / f"{name}.parquet", **{name: value}, n=[1])
+        for first in ("", f"{name}=jpg", f"{name}=json", f"{name}=npy"):
+            option, seen = first, set[str]()
+            while option not in seen:
+                seen.add(option)
+                target = tmp_path / f"{name}-{first}-{len(seen)}"
+                found = run("convert", source, target, *(("--field", option) if option else ()))
+                if not found.exit_code:
+                    break
+                named = re.search(rf"--field ({name}=\S+)|try ({name}=\w+)", found.stderr)
+                assert named, found.stderr
+                option = (named[1] or named[2]).rstrip(";,.")
+            assert not found.exit_code, (name, first, seen)

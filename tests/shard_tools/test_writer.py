@@ -708,7 +708,7 @@ def test_relative_patterns_work(tmp_path, monkeypatch):
 
 def test_values_of_no_common_type_are_refused_before_the_shard_appears(tmp_path):
     samples = [{"__key__": "a", "cls": 1}, {"__key__": "b", "cls": "one"}]
-    with pytest.raises(ConfigError, match=r"column 'cls' of shard 'train-0000\.tar': its values have no common type"):
+    with pytest.raises(ConfigError, match=r"train-0000\.tar: column 'cls': 1 \(sample 'a'\) beside 'one'"):
         write_all(tmp_path, samples, columns=["cls"])
     assert files_of(tmp_path) == {}
 

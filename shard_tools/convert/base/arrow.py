@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.convert.base.rows import RowMapper, as_payload, choose_type, safe_extension
+from shard_tools.convert.base.rows import DROP, RowMapper, as_payload, choose_type, safe_extension, with_lists
 from shard_tools.write.filetypes import file_type
 from streaming.errors import ConfigError, DataError
 
@@ -18,7 +19,10 @@ LOOKED_AT = 10_000  # values of a binary column, to tell its type; later ones ar
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column holds, by the schema: ``kind`` is "binary", "list" (of numbers), "lists" (of lists) or ""."""
+    """What a column holds, by the schema.
+
+    ``kind`` is "binary", "files" (lists of binary values), "list" (of numbers), "lists" (of lists of numbers) or "".
+    """
 
     kind: str
     items: str = ""  # type of the numbers in lists, by NumPy's name
@@ -36,11 +40,10 @@ class Column:
         if depth:
             numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
             name = str(np.dtype(kind.to_pandas_dtype())) if numbers else ""
+            if depth == 1 and _is_binary(kind):
+                return cls("files")
             return cls(("list" if depth == 1 else "lists") if numbers else "", name)
-        if pa.types.is_struct(kind):
-            return cls("binary" if {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"} else "")
-        binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
-        return cls("binary" if binary or pa.types.is_binary_view(kind) else "")
+        return cls("binary" if _is_binary(kind) else "")
 
     def joined(self, other: Column) -> Column:
         """Return what a column holds that holds both, in a field that an option names."""
@@ -102,36 +105,39 @@ class ArrowColumns:
                 it has (:func:`count_types`); files are asked until each column has values.
         """
         columns, named = self._columns, dict(mapper.fields)
-        binary = [name for name, column in columns.items() if column.kind == "binary" and name not in named]
+        kinds = {name: column.kind for name, column in columns.items() if name not in named}
+        bytes_of = [name for name, kind in kinds.items() if kind in {"binary", "files"}]
         found: dict[str, Counter[str]] = {}
         for look in looks:
-            left = [column for column in binary if not found.get(column)]
+            left = [column for column in bytes_of if not found.get(column)]
             if not left:
                 break
             found |= look(left)
-        types = {name: choose_type(name, found.get(name, Counter())) for name in binary}
-        return replace(
-            mapper,
-            binary={
-                name: kind if len(binary) == 1 else f"{safe_extension(name)}.{kind}" for name, kind in types.items()
-            },
-            arrays={
-                name: f"{safe_extension(name)}.npy"
-                for name, column in columns.items()
-                if column.kind == "list" and name not in named
-            },
-            items=self.item_types,
-        )
+        types = {name: choose_type(name, found.get(name, Counter())) for name in bytes_of}
+        alone = [*kinds.values()].count("binary") == 1
+        binary = {
+            name: kind if alone else f"{safe_extension(name)}.{kind}"
+            for name, kind in types.items()
+            if kinds[name] == "binary"
+        }
+        lists = {
+            name: named.get(name) or f"{safe_extension(name)}.{types[name]}"
+            for name, column in columns.items()
+            if column.kind == "files" and named.get(name) != DROP
+        }
+        arrays = {name: f"{safe_extension(name)}.npy" for name, kind in kinds.items() if kind == "list"}
+        return with_lists(replace(mapper, binary=binary, arrays=arrays, items=self.item_types), lists, columns)
 
 
 def count_types(batches: Iterable[pa.RecordBatch], columns: Sequence[str]) -> dict[str, Counter[str]]:
-    """Count the types of the first values of binary columns, ``""`` for none that is known."""
+    """Count the types of the first values of columns of bytes, or of lists of them; ``""`` for none that is known."""
     found = {column: Counter[str]() for column in columns}
     left = LOOKED_AT
     for batch in batches:
         for column in columns:
-            payloads = map(as_payload, batch.column(column)[:left].to_pylist())
-            found[column].update(file_type(payload) for payload in payloads if payload)
+            values = batch.column(column)[:left].to_pylist()
+            items = itertools.chain.from_iterable(one if isinstance(one, list) else (one,) for one in values)
+            found[column].update(file_type(payload) for payload in map(as_payload, items) if payload)
         left -= batch.num_rows
         if left <= 0:
             break
@@ -149,7 +155,7 @@ def plain_rows(batch: pa.RecordBatch, where: str) -> Iterator[dict[str, object]]
     columns: list[list[object]] = []
     for name, array in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            columns.append(_plain_values(array))
+            columns.append(plain_list(array))
         except (OverflowError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{where}: column {name!r}, {array.type}: a value that Python cannot hold, such as a date beyond the "
@@ -160,7 +166,7 @@ def plain_rows(batch: pa.RecordBatch, where: str) -> Iterator[dict[str, object]]
         yield dict(zip(names, values, strict=True))
 
 
-def _plain_values(array: pa.Array) -> list[object]:
+def plain_list(array: pa.Array) -> list[object]:
     """Return the values of an array as Python's own, whatever packages are installed."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
@@ -169,15 +175,15 @@ def _plain_values(array: pa.Array) -> list[object]:
         return plain
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return _plain_values(array.dictionary_decode())
+        return plain_list(array.dictionary_decode())
     if _is_list(kind):
-        items = iter(_plain_values(array.flatten()))
+        items = iter(plain_list(array.flatten()))
         lengths = array.value_lengths().to_pylist() if not pa.types.is_fixed_size_list(kind) else None
         sizes = [kind.list_size if one.is_valid else None for one in array] if lengths is None else lengths
         return [None if size is None else [next(items) for _ in range(size)] for size in sizes]
     if pa.types.is_struct(kind):
         names = [kind.field(number).name for number in range(kind.num_fields)]
-        columns = [_plain_values(column) for column in array.flatten()]
+        columns = [plain_list(column) for column in array.flatten()]
         rows = zip(*columns, strict=True)
         valid = array.is_valid().to_pylist()
         return [dict(zip(names, row, strict=True)) if there else None for row, there in zip(rows, valid, strict=True)]
@@ -215,6 +221,16 @@ def _has_fine_times(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_has_fine_times(kind.field(number).type) for number in range(kind.num_fields))
     return kind in {pa.duration("ns"), pa.time64("ns")} or (pa.types.is_timestamp(kind) and kind.unit == "ns")
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    """Tell whether values of a type are bytes, or Hugging Face's struct of bytes and a path."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_binary(kind.storage_type)
+    if pa.types.is_struct(kind):
+        return {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}
+    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return bool(binary or pa.types.is_binary_view(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:

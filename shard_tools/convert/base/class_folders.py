@@ -28,6 +28,7 @@ from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
 from streaming.index.files import read_note, write_document
 from streaming.storage import Storage, join_url, local_path, redact, split_url
+from streaming.tar.passed_over import in_side_folder, why_no_sample
 
 CLASSES = "_shardstream/classes.json"
 HIDDEN = "hidden: a name that starts with a dot"
@@ -188,6 +189,8 @@ def why_left_out(file: SourceFile) -> str:
     """Return why a file of a folder is no part of a sample whatever it holds; ``""`` if it may be."""
     if file.name.startswith(".") or "/." in file.name:
         return HIDDEN
+    if in_side_folder(file.name):
+        return why_no_sample(file.name)
     return "empty file" if file.size_bytes == 0 else ""
 
 

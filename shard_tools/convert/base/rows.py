@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import decimal
 import io
 import json
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
+from shard_tools.write.columns import plain_value
 from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike, is_read_as
 from streaming.errors import ConfigError, DataError
 
@@ -44,25 +44,14 @@ def json_of(value: object) -> tuple[bytes, str]:
     return text.encode(), remark
 
 
-_OTHER = (dt.date, dt.time, dt.timedelta, decimal.Decimal)
-
-
-def plain_value(value: object) -> object:
-    """Return dates and times as ISO text, durations as seconds, decimals as text, and anything else as it is."""
-    return _plain(value) if isinstance(value, _OTHER) else value
-
-
 def _plain(value: object) -> object:
-    if isinstance(value, (dt.date, dt.time)):
-        return value.isoformat()
-    if isinstance(value, dt.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
+    plain = plain_value(value)
+    if plain is not value:
+        return plain
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, bytes):
-        raise DataError(f"a binary value of {len(value)} bytes inside a list or struct; store its column with --field")
+        raise DataError(f"a binary value of {len(value)} bytes inside a list or struct, which JSON does not have")
     raise DataError(f"a value of type {type(value).__name__} cannot be written as JSON")
 
 
@@ -142,6 +131,8 @@ class RowMapper:
         binary: Fields of binary columns.
         arrays: Fields of columns that hold lists of numbers.
         items: Types of the numbers in lists, by column.
+        lists: Fields of columns that hold lists of files, whose items become fields of their own; see
+            :func:`with_lists`.
         tolerant: A row that cannot be stored is a record with a ``problem``, not an error.
         named_only: Columns that ``fields`` does not name do not become fields.
     """
@@ -151,6 +142,7 @@ class RowMapper:
     binary: Mapping[str, str] = field(default_factory=dict)
     arrays: Mapping[str, str] = field(default_factory=dict)
     items: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)
     tolerant: bool = False
     named_only: bool = False
 
@@ -217,16 +209,16 @@ class RowMapper:
         rest: dict[str, object] = {}
         remarks: tuple[str, ...] = ()
         named = dict(self.fields)
-        for column, value in row.items():
+        for column, value in (_spread(row, self.lists) if self.lists else row).items():
             name = named.get(column) or (None if self.named_only else self._own_field(column, value))
             if name is not None and name != DROP and value is not None:
                 content, remark = self._content(value, name, column)
                 found.append((column, name, content))
                 remarks += (remark,) if remark else ()
-            elif column not in named and not self.named_only:
+            elif (column not in named or (column in self.lists and value in (None, []))) and not self.named_only:
                 rest[column] = value
         if rest:
-            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else json_of(rest)
+            content, remark = (raw, "") if raw is not None and len(rest) == len(row) else _json_of_columns(rest)
             found.append((next(iter(rest)), "json", content))
             remarks += (remark,) if remark else ()
         if not found and not self.named_only:
@@ -279,22 +271,44 @@ def with_lists(mapper: RowMapper, lists: Mapping[str, str], columns: Collection[
         columns: All columns.
 
     Raises:
-        ConfigError: Another column has a name that :func:`spread_lists` makes.
+        ConfigError: Another column has a name that an item gets.
     """
     for name in lists:
         if any(other.startswith(f"{name}[") for other in columns):
             raise ConfigError(f"column {name!r} is a list of files, and another is called {name}[…; rename one of them")
     kept = tuple(pair for pair in mapper.fields if pair[0] not in lists)
     dropped = tuple((name, DROP) for name in lists)
-    return replace(mapper, fields=kept + dropped, binary=_NumberedFields(mapper.binary, lists))
+    return replace(mapper, fields=kept + dropped, binary=_NumberedFields(mapper.binary, lists), lists=lists)
 
 
-def spread_lists(row: dict[str, object], lists: Collection[str]) -> dict[str, object]:
+def _spread(row: Mapping[str, object], lists: Collection[str]) -> dict[str, object]:
     """Return a row with a column ``COLUMN[NUMBER]`` for each item of the columns of lists."""
+    found = dict(row)
     for name in lists:
         items = row.get(name)
-        row |= {f"{name}[{number}]": item for number, item in enumerate(items if isinstance(items, list) else ())}
-    return row
+        found |= {f"{name}[{number}]": item for number, item in enumerate(items if isinstance(items, list) else ())}
+    return found
+
+
+def _json_of_columns(values: Mapping[str, object]) -> tuple[bytes, str]:
+    """Return columns as JSON, and a remark if a number became null.
+
+    Raises:
+        DataError: A value is no JSON; the message names the column.
+    """
+    try:
+        return json_of(values)
+    except DataError:
+        for column, value in values.items():
+            _json_of_column(value, column)
+        raise
+
+
+def _json_of_column(value: object, column: str) -> tuple[bytes, str]:
+    try:
+        return json_of(value)
+    except DataError as error:
+        raise DataError(f"column {column!r}: {error}; leave it out with --field {column}=-") from error
 
 
 class _NumberedFields(dict[str, str]):
@@ -406,7 +420,7 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
     """
     last = extension.lower().rpartition(".")[2]
     if last == "json":
-        return json_of(value)
+        return _json_of_column(value, column)
     if last == "npy" and isinstance(value, np.ndarray):
         return dump_array(value), ""
     if last == "npy" and isinstance(value, list):
@@ -421,4 +435,5 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
         return value.encode(), ""
     if isinstance(value, (int, float, decimal.Decimal)):
         return str(int(value) if isinstance(value, bool) else value).encode(), ""
+    _json_of_column(value, column)  # raises if json is no cure either
     raise DataError(f"--field {column}={extension}: cannot store a {type(value).__name__} there; try {column}=json")

@@ -19,6 +19,7 @@ from typing import Any
 from shard_tools.convert.base.files import MEMBER, SourceFile, open_stored
 from streaming.errors import DataError, NotFoundError
 from streaming.storage import ObjectInfo, Storage, redact
+from streaming.tar.passed_over import in_side_folder
 from streaming.tar.samples import MAX_GZIP_RATIO
 
 SUFFIX = ".zip"
@@ -67,7 +68,7 @@ class ZipStorage(Storage):
         Raises:
             DataError: It is no zip archive, or one that is not read; the message names it and what is wrong.
         """
-        names = [name.split("/") for name in self._opened(archive).members if not name.startswith("__MACOSX/")]
+        names = [name.split("/") for name in self._opened(archive).members if not in_side_folder(name)]
         top = {parts[0] for parts in names}
         seen = [parts for parts in names if not parts[-1].startswith(".")]
         only = len(top) == 1 and seen and all(len(parts) > 2 for parts in seen)

@@ -111,9 +111,9 @@ class HfDataset:
             _log.warning("%s: several columns of classes; classes.json holds those of %r", table.where, self.columns[0])
 
     @property
-    def fields(self) -> Mapping[str, bool]:
-        """The fields that the columns become."""
-        return self._fields
+    def fields(self) -> Mapping[str, bool] | None:
+        """The fields that the columns become; None if a list of files becomes a field for each."""
+        return None if self._mapper.lists else self._fields
 
     @property
     def num_records(self) -> int | None:

@@ -25,7 +25,6 @@ from shard_tools.convert.base.rows import (
     RowMapper,
     choose_type,
     safe_extension,
-    spread_lists,
     unreadable,
     with_lists,
 )
@@ -271,7 +270,6 @@ class IndexedFiles(FileSource):
         self._parts = parts
         columns = self._join_columns(options)
         self.item_types = {name: column.dtype for name, column in columns.items() if column.dtype}
-        self._lists: dict[str, str] = {}
         self._mapper = RowMapper.of(options)
         if not options.named_only:
             self._mapper = self._fit(self._mapper, columns)
@@ -285,7 +283,7 @@ class IndexedFiles(FileSource):
     @property
     def fields(self) -> Mapping[str, bool] | None:
         """The fields that the columns become; None if a list of images becomes a field for each."""
-        if self._lists:
+        if self._mapper.lists:
             return None
         formats = {id(part.samples): part.samples for part in self._parts}.values()
         read = [{one.name: one for one in samples.columns if not one.refused} for samples in formats]
@@ -325,7 +323,7 @@ class IndexedFiles(FileSource):
         except _WRONG_VALUE as error:
             raise DataError(f"{where}{f', column {name!r}' if name else ''}: {error}; damaged?") from error
         row |= {column.name: None for column in samples.columns if column.refused}  # the user has left these out
-        return spread_lists(row, self._lists)
+        return row
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
         """Yield (number, file, number within it, bytes) of each sample."""
@@ -410,11 +408,13 @@ class IndexedFiles(FileSource):
         binary: Mapping[str, str] = {
             name: kind if len(files) == 1 else f"{safe_extension(name)}.{kind}" for name, kind in kinds.items()
         }
-        for name, column in columns.items():
-            if column.kind == "files" and named.get(name) != DROP and not column.refused:
-                self._lists[name] = named.get(name) or f"{safe_extension(name)}.{column.extension}"
+        lists = {
+            name: named.get(name) or f"{safe_extension(name)}.{column.extension}"
+            for name, column in columns.items()
+            if column.kind == "files" and named.get(name) != DROP and not column.refused
+        }
         arrays = {name: f"{safe_extension(name)}.npy" for name, column in own.items() if column.kind == "array"}
-        return with_lists(replace(mapper, binary=binary, arrays=arrays, items=self.item_types), self._lists, columns)
+        return with_lists(replace(mapper, binary=binary, arrays=arrays, items=self.item_types), lists, columns)
 
     def _types(self, columns: Sequence[SampleColumn]) -> dict[str, Counter[str]]:
         """Count the types of the first values of columns of bytes."""

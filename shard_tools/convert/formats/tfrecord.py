@@ -28,7 +28,6 @@ from shard_tools.convert.base.rows import (
     choose_content_type,
     content_type,
     safe_extension,
-    spread_lists,
     unreadable,
     with_lists,
 )  # fmt: skip
@@ -72,7 +71,6 @@ class TfRecords(CountedFiles):
         self._key_field = options.key_field
         self._mapper = RowMapper.of(options)
         self._columns: dict[str, _Column] = {}
-        self._lists: dict[str, str] = {}
         self._decide(tolerant=options.named_only)
 
     def records(self, start: int) -> Generator[Record, None, None]:
@@ -165,7 +163,7 @@ class TfRecords(CountedFiles):
                 row[name] = None if column is None else column.value(steps, is_key=name == self._key_field)
             except ValueError as error:
                 raise DataError(f"{where}: feature {name!r}: {str(error).replace('NAME', name)}") from error
-        return spread_lists(row, self._lists)
+        return row
 
     def _features(self, data: bytes, where: str) -> dict[str, _Feature]:
         if self._raw:
@@ -221,14 +219,14 @@ class TfRecords(CountedFiles):
             for name in files
         }
         arrays = {name: f"{safe_extension(name)}.npy" for name, column in own.items() if column.kind == "numbers"}
-        self._lists = {
+        lists = {
             name: named.get(name) or f"{safe_extension(name)}.{column.extension}"
             for name, column in self._columns.items()
             if column.kind == "files" and named.get(name) != DROP
         }
         if not self._mapper.named_only:
             self._mapper = replace(self._mapper, binary=binary, arrays=arrays)
-        self._mapper = with_lists(self._mapper, self._lists, self._columns)
+        self._mapper = with_lists(self._mapper, lists, self._columns)
 
 
 def _find(spec: str, storage: Storage, exclude: str | None) -> list[SourceFile]:

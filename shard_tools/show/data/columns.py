@@ -377,7 +377,7 @@ def _axis(name: str, taken: ColumnsTaken) -> _Axis:
             raise ConfigError(f"{name}: holds {one.type}; numbers, texts and booleans can be compared")
     kinds = {str(one.type) for one in parts}
     if len(kinds) > 1:
-        parts = [one.cast(pa.float64() if _are_numbers(parts) else pa.string()) for one in parts]
+        parts = [one.cast(pa.float64(), safe=False) if _are_numbers(parts) else one.cast(pa.string()) for one in parts]
     kind = parts[0].type if parts else pa.null()
     whole = [one if not pa.types.is_null(one.type) else pa.nulls(len(one), kind) for one in taken.values[name]]
     if len(kinds) > 1:
@@ -393,7 +393,7 @@ def _are_numbers(parts: Sequence[Values]) -> bool:
 
 
 def _ranges(name: str, values: Values) -> _Axis:
-    numbers = values.cast(pa.float64()).fill_null(math.nan).to_numpy(zero_copy_only=False)
+    numbers = values.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(zero_copy_only=False)
     finite = numbers[np.isfinite(numbers)]
     low, high = float(finite.min(initial=0) if not finite.size else finite.min()), float(finite.max(initial=0))
     spans = low > 0 and high / low > 100

@@ -5,6 +5,7 @@ Exactly-once delivery cannot be promised: the number of samples is unknown until
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +17,10 @@ from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.settings import Shape
 from streaming.storage import redact
+from streaming.tar.passed_over import PassedOver
 from streaming.tar.samples import MAX_GZIP_RATIO, MAX_SAMPLE_BYTES, iter_samples
+
+_log = logging.getLogger(__name__)
 
 LEAST_SAMPLE_BYTES = 64 << 20
 """Maximum size of a sample, however small the window is."""
@@ -93,13 +97,14 @@ def shard_sequence(settings: StreamSettings) -> Iterator[str]:
 
 def read_shard(
     reader: ReadAhead, url: str, *, keep_duplicates: bool = False, max_gzip_ratio: float = MAX_GZIP_RATIO,
-    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES, left_out: Callable[[str], None] | None = None,
 ) -> Iterator[RawSample]:  # fmt: skip
-    """Yield the samples of one shard."""
+    """Yield the samples of one shard; ``left_out`` is called with the name of each file that belongs to none."""
     shown = redact(url)
     samples = iter_samples(
         reader.pieces(url), shown, repeats=keep_duplicates, max_gzip_ratio=max_gzip_ratio,
         max_sample_bytes=max_sample_bytes, larger="raise memory_limit: a sample may take half of it (or 64 MiB)",
+        left_out=left_out,
     )  # fmt: skip
     for key, fields in samples:
         yield RawSample(key=key, url=shown, fields=fields)
@@ -142,12 +147,13 @@ def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[st
 def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
     seen: set[str] = set()
     is_checked, num_empty = settings.fields is None, 0
+    passed_over, names = PassedOver(), list[str]()
     for url in shard_sequence(settings):
         before(url)
         num_empty += 1
         samples = read_shard(
             reader, url, keep_duplicates=settings.keep_duplicates, max_gzip_ratio=settings.max_gzip_ratio,
-            max_sample_bytes=max(LEAST_SAMPLE_BYTES, settings.window_bytes),
+            max_sample_bytes=max(LEAST_SAMPLE_BYTES, settings.window_bytes), left_out=names.append,
         )  # fmt: skip
         for sample in samples:
             before(url)
@@ -155,6 +161,11 @@ def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str
             if not is_checked:
                 seen.update(sample.fields)
             yield sample
+        if not passed_over.num_files:
+            passed_over = passed_over.and_of(redact(url), names)
+            if passed_over.num_files:
+                _log.warning("%s (later shards may hold more, which is not said again)", passed_over)
+        names.clear()
         if num_empty == len(settings.urls):
             raise ConfigError(
                 f"no samples in {redact(settings.urls[0])} and {len(settings.urls) - 1} other shards: this rank read "
