@@ -25,7 +25,6 @@ REASONS = {
     "loops/test_traces.py": CLOCK_OF_OTHERS,
     "release/__main__.py": PROGRAMS,
     "replicas/test_broadcast.py": "a rank sleeps, so that others may run ahead, which they must not",
-    "replicas/test_hosts.py": "torchrun counts a host as lost by the clock",
     "shard_tools/test_optimize.py": ANY_MOMENT,
     "storage/test_cache.py": CLOCK_OF_OTHERS,
     "storage/test_cache_processes.py": SLOW,
@@ -33,15 +32,15 @@ REASONS = {
     "storage/test_storage_faults.py": "the sleeps that calls ask for are added up",
     "storage/test_storage_in_place.py": SLOW,
     "storage/test_storage_throttle.py": CLOCK_OF_OTHERS,
-    "support/data_sets.py": ANY_MOMENT,
-    "support/elastic_worker.py": SLOW,
-    "support/forked.py": "the end of a wait",
-    "support/hanging.py": "a thread that has stood for a while is taken to stand",
-    "support/killed_node.py": "the end of a wait",
-    "support/made_samples.py": SLOW,
-    "support/mini_s3.py": SLOW,
-    "support/remesh_rank.py": "the time is printed",
-    "support/waiting.py": "the end of a wait",
+    "support/sets/data_sets.py": ANY_MOMENT,
+    "support/programs/elastic_rank.py": SLOW,
+    "support/processes/forked.py": "the end of a wait",
+    "support/processes/hanging_functions.py": "a thread that has stood for a while is taken to stand",
+    "support/clusters/killed_node.py": "the end of a wait",
+    "support/programs/made_samples.py": SLOW,
+    "support/servers/mini_s3.py": SLOW,
+    "support/programs/remesh_rank.py": "the time is printed",
+    "support/processes/waiting.py": "the end of a wait",
 }
 
 
@@ -83,5 +82,23 @@ def test_waits_are_given_up_after_a_minute_at_the_earliest() -> None:
     found = {f"{path.name}: {text}" for path in sources() for one in calls(path) if (text := short_wait(one))}
     assert found == {
         "fault_proxy.py: thread.join(timeout=10)",  # whose client does not leave: it ends with the process
-        "servers.py: process.wait(timeout=5)",  # then it is killed
+        "on_loopback.py: process.wait(timeout=5)",  # then it is killed
     }
+
+
+AT_ONCE = {"content", "is_visible", "is_hidden", "wait_for_timeout"}
+"""Methods of Playwright that say how a page is now, whether or not the click before has done its work."""
+
+
+def test_pages_in_a_browser_are_waited_for() -> None:
+    """By ``browser.expect``; and the network is idle by the clock, while what is expected is there or not."""
+    tests = [path for path in sources() if "servers.browser import" in path.read_text() and path != Path(__file__)]
+    assert len(tests) > 4
+    found = {
+        f"{path.name}: {ast.unparse(one)}"
+        for path in tests
+        for one in calls(path)
+        if isinstance(one.func, ast.Attribute) and one.func.attr in AT_ONCE
+    }
+    assert found == set()
+    assert [path.name for path in sources() if path != Path(__file__) and "networkidle" in path.read_text()] == []
