@@ -599,7 +599,8 @@ def test_close_ends_the_actors_and_keeps_what_was_handed_out(nodes: TwoNodes, sa
         batches = iter(loader)
         batch = next(batches)
         (actor,) = loader._loop._actors
-        assert re.search(r"^(reader 0: )?batch \d+ of 25", loader.describe(), re.MULTILINE)
+        said = re.compile(r"^(reader 0: )?batch \d+ of 25", re.MULTILINE)
+        until(lambda: said.search(loader.describe()), "the reader describes itself, for which it has a second")
 
     with pytest.raises(ray.exceptions.RayActorError):  # a kill is under way when it was asked for, not done
         until(lambda: ray.get(actor.length.remote()) is None, "the actor is gone")
