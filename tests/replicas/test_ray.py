@@ -43,7 +43,7 @@ from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError
 from streaming.remote import cluster, wire
 from streaming.remote.reader import RemoteReader
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 AWAY = RemoteGroup(name="readers", num_cpus=0.5, resources={"away": 0.01})
 QUICK_TRAIN = {

@@ -21,7 +21,7 @@ from shard_tools.functions.mapped import MapOptions, map_set
 from shard_tools.functions.run import Running
 from streaming.errors import WorkerDiedError
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from shard_tools.cli import cli
 from shard_tools.running.engine import open_engine
 from streaming.storage import Storage
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

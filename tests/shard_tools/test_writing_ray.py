@@ -26,7 +26,7 @@ from shard_tools.sets.reindex import index
 from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from streaming.storage import Storage
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
