@@ -66,13 +66,8 @@ def test_who_looks_at_a_clock_says_why() -> None:
 
 def short_wait(call: ast.Call) -> str:
     """The text of a wait for a thread, a lock or a process that ends after few seconds; "": it is none."""
-    waits = isinstance(call.func, ast.Attribute) and call.func.attr in {
-        "join",
-        "acquire",
-        "communicate",
-        "wait",
-        "result",
-    }
+    names = {"join", "acquire", "communicate", "wait", "result"}
+    waits = isinstance(call.func, ast.Attribute) and call.func.attr in names
     given = [*call.args, *(one.value for one in call.keywords if one.arg == "timeout")] if waits else []
     short = [one for one in given if isinstance(one, ast.Constant) and isinstance(one.value, (int, float))]
     return ast.unparse(call) if any(1 <= one.value < LEAST_S for one in short) else ""

@@ -15,10 +15,9 @@ import pytest
 
 from shard_tools.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher
-from streaming.counters import under_way
 from streaming.fetch import read
 from tests.support.code.folders import ROOT
-from tests.support.processes.waiting import PATIENCE_S, until
+from tests.support.processes.waiting import PATIENCE_S, is_timed, until
 from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.thorough
@@ -64,10 +63,7 @@ LET_GO = threading.Event()
 
 
 def wait_until_it_waits(name: str) -> None:
-    def is_so() -> bool:
-        return LET_GO.is_set() or any(one.name == name for one, _ in list(under_way()))
-
-    until(is_so, f"the consumer waits: {name}")
+    until(lambda: LET_GO.is_set() or is_timed(name), f"the consumer waits: {name}")
 
 
 def asleep(seconds: float, result: Callable[[Any], Any] = lambda one: one) -> Callable[[Any], Any]:

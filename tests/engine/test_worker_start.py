@@ -17,11 +17,10 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.counters import under_way
 from streaming.engine.workers import stand_in
 from streaming.engine.workers.processes import Processes, Worker
 from streaming.errors import ConfigError, DecodeError, WorkerDiedError
-from tests.support.processes.waiting import PATIENCE_S, started, until
+from tests.support.processes.waiting import PATIENCE_S, is_timed, started, until
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")  # that it starts is said by each test itself
 
@@ -59,7 +58,7 @@ class Held:
         """Let processes go once a consumer waits for a batch that it does not build itself."""
 
         def let_go() -> None:
-            until(lambda: any(one.name == "wait_for_build_s" for one, _ in list(under_way())), "a consumer waits")
+            until(lambda: is_timed("wait_for_build_s"), "a consumer waits")
             self.let_go.set()
 
         started(let_go)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -337,9 +337,7 @@ def bytes_read(mini_s3: MiniS3Server, samples: SampleSet, world_size: int, **opt
     shuffle = options.pop("shuffle", True)
     num_bytes = 0
     for rank in range(world_size):
-        # A slow answer would be asked for a second time, and counted.
-        exact = replace(samples, storage_options={**(samples.storage_options or {}), "hedge": False})
-        dataset = exact.open(shuffle=shuffle)
+        dataset = samples.open(shuffle=shuffle)
         with DataLoader(dataset, device_mesh=mesh_of(world_size, rank), **options) as loader:
             mini_s3.clear_log()
             for batch in loader:

@@ -33,7 +33,7 @@ from streaming.tracing import recorder
 from streaming.tracing.ranges import ProfilerRanges
 from tests.support.code.folders import ROOT
 from tests.support.contracts.loop_kinds import CLOSABLE, NUM_BATCHES, SHARD_SIZES, compress, makers
-from tests.support.processes.waiting import PATIENCE_S, ended, started, until
+from tests.support.processes.waiting import PATIENCE_S, ended, is_timed, started, until
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 from tests.support.sets.packed_sets import write as write_documents
 
@@ -188,16 +188,11 @@ def test_a_step_follows_from_its_chunks(
             assert end(event) <= end(waiting)
 
 
-def consumer_waits(loader: DataLoader, name: str) -> bool:
-    metrics = loader._loop.metrics
-    return any(one.metrics is metrics and one.name == name for one, _ in list(under_way()))
-
-
 def test_consumer_time_is_divided_and_the_wait_is_told(samples: SampleSet, tmp_path: Path) -> None:
     def slow(sample: Any) -> Any:
         """Take time while the consumer waits, or in its thread: never ahead of it."""
         if threading.current_thread() is not consumer:
-            until(lambda: consumer_waits(loader, "wait_for_build_s") or is_over.is_set(), "the consumer waits")
+            until(lambda: is_timed("wait_for_build_s", loader._loop.metrics) or is_over.is_set(), "the consumer waits")
         time.sleep(0.004)
         return sample
 
@@ -506,7 +501,7 @@ def test_what_is_under_way_at_the_end_is_written_as_not_over(
     loader.trace(tmp_path / "t.json", steps=30)
 
     def interrupt() -> None:
-        until(lambda: consumer_waits(loader, "wait_for_fetch_s"), "the consumer waits for bytes")
+        until(lambda: is_timed("wait_for_fetch_s", loader._loop.metrics), "the consumer waits for bytes")
         time.sleep(0.3)  # what has begun by now has taken as long, at least, when it is interrupted
         os.kill(os.getpid(), signal.SIGINT)
 

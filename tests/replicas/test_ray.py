@@ -43,7 +43,7 @@ from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import SampleSet, mesh_of, play, valid_keys, write_set
 from tests.support.sources.conversions import contents, parquet_source
 
-pytestmark = [pytest.mark.thorough, pytest.mark.ray]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray, pytest.mark.timeout(900)]
 
 AWAY = RemoteGroup(name="readers", num_cpus=0.5, resources={"away": 0.01})
 QUICK_TRAIN = {
@@ -599,7 +599,8 @@ def test_close_ends_the_actors_and_keeps_what_was_handed_out(nodes: TwoNodes, sa
         batches = iter(loader)
         batch = next(batches)
         (actor,) = loader._loop._actors
-        assert re.search(r"^(reader 0: )?batch \d+ of 25", loader.describe(), re.MULTILINE)
+        said = re.compile(r"^(reader 0: )?batch \d+ of 25", re.MULTILINE)
+        until(lambda: said.search(loader.describe()), "the reader describes itself, for which it has a second")
 
     with pytest.raises(ray.exceptions.RayActorError):  # a kill is under way when it was asked for, not done
         until(lambda: ray.get(actor.length.remote()) is None, "the actor is gone")

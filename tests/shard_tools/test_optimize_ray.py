@@ -21,7 +21,7 @@ from tests.support.clusters.ray_cluster import TwoNodes
 from tests.support.processes.forked import Forked
 from tests.support.sources.conversions import contents, members
 
-pytestmark = [pytest.mark.thorough, pytest.mark.ray]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

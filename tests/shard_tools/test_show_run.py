@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-import streaming.metrics
+import streaming.metrics.server
 from shard_tools.show.run import attach
 from shard_tools.show.run import page as run_page
 from streaming import DataLoader
@@ -87,6 +87,13 @@ def metrics_server(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterat
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks, and who answers, waits as long as a busy machine needs."""
+    for module in (attach, streaming.metrics.server):
+        monkeypatch.setattr(module, "_ANSWER_S", PATIENCE_S)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.support.contracts.verb_cases import LENGTH, NUM_SHARDS, PER_SHARD, VE
 from tests.support.processes.forked import Forked
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
-pytestmark = [pytest.mark.thorough, pytest.mark.ray]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

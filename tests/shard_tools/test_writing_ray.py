@@ -26,7 +26,7 @@ from tests.support.processes.forked import Forked
 from tests.support.sources.conversions import contents, run
 from tests.support.sources.every_source import EVERY
 
-pytestmark = [pytest.mark.thorough, pytest.mark.ray]
+pytestmark = [pytest.mark.thorough, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,13 @@ def until(
     return found
 
 
+def is_timed(name: str, metrics: object = None) -> bool:
+    """Tell whether a thread is at work of this name, such as ``wait_for_build_s``, that is timed for ``metrics``."""
+    from streaming.counters import under_way  # noqa: PLC0415  servers, which need this module, need nothing of ours
+
+    return any(one.name == name and metrics in (None, one.metrics) for one, _ in list(under_way()))
+
+
 def started(*tasks: Callable[[], object], name: str = "test") -> list[threading.Thread]:
     """Return a running thread for each task; those that hang do not keep the process alive."""
     threads = [threading.Thread(target=task, name=f"{name}-{number}", daemon=True) for number, task in enumerate(tasks)]
