@@ -401,12 +401,12 @@ def test_a_copy_from_before_another_thread_restored_the_chunk_is_made_again(
         del batch, view
         looks = []
 
-        def matches(of: Any) -> bool:
+        def matches(of: Any, *copies: Any) -> bool:
             """The second look is the one at the copy: another thread is quicker."""
             looks.append(of)
             if len(looks) == 2:
                 assert [bytes(one) for one in lender.lend(*asked)] == [right]
-            return bool(type(lender)._matches(lender, of))
+            return bool(type(lender)._matches(lender, of, *copies))
 
         monkeypatch.setattr(lender, "_matches", matches)
         assert [bytes(one) for one in lender.lend(*asked)] == [right]
