@@ -119,9 +119,10 @@ class NodeCache:
         loaded = self._load(key, crc32c, view)
         if loaded is not None:
             return loaded, True
-        part = self._claim(key, crc32c, view) if self._may_store(key) else None
-        if isinstance(part, Checked):
-            return part, True
+        claim = self._claim(key, crc32c, view) if self._may_store(key) else None
+        if isinstance(claim, Checked):
+            return claim, True
+        part = claim
         self.metrics.add("cache_misses")
         self.metrics.add("cache_miss_bytes", len(view))
         if part is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -231,18 +231,6 @@ class _Plan:
     pieces: RangePieces
     sums: tuple[Sum, ...]
 
-    def compared(self, data: memoryview, url: str) -> Checked:
-        """Compare the pieces with their checksums; ``url`` is the shard, for messages.
-
-        Raises:
-            ChecksumError: They differ.
-        """
-        try:
-            return Checked.comparing(self.pieces.num_bytes, summed_parts(self.sums, self.pieces, data))
-        except DifferentSumError as error:
-            one = self.sums[error.number]
-            raise checksum_error(url, one.ranges[0][0], one.ranges[-1][1], error.got, one.crc32c) from None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part(_Plan):
@@ -354,7 +342,7 @@ class _Read:
             IndexMismatchError, StorageError: As for :meth:`into`.
         """
         with self._explained():
-            self._fill(self._storage, out, summed=False)
+            _fill(self._storage, self._wanted.url, self.plan.pieces, out, summed=False)
 
     def compared(self, out: memoryview) -> Checked:
         """Compare the bytes with their checksums.
@@ -362,7 +350,7 @@ class _Read:
         Raises:
             ChecksumError: They differ.
         """
-        return self.plan.compared(out, self._wanted.shown_url)
+        return _compared(self._wanted.url, self.plan.pieces, self.plan.sums, out)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -383,17 +371,7 @@ class _Read:
             raise
 
     def _until_right(self, out: memoryview) -> Checked:
-        url = self._wanted.url
-
-        def attempt(reader: Reader) -> Checked:
-            self._fill(reader, out, summed=True)
-            try:
-                return self.compared(out)
-            except ChecksumError as error:
-                _check_unchanged(reader, url)
-                raise WrongBytesError(error) from error
-
-        return self._storage.until_right(url, attempt)
+        return fill_checked(self._storage, self._wanted.url, self.plan.pieces, self.plan.sums, out)
 
     def _replaced(self, error: ChangedError) -> IndexMismatchError:
         wanted = self._wanted
@@ -404,10 +382,43 @@ class _Read:
             f"index them"
         )
 
-    def _fill(self, reader: Reader, out: memoryview, *, summed: bool) -> None:
-        pieces = self.plan.pieces
-        for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
-            reader.read_into(self._wanted.url, start, part, summed=summed)
+
+def fill_checked(storage: Storage, url: str, pieces: RangePieces, sums: Sequence[Sum], out: memoryview) -> Checked:
+    """Fill ``out`` with pieces of a shard that match their checksums; wrong ones are asked for again, by the policy.
+
+    Raises:
+        ChangedError: The shard was replaced since this process first read it.
+        ChecksumError: They stay wrong; ``out`` holds them.
+        StorageError: The store failed.
+    """
+
+    def attempt(reader: Reader) -> Checked:
+        _fill(reader, url, pieces, out, summed=True)
+        try:
+            return _compared(url, pieces, sums, out)
+        except ChecksumError as error:
+            _check_unchanged(reader, url)
+            raise WrongBytesError(error) from error
+
+    return storage.until_right(url, attempt)
+
+
+def _fill(reader: Reader, url: str, pieces: RangePieces, out: memoryview, *, summed: bool) -> None:
+    for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
+        reader.read_into(url, start, part, summed=summed)
+
+
+def _compared(url: str, pieces: RangePieces, sums: Sequence[Sum], data: memoryview) -> Checked:
+    """Compare pieces with their checksums.
+
+    Raises:
+        ChecksumError: They differ.
+    """
+    try:
+        return Checked.comparing(pieces.num_bytes, summed_parts(sums, pieces, data))
+    except DifferentSumError as error:
+        one = sums[error.number]
+        raise checksum_error(redact(url), one.ranges[0][0], one.ranges[-1][1], error.got, one.crc32c) from None
 
 
 def _check_unchanged(reader: Reader, url: str) -> None:
@@ -485,7 +496,8 @@ def checked_range(wanted: FetchRange, data: memoryview) -> Checked:
     """
     if len(data) < wanted.num_bytes:
         return Checked.comparing(len(data), ())
-    return _whole_of(wanted).compared(data, wanted.shown_url)
+    plan = _whole_of(wanted)
+    return _compared(wanted.url, plan.pieces, plan.sums, data)
 
 
 def reads_whole(wanted: FetchRange, known: ShardFacts) -> bool:

@@ -158,6 +158,33 @@ class Storage:
         """
         self._somewhere(url, lambda site: site.store.check_unchanged(site.url, site.hopeless))
 
+    def read_parsed(
+        self, url: str, parse: Callable[[ReadBuffer, str], _T], is_right: Callable[[ReadBuffer], bool]
+    ) -> _T:
+        """Return what ``parse`` makes of all bytes of ``url`` (and of the URL for messages), such as an index file.
+
+        If it raises because bytes came wrong, they are asked for again, as by :meth:`until_right`.
+
+        Args:
+            url: URL of the object.
+            parse: Raises an error of values for bytes that it does not take.
+            is_right: Tells whether bytes that were not taken are those of their checksum, so that asking is in vain.
+
+        Raises:
+            Exception: What ``parse`` raises.
+        """
+
+        def attempt(reader: Reader) -> _T:
+            data = reader.read(url)
+            try:
+                return parse(data, redact(url))
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                if is_right(data):
+                    raise
+                raise WrongBytesError(error) from error
+
+        return self.until_right(url, attempt)
+
     def until_right(self, url: str, attempt: Callable[[Reader], _T]) -> _T:
         """Return what ``attempt`` makes of bytes of ``url`` that have the right checksum.
 
@@ -170,7 +197,7 @@ class Storage:
                 are not right, with the error to raise if they stay so; memory that it fills holds the primary's then.
 
         Raises:
-            DataError: The one of ``WrongBytesError``.
+            Exception: The one of ``WrongBytesError``.
         """
         text = as_url(url)
         try:

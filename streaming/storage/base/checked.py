@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn, Self, TypeAlias, final
+from dataclasses import dataclass
+from typing import Self, TypeAlias, final
 
 import crc32c
 
-from streaming.errors import DataError, TransferError
+from streaming.errors import TransferError
 
 Parts: TypeAlias = Iterable[memoryview]
 """Bytes that lie apart and have one checksum, in order."""
@@ -20,7 +21,7 @@ class WrongBytesError(TransferError):
         error: What to raise if they stay wrong.
     """
 
-    def __init__(self, error: DataError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -38,6 +39,15 @@ class DifferentSumError(Exception):
         self.number, self.got = number, got
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """The result of a comparison, which only this module knows how to make; see ``Checked``."""
+
+    num_bytes: int
+    crc32c: int | None
+    is_summed: bool
+
+
 @final
 class Checked:
     """The statement that bytes in memory match every checksum that there is of them.
@@ -53,17 +63,11 @@ class Checked:
     """
 
     __slots__ = ("crc32c", "is_summed", "num_bytes")
-    num_bytes: int
-    crc32c: int | None
-    is_summed: bool
 
-    def __new__(cls) -> NoReturn:
-        """Refuse: there is no statement without a comparison.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("Checked is made by comparing bytes with their checksums: Checked.comparing(…)")
+    def __init__(self, found: _Comparison) -> None:
+        if type(found) is not _Comparison:
+            raise TypeError("there is no Checked without a comparison: Checked.comparing(…)")
+        self.num_bytes, self.crc32c, self.is_summed = found.num_bytes, found.crc32c, found.is_summed
 
     @classmethod
     def comparing(cls, num_bytes: int, sums: Iterable[tuple[Parts, int]]) -> Self:
@@ -84,10 +88,8 @@ class Checked:
             if got != expected:
                 raise DifferentSumError(number, got)
             num_summed += size
-        made = object.__new__(cls)
-        made.num_bytes, made.is_summed = num_bytes, 0 < num_bytes == num_summed
-        made.crc32c = expected if number == 0 and made.is_summed else None
-        return made
+        is_summed = 0 < num_bytes == num_summed
+        return cls(_Comparison(num_bytes, expected if number == 0 and is_summed else None, is_summed))
 
 
 def crc_of(parts: Parts) -> tuple[int, int]:
