@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self, TypeAlias, final
+from typing import NoReturn, Self, TypeAlias, final
 
 import crc32c
 
@@ -40,7 +40,7 @@ class DifferentSumError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Comparison:
+class _Compared:
     """The result of a comparison, which only this module knows how to make; see ``Checked``."""
 
     num_bytes: int
@@ -64,10 +64,13 @@ class Checked:
 
     __slots__ = ("crc32c", "is_summed", "num_bytes")
 
-    def __init__(self, found: _Comparison) -> None:
-        if type(found) is not _Comparison:
+    def __init__(self, found: _Compared) -> None:
+        if type(found) is not _Compared:
             raise TypeError("there is no Checked without a comparison: Checked.comparing(…)")
         self.num_bytes, self.crc32c, self.is_summed = found.num_bytes, found.crc32c, found.is_summed
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Checked says something of memory of this process: compare the bytes where they arrive")
 
     @classmethod
     def comparing(cls, num_bytes: int, sums: Iterable[tuple[Parts, int]]) -> Self:
@@ -89,7 +92,7 @@ class Checked:
                 raise DifferentSumError(number, got)
             num_summed += size
         is_summed = 0 < num_bytes == num_summed
-        return cls(_Comparison(num_bytes, expected if number == 0 and is_summed else None, is_summed))
+        return cls(_Compared(num_bytes, expected if number == 0 and is_summed else None, is_summed))
 
 
 def crc_of(parts: Parts) -> tuple[int, int]:
