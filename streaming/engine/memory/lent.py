@@ -33,8 +33,8 @@ import numpy as np
 
 from streaming.arguments import format_bytes
 from streaming.engine.memory.arena import Arena
-from streaming.errors import IndexMismatchError
-from streaming.fetch.layout import Fetched
+from streaming.errors import ChecksumError, IndexMismatchError
+from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.forks import before_forks, in_children
 from streaming.storage import Checked, DifferentSumError, Parts
@@ -75,6 +75,7 @@ class _Place:
         num_loans: Objects like ``memory`` that have not come back.
         is_dropped: The store does not need it any more.
         num_mended: How often what users had changed of it was restored.
+        instead: What the store has of it now, and where, if users changed it and its bytes there are damaged by now.
     """
 
     wanted: FetchRange
@@ -89,6 +90,7 @@ class _Place:
     num_loans: int = 0
     is_dropped: bool = False
     num_mended: int = 0
+    instead: tuple[memoryview, UnitLayout] | None = None
 
     @property
     def room(self) -> tuple[int, int]:
@@ -339,7 +341,7 @@ class Lender:
         memory = self._arena.view[place.start : place.start + place.num_bytes]
         copies = [(begin, bytes(memory[begin:end])) for begin, end in runs]
         # What is compared are the copies, which nobody can change any more, with the rest of the chunk around them.
-        if any(one.is_doubtful for one in wanted) and not self._matches(place, copies):
+        if any(one.is_doubtful for one in wanted) and (place.instead or not self._matches(place, copies)):
             again = self._fetch_again(place, wanted)
             copies = [(begin, bytes(again[begin:end])) for begin, end in runs]
         free = set(range(len(runs)))
@@ -358,8 +360,27 @@ class Lender:
             ChecksumError: The sample of one of those that are wanted is damaged in the store.
             IndexMismatchError: Another part of the chunk is read now.
         """
-        again = memoryview(bytearray(place.num_bytes))
-        fetched = self._fetch(place.wanted, again)
+        if place.instead is None:
+            again = memoryview(bytearray(place.num_bytes))
+            fetched = self._fetch(place.wanted, again)
+            self._check_is_all(place, fetched, again)
+            if fetched.checked is not None:
+                self._mend(place, again, fetched.checked)
+                return again
+            place.instead = again, fetched.apart(again)
+        again, layout = place.instead
+        for one in wanted:
+            if (damage := layout.damage_at(one.inside)) is not None:
+                raise ChecksumError(str(damage))  # a new one: an exception keeps the frames of each time it is raised
+        return again
+
+    @staticmethod
+    def _check_is_all(place: _Place, fetched: Fetched, again: memoryview) -> None:
+        """Check that what was fetched again lies where it lay at first.
+
+        Raises:
+            IndexMismatchError: Another part of the chunk is read now.
+        """
         checked = fetched.checked
         if (fetched.apart(again).num_bytes if checked is None else checked.num_bytes) != place.num_bytes:
             url = place.wanted.shown_url
@@ -367,14 +388,6 @@ class Lender:
                 f"{url}: the sample table of this shard was not there when its bytes were read, and is there now. "
                 "Begin a new run from the last state"
             )
-        if checked is not None:
-            self._mend(place, again, checked)
-            return again
-        layout = fetched.apart(again)
-        for one in wanted:
-            if (damage := layout.damage_at(one.inside)) is not None:
-                raise damage
-        return again
 
     def _mend(self, place: _Place, again: memoryview, checked: Checked) -> None:
         """Restore what users have changed of a place by all of its bytes, unless they still have views of it."""
