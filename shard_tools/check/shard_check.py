@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-import crc32c
 import numpy as np
 import pyarrow as pa
 
@@ -13,14 +13,14 @@ from shard_tools.running.progress import Progress
 from shard_tools.running.report import Finding
 from shard_tools.sets.open_set import load_samples
 from streaming.decode import FieldDecoder, decode_field
-from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
+from streaming.errors import ChecksumError, ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.fetch.checksums import sums_of
 from streaming.fetch.layout import UnitLayout
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import stable_hash
 from streaming.index.large_members import LargeSums
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, redact
+from streaming.storage import Reader, Storage, WrongBytesError, crc_of, redact
 from streaming.tar import ChunkLayout, parse_chunk
 from streaming.tar.passed_over import PassedOver
 from streaming.types import Int64Array
@@ -183,12 +183,26 @@ class ShardCheck:
             return samples
         return None
 
+    def _asked(self, start: int, end: int, promised: int) -> tuple[memoryview, int]:
+        """Return bytes of the shard and their CRC32C, asked for again if it is not the promised one."""
+        answers: list[tuple[memoryview, int]] = []
+
+        def attempt(reader: Reader) -> None:
+            body = reader.read(self.task.url, start, end)
+            answers[:] = [(body, crc_of((body,))[0])]
+            if answers[0][1] != promised:
+                raise WrongBytesError(ChecksumError(f"{self.task.url}, bytes {start}-{end}"))
+
+        with suppress(ChecksumError):  # which this command tells in its own words
+            self.storage.until_right(self.task.url, attempt)
+        return answers[0]
+
     def _check_chunk(self, row: int, start: int, end: int, samples: SampleTable | None) -> None:
         chunks, url = self.task.chunks, self.task.url
-        body = memoryview(self.storage.read(url, start, end)).cast("B")
+        promised = int(chunks.crc32c[row])
+        body, found = self._asked(start, end, promised)
         self.num_bytes += len(body)
         self.progress.advance(num_bytes=len(body))
-        found, promised = crc32c.crc32c(body), int(chunks.crc32c[row])
         if found != promised:
             self.first = (found, end - start) if row == 0 else self.first
             self._find(
@@ -262,7 +276,7 @@ class ShardCheck:
         base = int(samples.record_starts[first])
         spans_alone = replace(samples, large=LargeSums())
         for one in dict.fromkeys((*sums_of(spans_alone, first, last), *sums_of(samples, first, last))):
-            found = one.found_in([body[start - base : end - base] for start, end in one.ranges])
+            found, _ = crc_of(body[start - base : end - base] for start, end in one.ranges)
             if found != one.crc32c:
                 self._find(
                     "index", "the sample table has another checksum for these bytes, which are right",

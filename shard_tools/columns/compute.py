@@ -20,7 +20,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, ShardstreamError
-from streaming.index.files import read_note
+from streaming.index.files import is_sealed, read_note
 from streaming.index.layout import TOKENS_FILE
 from streaming.storage import join_url, redact
 
@@ -129,7 +129,7 @@ def _described(target: ColumnTarget) -> dict[str, str]:
     for home in target.homes:
         url = join_url(home, TOKENS_FILE)
         try:
-            content = read_note(target.storage.read(url), redact(url))
+            content = target.storage.read_parsed(url, read_note, is_sealed)
             found.append({name: str(content[name]) for name in ("field", "dtype")})
         except NotFoundError:
             return {}

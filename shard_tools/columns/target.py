@@ -22,6 +22,7 @@ from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, N
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import joined_type, read_column, read_sample_columns, write_column
+from streaming.index.files import is_sealed
 from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact
@@ -104,7 +105,7 @@ class ColumnShard:
     def written(self, version: str) -> pa.Array | None:
         """Return values written earlier, if they are of this version of the column, and of this shard."""
         try:
-            values, facts = read_column(self.storage.read(self.path), redact(self.path))
+            values, facts = self.storage.read_parsed(self.path, read_column, is_sealed)
         except (NotFoundError, IndexFormatError):
             return None
         return values if (facts["column_version"], facts["fingerprint"]) == (version, self.rows.fingerprint) else None
@@ -161,7 +162,9 @@ class ColumnTarget:
         url = self.urls[shard]
         path = samples_url(url, self.index_url)
         try:
-            return read_sample_columns(self.storage.read(path), names, redact(path))[0]
+            return self.storage.read_parsed(
+                path, lambda data, source: read_sample_columns(data, names, source)[0], is_sealed
+            )
         except NotFoundError as error:
             raise no_samples(url) from error
 
@@ -179,9 +182,10 @@ class ColumnTarget:
     def _is_of(self, version: str, home: str) -> bool:
         url = join_url(home, column_document_path(self.name))
         try:
-            return ColumnDocument.from_bytes(bytes(self.storage.read(url)), url).column_version == version
+            document = self.storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
         except IndexFormatError:
             return False
+        return document.column_version == version
 
     def _refuse_taken(self, homes: Sequence[str]) -> None:
         if homes and not self._overwrite:

@@ -13,9 +13,9 @@ from typing import Any
 
 from shard_tools.convert.base.class_folders import CLASSES
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
-from streaming.index.files import read_document, read_note, write_document
+from streaming.index.files import is_sealed, read_document, read_note, write_document
 from streaming.index.layout import TOKENS_FILE
-from streaming.storage import Storage, join_url, redact
+from streaming.storage import ReadBuffer, Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
 _VERSION = 1
@@ -70,7 +70,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
     if not storage.exists(url):
         return None
     try:
-        content = read_document(storage.read(url))
+        content = storage.read_parsed(url, lambda data, _: read_document(data), is_sealed)
         _check_version(content["format"], content["version"])
         return Journal(
             source=dict(content["source"]),
@@ -140,7 +140,11 @@ def note_at(home: str, name: str, storage: Storage) -> bytes | None:
     """
     url = join_url(home, name)
     with suppress(NotFoundError, AccessDeniedError):
-        content = bytes(storage.read(url))
-        read_note(content, redact(url))
-        return content
+        return storage.read_parsed(url, _checked, is_sealed)
     return None
+
+
+def _checked(data: ReadBuffer, source: str) -> bytes:
+    """Return the bytes of one of these files as they are, if they are right."""
+    read_note(data, source)
+    return bytes(data)

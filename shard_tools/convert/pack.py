@@ -41,6 +41,7 @@ from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, first_of
+from streaming.index.files import is_sealed
 from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, redact, split_url
@@ -386,7 +387,7 @@ def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], s
     if size_bytes is None or url not in sizes:
         return None
     try:
-        table = SampleTable.from_parquet(storage.read(url), redact(url))
+        table = storage.read_parsed(url, SampleTable.from_parquet, is_sealed)
     except IndexFormatError as error:
         _log.warning("%s; this shard and those after it are written again", error)
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +12,12 @@ from shard_tools.diff.rows import AT, KEY, SIZE, SUM, Mask, is_exact, rows_of_ta
 from shard_tools.diff.sides import IndexedSide
 from shard_tools.running.engine import map_ordered
 from streaming.errors import ChecksumError
-from streaming.fetch.checksums import Sum, sums_of
-from streaming.fetch.damage import checksum_error
+from streaming.fetch.checksums import sums_of
 from streaming.fetch.pieces import RangePieces, pieces_of
+from streaming.fetch.read import fill_checked
 from streaming.index.chunk_table import numbers
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, redact
+from streaming.storage import Storage
 from streaming.types import Int64Array
 
 _RUN_BYTES = 8 << 20  # one request
@@ -90,20 +89,6 @@ def _runs(table: SampleTable, needed: Mask) -> list[tuple[int, int]]:
     return runs
 
 
-def _fill(storage: Storage, url: str, pieces: RangePieces, checks: Sequence[Sum], memory: memoryview) -> None:
-    """Read pieces of a shard, and compare them with their checksums.
-
-    Raises:
-        ChecksumError: They differ.
-    """
-    for (begin, _), (low, high) in zip(pieces.ranges, pairwise(pieces.places), strict=True):
-        storage.read_into(url, begin, memory[low:high])
-    for check in checks:
-        got = check.found_in(pieces.parts(memory, check.ranges))
-        if got != check.crc32c:
-            raise checksum_error(redact(url), check.ranges[0][0], check.ranges[-1][1], got, check.crc32c)
-
-
 def _sum_run(
     storage: Storage, url: str, table: SampleTable, run: tuple[int, int], fields: Sequence[str], needed: Mask,
     found: Mapping[str, Int64Array],
@@ -119,9 +104,9 @@ def _sum_run(
     pieces = pieces_of(checks, start, end, _GAP_BYTES) or RangePieces(ranges=((start, end),))
     with memoryview(bytearray(pieces.num_bytes)) as memory:
         try:
-            _fill(storage, url, pieces, checks, memory)
+            fill_checked(storage, url, pieces, checks, memory)
         except ChecksumError:  # damaged in the store, or on the way
-            _fill(storage, url, pieces, checks, memory)
+            fill_checked(storage, url, pieces, checks, memory)
         rows = np.flatnonzero(needed[first:stop]) + first
         for name in fields:
             starts, sizes = (values[rows] for values in table.fields[name])

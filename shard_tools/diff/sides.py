@@ -19,7 +19,7 @@ from streaming.errors import ConfigError, IndexMissingError, NotFoundError, Stor
 from streaming.filters.late_columns import LateColumn
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
-from streaming.index.files import read_footer
+from streaming.index.files import is_sealed, read_footer
 from streaming.index.sample_table import SampleTable, Spans
 from streaming.storage import Storage, redact
 from streaming.tar.samples import iter_samples
@@ -123,7 +123,7 @@ class IndexedSide(Side):
     def spans(self, position: int) -> Spans:
         """Return the spans of a shard, and nothing else of its sample table."""
         url = samples_url(self.urls[position], self.opened.index_url)
-        return Spans.from_parquet(self.storage.read(url), redact(url))
+        return self.storage.read_parsed(url, Spans.from_parquet, is_sealed)
 
     def footer(self, position: int) -> bytes | None:
         """Return the end of the file of a shard's sample table: its checksums, and what it holds; None: no file."""

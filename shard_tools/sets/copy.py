@@ -39,9 +39,10 @@ from streaming.errors import (
 )
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.files import is_sealed
 from streaming.index.layout import UNFINISHED_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
+from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 
 _TAIL_BYTES = 1 << 20  # read at a time after the last chunk: the end-of-archive mark, usually one or a few KiB
 _TABLE_THREADS = 16  # at least: sample tables are small files
@@ -344,14 +345,18 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
         out.write(tail)
 
 
+def _parsed(data: ReadBuffer, source: str) -> tuple[SampleTable, bytes]:
+    """Return a sample table, and its bytes as they are."""
+    return SampleTable.from_parquet(data, source), bytes(data)
+
+
 def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _Shard, _: Progress) -> bool:
     """Copy the sample table of a shard; tell whether there is one."""
     url = samples_url(shard.source, index_url)
     try:
-        body = bytes(there.read(url))
+        table, body = there.read_parsed(url, _parsed, is_sealed)
     except NotFoundError:
         return False
-    table = SampleTable.from_parquet(body, redact(url))
     info = shard.chunks.shards[0]
     if table.shard != info:  # it had another name at the source
         table = replace(table, chunks=replace(table.chunks, shards=(info,)))

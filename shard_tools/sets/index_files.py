@@ -14,7 +14,7 @@ from streaming.errors import AccessDeniedError, DataError, IndexFormatError, Not
 from streaming.filters.late_columns import ColumnDocument, LateColumn, read_values
 from streaming.filters.views import View
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import read_note
+from streaming.index.files import is_sealed, read_note
 from streaming.index.layout import (
     TOKENS_FILE,
     column_document_path,
@@ -79,11 +79,11 @@ def _documents(storage: Storage, home: str) -> list[tuple[str, _Check]]:
 
 
 def _check_note(storage: Storage, url: str) -> None:
-    read_note(storage.read(url), redact(url))
+    storage.read_parsed(url, read_note, is_sealed)
 
 
 def _check_view(storage: Storage, url: str) -> None:
-    View.from_bytes(bytes(storage.read(url)), url)
+    storage.read_parsed(url, View.from_bytes, is_sealed)
 
 
 def _columns(storage: Storage, home: str) -> list[str]:
@@ -99,7 +99,7 @@ def _values(
     """Return the checks of one late column: of its document, or, if that is right, of its values for each shard."""
     url = join_url(home, column_document_path(name))
     try:
-        document = ColumnDocument.from_bytes(bytes(storage.read(url)), url)
+        document = storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
     except (DataError, StorageError) as error:
         return [(url, partial(_fail, error))]
     column = LateColumn(name=name, documents={home: document})

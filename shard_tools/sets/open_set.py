@@ -21,6 +21,7 @@ from streaming.filters.select import Subset, late_columns_of, late_names, narrow
 from streaming.filters.views import asked_filter
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
+from streaming.index.files import is_sealed
 from streaming.index.sample_table import SampleTable
 from streaming.index.selection import Selection
 from streaming.storage import Storage, join_url, redact, split_query, split_url
@@ -242,7 +243,7 @@ def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTab
     """
     source = samples_url(url, index_url)
     try:
-        return SampleTable.from_parquet(storage.read(source), redact(source))
+        return storage.read_parsed(source, SampleTable.from_parquet, is_sealed)
     except NotFoundError:
         return None
 

@@ -21,6 +21,7 @@ from streaming.catalog.build import home_of, index_shards, read_chunks, samples_
 from streaming.catalog.unfinished import expand_whole
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
+from streaming.index.files import is_sealed
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.tar.passed_over import PassedOver
@@ -192,7 +193,9 @@ def _compare_tables(
 
     def keys_of(number: int) -> tuple[Values, tuple[str, ...]]:
         url = samples_url(shards[number], index_url)
-        found, facts = read_sample_columns(storage.read(url), [KEY], redact(url))
+        found, facts = storage.read_parsed(
+            url, lambda data, source: read_sample_columns(data, [KEY], source), is_sealed
+        )
         return found[KEY], tuple(facts.get("columns", ()))
 
     def hashed(number: int) -> tuple[Int64Array, tuple[str, ...]]:

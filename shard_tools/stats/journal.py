@@ -14,7 +14,7 @@ from typing import Any
 
 from shard_tools.stats.totals import Totals
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
-from streaming.index.files import read_document, write_document
+from streaming.index.files import is_sealed, read_document, write_document
 from streaming.storage import Storage, join_url
 
 _FORMAT, _VERSION = "shardstream-stats", 1
@@ -58,7 +58,7 @@ class TotalsJournal:
         """Return the number of shards that are done, and their totals; none if there is no file, or it is damaged."""
         missing = NotFoundError if self.is_needed else StorageError
         with suppress(missing, AccessDeniedError, ValueError, KeyError, TypeError, RecursionError):
-            content = read_document(self.storage.read(self.url))
+            content = self.storage.read_parsed(self.url, lambda data, _: read_document(data), is_sealed)
             if (content["format"], content["version"], content["work"]) == (_FORMAT, _VERSION, dict(self.work)):
                 return int(content["num_shards"]), Totals.of_dict(content["totals"])
         return 0, Totals()

@@ -35,7 +35,7 @@ from shard_tools.tokens.tokenizer import (
 )
 from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, NotFoundError
-from streaming.index.files import write_document
+from streaming.index.files import is_sealed, write_document
 from streaming.index.layout import TOKENS_FILE, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
@@ -412,7 +412,7 @@ def _earlier_counts(place: Destination, packed: PackedTarget, storage: Storage) 
         if left <= 0:
             break
         url = join_url(place.directory, samples_path(shard.name))
-        table = SampleTable.from_parquet(storage.read(url), redact(url))
+        table = storage.read_parsed(url, SampleTable.from_parquet, is_sealed)
         yield from table.columns[TOKENS_COLUMN].to_pylist()
         left -= table.num_samples
 

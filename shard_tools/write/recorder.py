@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Self, cast
 
 import crc32c
@@ -18,12 +17,11 @@ import pyarrow as pa
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_array, column_value, follow, parse_columns
 from shard_tools.write.encode import Buffers
 from shard_tools.write.sample_runs import SampleRun
-from streaming.catalog.build import read_chunks, shard_name
+from streaming.catalog.build import read_chunks, read_footer_of, shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import joined_type
 from streaming.index.cutter import ChunkCutter
-from streaming.index.files import read_footer
 from streaming.index.large_members import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
@@ -348,7 +346,7 @@ class IndexRecorder:
     def _footer(self, name: str, num_bytes: int) -> ChunkTable | None:
         url = self._samples_url(name)
         try:
-            return chunk_rows_from_footer(read_footer(partial(self._storage.read, url), num_bytes, url), url)
+            return read_footer_of(self._storage, url, chunk_rows_from_footer, num_bytes)
         except (
             IndexFormatError,
             NotFoundError,

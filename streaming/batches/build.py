@@ -507,7 +507,7 @@ class BatchBuilder:
             try:
                 columns = recipe.items.columns(recipe, rows, self.allocate, self.place, self._draws)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
-            except DecodeError:  # building row by row will find out which value
+            except (DecodeError, ChecksumError):  # building row by row will find out which value
                 if self.allocate is not None:
                     self.allocate.again()
         return None
@@ -684,11 +684,11 @@ class BatchBuilder:
                 continue
             start = int(where.starts[i])
             decoder = self._draws.bound(part.decoders.decoder_for(name))
-            if decoder is view:
-                (sample[name],) = rows.lent(where.of(slice(i, i + 1)))
-                continue
-            member = None if start >= 0 else rows.member(where, i)
+            member = None if start >= 0 or decoder is view else rows.member(where, i)
             try:
+                if decoder is view:
+                    (sample[name],) = rows.lent(where.of(slice(i, i + 1)))
+                    continue
                 if member is not None:
                     known = self._ahead.pop((id(rows), i, name), None)
                     at = {"url": url, "key": key, "field": name}

@@ -14,6 +14,7 @@ import time
 import crc32c
 
 from streaming.cache.key import DIGEST_BYTES, EntryKey
+from streaming.storage import Checked, DifferentSumError
 
 HEADER_BYTES = 64
 BLOCK_BYTES = 4096
@@ -22,9 +23,8 @@ _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s8x")
 
 
 class LookupResult(enum.Enum):
-    """The result of a lookup."""
+    """Why a lookup found no bytes."""
 
-    WHOLE = "whole"
     ABSENT = "absent"
     DAMAGED = "damaged"
 
@@ -39,10 +39,11 @@ def charged_bytes(length_bytes: int) -> int:
     return -(-length_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> LookupResult:
+def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> Checked | LookupResult:
     """Fill ``out`` from the entry at ``path``, and mark the entry as just used.
 
-    ``out`` holds the right bytes only after ``WHOLE``. The file may be unlinked meanwhile: an open file stays readable.
+    ``out`` holds the right bytes only if they are checked. The file may be unlinked meanwhile: an open one stays
+    readable.
 
     Raises:
         OSError: The file exists and cannot be read.
@@ -59,10 +60,14 @@ def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memor
         magic, crc, header_crc, num_bytes, digest = _HEADER.unpack(header)
         if (magic, num_bytes, digest) != (_MAGIC, key.num_bytes, key.digest) or header_crc != _header_crc(header):
             return LookupResult.DAMAGED
-        if crc32c.crc32c(out) != crc or expected_crc32c not in {None, crc}:
+        if expected_crc32c not in {None, crc}:
+            return LookupResult.DAMAGED
+        try:
+            checked = Checked.comparing(len(out), [((out,), crc)])
+        except DifferentSumError:
             return LookupResult.DAMAGED
         touch(fd)
-        return LookupResult.WHOLE
+        return checked
     finally:
         os.close(fd)
 

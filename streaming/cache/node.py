@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import partial
 from os import PathLike
 
-import crc32c as crc32c_of
-
 from streaming.arguments import format_bytes, parse_bytes
 from streaming.cache.entry import LookupResult, read_entry, write_entry
 from streaming.cache.key import EntryKey
@@ -24,6 +22,7 @@ from streaming.cache.paths import CachePaths
 from streaming.cache.space import PartFile, Space
 from streaming.counters import Metrics
 from streaming.errors import ConfigError
+from streaming.storage import Checked, crc_of
 
 RETRY_AFTER_S = 60.0
 """How long nothing is written after a disk error: long compared with one failed call, short compared with an epoch."""
@@ -89,10 +88,10 @@ class NodeCache:
         version: str,
         start: int,
         out: memoryview,
-        fetch: Callable[[memoryview], None],
+        fetch: Callable[[memoryview], Checked],
         *,
         crc32c: int | None,
-    ) -> bool:
+    ) -> tuple[Checked, bool]:
         """Fill ``out`` with bytes [start, start + len(out)) of the object, from the cache or by ``fetch``.
 
         Args:
@@ -101,13 +100,13 @@ class NodeCache:
                 or the index's size and fingerprint. Any text.
             start: First byte.
             out: Writable, contiguous memory, any item type.
-            fetch: Fills the given memory (``out`` as bytes) from the store, or raises. Called at most once. It must
-                check ``crc32c`` itself: entries are written with that checksum without computing it again, so that
-                bytes that do not match are detected by their next reader, deleted and fetched anew.
+            fetch: Fills the given memory (``out`` as bytes) from the store and compares it with its checksums, or
+                raises. Called at most once. An entry is written with the checksum that was compared, if there is one of
+                all bytes; it is not computed again.
             crc32c: CRC32C of the bytes, if known: others are never taken from the cache.
 
         Returns:
-            True if the bytes came from the cache (and were checked there), False if ``fetch`` was called.
+            That the bytes were checked, and whether they came from the cache: False if ``fetch`` was called.
 
         Raises:
             ConfigError: The memory or the range is invalid.
@@ -117,24 +116,25 @@ class NodeCache:
         if view.readonly:
             raise ConfigError("cache: out is read-only; give writable memory")
         key = EntryKey.of(url, version, start, len(view))
-        if self._load(key, crc32c, view):
-            return True
-        part = self._claim(key, crc32c, view) if self._may_store(key) else None
-        if part is _LOADED:
-            return True
+        loaded = self._load(key, crc32c, view)
+        if loaded is not None:
+            return loaded, True
+        claim = self._claim(key, crc32c, view) if self._may_store(key) else None
+        if isinstance(claim, Checked):
+            return claim, True
+        part = claim
         self.metrics.add("cache_misses")
         self.metrics.add("cache_miss_bytes", len(view))
         if part is None:
             self.metrics.add("cache_not_stored")
-            fetch(view)
-            return False
+            return fetch(view), False
         stored = False
         try:
-            fetch(view)
-            stored = self._store(key, crc32c, part, view)
+            checked = fetch(view)
+            stored = self._store(key, checked, part, view)
         finally:
             self._end_claim(part, stored=stored)
-        return False
+        return checked, False
 
     def invalidate(self, url: str, version: str, start: int, size_bytes: int) -> None:
         """Forget a range, so that the next :meth:`read_into` of it fetches; does nothing if it is not there."""
@@ -145,8 +145,8 @@ class NodeCache:
         except OSError as error:
             self._trouble(error)
 
-    def _load(self, key: EntryKey, crc32c: int | None, out: memoryview) -> bool:
-        """Load the entry into ``out``; tell whether that worked. A damaged one is deleted."""
+    def _load(self, key: EntryKey, crc32c: int | None, out: memoryview) -> Checked | None:
+        """Load the entry into ``out``; None if that did not work. A damaged one is deleted."""
         path = self._layout.entry(key)
         try:
             self._layout.check_owner()
@@ -155,17 +155,18 @@ class NodeCache:
                 self.metrics.add("cache_damaged")
                 os.unlink(path)
         except FileNotFoundError:  # deleted by another process
-            return False
+            return None
         except OSError as error:
             self._trouble(error)
             if error.errno == errno.EIO:
                 with suppress(OSError):
                     os.unlink(path)
-            return False
-        if found is LookupResult.WHOLE:
-            self.metrics.count("cache_hits")
-            self.metrics.add("cache_hit_bytes", len(out))
-        return found is LookupResult.WHOLE
+            return None
+        if isinstance(found, LookupResult):
+            return None
+        self.metrics.count("cache_hits")
+        self.metrics.add("cache_hit_bytes", len(out))
+        return found
 
     def _may_store(self, key: EntryKey) -> bool:
         if time.monotonic() < self._resume_at_s or not self._space.fits(key.num_bytes):
@@ -187,8 +188,8 @@ class NodeCache:
             old.remove()
         self._ready = True
 
-    def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> PartFile | None:
-        """Claim the right to fetch that entry; None: fetch without storing; ``_LOADED``: ``out`` is filled.
+    def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> PartFile | Checked | None:
+        """Claim the right to fetch that entry; None: fetch without storing; ``Checked``: ``out`` is filled meanwhile.
 
         A claim is the lock on the entry's part. It ends with its holder: the next waiting process takes it over.
         """
@@ -200,15 +201,15 @@ class NodeCache:
                     self.metrics.add("cache_wait_timeouts")
                     return self._open_part(self._layout.part(key, secrets.token_hex(8)))
                 self.metrics.add("cache_wait_s", time.monotonic() - started_s)
-                if self._load(key, crc32c, out):
-                    return _LOADED
+                if (loaded := self._load(key, crc32c, out)) is not None:
+                    return loaded
         except OSError as error:
             self._trouble(error)
             return None
-        if self._load(key, crc32c, out):  # published between the first lookup and the claim
+        loaded = self._load(key, crc32c, out)
+        if loaded is not None:  # published between the first lookup and the claim
             self._end_claim(part, stored=False)
-            return _LOADED
-        return part
+        return part if loaded is None else loaded
 
     def _try_claim(self, key: EntryKey) -> PartFile | None:
         part = self._open_part(self._layout.part(key))
@@ -228,10 +229,10 @@ class NodeCache:
             fd = try_lock(path)
         return None if fd is None else PartFile(path, fd)
 
-    def _store(self, key: EntryKey, expected: int | None, part: PartFile, data: memoryview) -> bool:
+    def _store(self, key: EntryKey, checked: Checked, part: PartFile, data: memoryview) -> bool:
         """Turn the part into the whole entry. False if the disk fails or is full: it is still a part then."""
         started_s = time.monotonic()
-        crc = crc32c_of.crc32c(data) if expected is None else expected  # fetch checked it, and readers will again
+        crc = crc_of((data,))[0] if checked.crc32c is None else checked.crc32c  # readers will compare it again
         stored = False
         try:
             self._space.reserve(part, len(data))
@@ -277,10 +278,6 @@ class NodeCache:
                 error,
                 RETRY_AFTER_S,
             )
-
-
-_LOADED = PartFile("", -1)
-"""Stands for "no claim needed": another process has published the entry meanwhile."""
 
 
 def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:

@@ -28,11 +28,11 @@ from streaming.errors import (
 )
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
-from streaming.index.files import read_footer
+from streaming.index.files import is_sealed, read_footer
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.platforms import num_cores
-from streaming.storage import Storage, join_url, redact, split_url
+from streaming.storage import Reader, Storage, WrongBytesError, join_url, redact, split_url
 from streaming.tar.passed_over import OnPassedOver, PassedOver
 from streaming.types import DuplicateKeys
 
@@ -79,7 +79,7 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
         IndexFormatError: It is damaged, or too new.
     """
     url = join_url(home, chunks_path())
-    return ChunkTable.from_parquet(storage.read(url), redact(url))
+    return storage.read_parsed(url, ChunkTable.from_parquet, is_sealed)
 
 
 def no_samples(url: str, why: str = "") -> IndexMissingError:
@@ -240,11 +240,10 @@ def _index_shard(
     if not force:
         size_bytes = storage.info(url).size_bytes
         with suppress(NotFoundError):
-            data = storage.read(stored_url)
             try:
-                found = chunk_rows_from_footer(data, redact(stored_url), whole=True)
+                found = storage.read_parsed(stored_url, partial(chunk_rows_from_footer, whole=True), is_sealed)
             except IndexFormatError:
-                damaged = data
+                damaged = storage.read(stored_url)
             else:
                 shard = found.shards[0]
                 if (shard.size_bytes, shard.name) == (size_bytes, name) and rows in (None, found):
@@ -285,9 +284,9 @@ def _lost_columns(storage: Storage, todo: _Todo) -> list[str]:
     for name in (todo.name, *todo.others):
         url = join_url(todo.home, samples_path(name))
         with suppress(IndexFormatError):
-            tail = footer_of(storage, url)
-            if tail is not None:
-                return columns_from_footer(tail, redact(url))
+            names = read_footer_of(storage, url, columns_from_footer)
+            if names is not None:
+                return names
     return []
 
 
@@ -409,17 +408,32 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
 
 def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
     """Return the chunk rows from the end of a sample file; None if there is no such file."""
-    tail = footer_of(storage, url)
-    return None if tail is None else chunk_rows_from_footer(tail, redact(url))
+    return read_footer_of(storage, url, chunk_rows_from_footer)
 
 
-def footer_of(storage: Storage, url: str) -> bytes | None:
-    """Return the end of an index file, which holds its footer; None if there is no such file."""
+def read_footer_of(
+    storage: Storage, url: str, parse: Callable[[bytes, str], _T], num_bytes: int | None = None
+) -> _T | None:
+    """Return what ``parse`` makes of the end of an index file, which holds its footer; None if there is no such file.
+
+    An end that came wrong is asked for again. ``num_bytes``: the size of the file, if it is known.
+    """
     try:
-        size_bytes = storage.info(url).size_bytes
+        size_bytes = storage.info(url).size_bytes if num_bytes is None else num_bytes
     except NotFoundError:
         return None
-    return read_footer(partial(storage.read, url), size_bytes, redact(url))
+
+    def attempt(reader: Reader) -> _T:
+        tail = b""
+        try:
+            tail = read_footer(partial(reader.read, url), size_bytes, redact(url))
+            return parse(tail, redact(url))
+        except IndexFormatError as error:
+            if is_sealed(tail, whole=False):
+                raise
+            raise WrongBytesError(error) from error
+
+    return storage.until_right(url, attempt)
 
 
 def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:

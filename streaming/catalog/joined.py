@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streaming.arrays import rows_by, sums
 from streaming.catalog.packed import PackedSource
 from streaming.catalog.source import ChunkSource, OneOrder
-from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.packing.layout import KeptPacks, PackRows
@@ -157,7 +157,7 @@ class JoinedSource(OneOrder):
         source, within = self._place(chunk_id)
         return replace(self._joined[source].slice(within, first, stop), source=source)
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
         return self._joined[wanted.source].fetch_unit(wanted, out)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from streaming.index.chunk_table import ChunkTable, shard_rows, shards_of_rows
 from streaming.job.shared_results import framed, unframed
-from streaming.storage import ObjectInfo, ReadBuffer, Storage
+from streaming.storage import ObjectInfo, ReadBuffer, Reader, Storage, WrongBytesError
 
 _COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")
 _THREADS = 32
@@ -114,6 +114,14 @@ class StorageAhead(Storage):
             whole = self._wholes.get(url)
             return self._storage.read(url, start, stop) if whole is None else whole.result()[start:stop]
         return self._told(self._wholes, url, self._storage.read)
+
+    def until_right(self, url: str, attempt: Callable[[Reader], _T]) -> _T:
+        """See ``Storage``; what was read ahead is the first answer."""
+        try:
+            return attempt(self)
+        except WrongBytesError:
+            self._wholes.pop(url, None)
+            return self._storage.until_right(url, attempt)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See ``Storage``."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,11 @@ import numpy.typing as npt
 from streaming.arguments import did_you_mean, format_bytes
 from streaming.catalog.build import (
     check_sizes,
-    footer_of,
     if_there,
     in_order,
     load_index,
     load_tables,
+    read_footer_of,
     samples_url,
     shard_name,
 )
@@ -41,14 +41,15 @@ from streaming.errors import (
     StorageError,
 )
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import read_facts, read_note
+from streaming.index.files import is_sealed, read_facts, read_note
 from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.sample_table import Records, SampleTable, Spans
 from streaming.job.shared_results import PEER_WAIT_S, Peers, shared
-from streaming.storage import Storage, join_url, redact, scheme_of, split_url
+from streaming.storage import ReadBuffer, Storage, join_url, redact, scheme_of, split_url
 from streaming.types import DuplicateKeys
 
 _log = logging.getLogger(__name__)
+_Samples = TypeVar("_Samples", SampleTable, Records, Spans)
 SCAN_LIMIT_BYTES = 1 << 30
 """Sets up to this size are indexed at every start: a second of reading from disk, several from a bucket."""
 
@@ -207,7 +208,7 @@ def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[
     found: list[dict[str, str]] = []
     for url in urls:
         try:
-            said = read_note(storage.read(url), redact(url))
+            said = storage.read_parsed(url, read_note, is_sealed)
             found.append(_types_of(said["field"], said["dtype"], said["mask"]))
         except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
             return {}
@@ -240,45 +241,35 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     """Return the sample table of one shard, or None if there is none."""
     if shards.scanned is not None:
         return shards.scanned[shard]
-    found = _read_samples(storage, shards, shard)
-    if found is None:
-        return None
-    table = SampleTable.from_parquet(*found)
-    _check_is_of(table.chunks, shards, shard, found[1])
-    return table
+    return _read_samples(storage, shards, shard, SampleTable.from_parquet)
 
 
 def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Sequence[str]) -> Records | None:
     """Return the locations of some fields of one shard, or None if there is no sample table."""
     if shards.scanned is not None:
         return Records.of_table(shards.scanned[shard], fields)
-    found = _read_samples(storage, shards, shard)
-    if found is None:
-        return None
-    data, path = found
-    records = Records.from_parquet(data, fields, path)
-    _check_is_of(records.chunks, shards, shard, path)
-    return records
+    return _read_samples(storage, shards, shard, lambda data, source: Records.from_parquet(data, fields, source))
 
 
 def spans_of_shard(storage: Storage, shards: OpenShards, shard: int) -> Spans | None:
     """Return the spans of one shard, or None if there is no sample table."""
     if shards.scanned is not None:
         return Spans.of_table(shards.scanned[shard])
-    found = _read_samples(storage, shards, shard)
-    if found is None:
-        return None
-    spans = Spans.from_parquet(*found)
-    _check_is_of(spans.chunks, shards, shard, found[1])
-    return spans
+    return _read_samples(storage, shards, shard, Spans.from_parquet)
 
 
-def _read_samples(storage: Storage, shards: OpenShards, shard: int) -> tuple[memoryview, str] | None:
-    """Return the sample file of one shard, and its URL; None if there is none."""
+def _read_samples(
+    storage: Storage, shards: OpenShards, shard: int, parse: Callable[[ReadBuffer, str], _Samples]
+) -> _Samples | None:
+    """Return what ``parse`` makes of the sample file of one shard; None if there is none."""
     url = shards.urls[shard]
     path = samples_url(url, shards.index)
-    data = if_there(lambda: storage.read(path), storage, url if shards.index is None else None)
-    return None if data is None else (data, path)
+    found = if_there(
+        lambda: storage.read_parsed(path, parse, is_sealed), storage, url if shards.index is None else None
+    )
+    if found is not None:
+        _check_is_of(found.chunks, shards, shard, path)
+    return found
 
 
 def _check_is_of(chunks: ChunkTable, shards: OpenShards, shard: int, path: str) -> None:
@@ -381,8 +372,7 @@ def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, .
 
 def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | None:
     """Return what the footer of an index file says about the whole file, or None if there is no such file."""
-    tail = footer_of(storage, url)
-    return None if tail is None else read_facts(tail, kind, redact(url))
+    return read_footer_of(storage, url, lambda tail, source: read_facts(tail, kind, source))
 
 
 def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, missing: IndexMissingError) -> None:

@@ -16,7 +16,7 @@ from streaming.arrays import sums
 from streaming.catalog.open import sample_records
 from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.errors import IndexMismatchError, StorageError
-from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, apart_later, layout_by_records
 from streaming.index.sample_table import Records, SampleLocation
 from streaming.lru_cache import LruCache
@@ -230,7 +230,7 @@ class PackedSource(OneOrder):
         """See ``Source``: there are none."""
         raise AssertionError("packs have no slices")
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
         self._lengths_of(self.documents.shards.numbers[wanted.url])
         return self.documents.fetch_unit(wanted, out, self.apart)

@@ -18,7 +18,7 @@ import numpy as np
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.decode import DistantMember, decode_field, decode_member, raw
-from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
+from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
@@ -62,7 +62,7 @@ class Readable(Protocol):
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
         """Return the bytes of samples ``[first, stop)`` of a chunk."""
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
 
     def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer:
@@ -247,7 +247,7 @@ class _Piece:
 def _read(dataset: Readable, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:
-        layout = taken_apart(dataset.fetch_unit(wanted, out), out)
+        layout = dataset.fetch_unit(wanted, out).apart(out)
         return bytes(out[: layout.num_bytes]), layout
 
 

@@ -20,14 +20,15 @@ from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versio
 from streaming.decode.registry import FieldDecoder, ranged_fields
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
 from streaming.fetch.distant import Distant
-from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import Fetched, TakeApart
 from streaming.fetch.read import (
     Apart,
     FetchRange,
     ShardFacts,
     apart_later,
     fetch_unit,
-    read_distant,
+    read_member,
+    read_part,
     reads_whole,
     size_of_unit,
 )
@@ -399,7 +400,7 @@ class ChunkSource(OfTable):
             lead=lead,
         )
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> UnitLayout | TakeApart:
+    def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> Fetched:
         """Fetch a range into ``out``; locating its samples, by ``apart``, may be left to the caller."""
         known = replace(self._facts_of(wanted.url), apart=apart)
         return fetch_unit(self.storage, wanted, out, self.cache, known)
@@ -460,7 +461,9 @@ class ChunkSource(OfTable):
     def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
         """See ``Source``."""
         wanted = self.chunk(chunk_id)
-        return read_distant(self.storage, wanted, start, stop, self.samples_at(wanted.url) if whole else None)
+        if whole:
+            return read_member(self.storage, wanted, start, stop, self.samples_at(wanted.url))
+        return read_part(self.storage, wanted, start, stop)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location of a sample in its shard; None if the sample table is missing or unreadable."""

@@ -17,7 +17,7 @@ from streaming.arguments import Urls
 from streaming.catalog.listing import StorageAhead
 from streaming.catalog.urls import expand_urls, folders_of, is_hidden
 from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError
-from streaming.index.files import read_document, write_document
+from streaming.index.files import is_sealed, read_document, write_document
 from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
 
@@ -146,7 +146,7 @@ class Marks:
         marks = []
         for home in self._homes:
             with suppress(NotFoundError, AccessDeniedError):
-                data = self._storage.read(join_url(home, UNFINISHED_FILE))
+                data = _content(self._storage, join_url(home, UNFINISHED_FILE))
                 if _is_foreign(data):
                     _log.warning(
                         "%s: holds no mark of an unfinished set; ignored", redact(join_url(home, UNFINISHED_FILE))
@@ -173,6 +173,19 @@ class Marks:
         for mark in marks:
             _log.warning("%s; only these are read", mark.what)
         return marks
+
+
+def _content(storage: Storage, url: str) -> ReadBuffer:
+    """Return the content of a mark, asked for again if it came wrong. A damaged one is still a mark."""
+
+    def checked(data: ReadBuffer, _: str) -> ReadBuffer:
+        if data != FINISHED and not _is_foreign(data):
+            read_document(data)
+        return data
+
+    with suppress(ValueError, TypeError, RecursionError):
+        return storage.read_parsed(url, checked, is_sealed)
+    return storage.read(url)
 
 
 def _is_foreign(data: ReadBuffer) -> bool:
@@ -220,7 +233,7 @@ def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]
     with suppress(NotFoundError, AccessDeniedError):
         for info in storage.list(join_url(directory, WRITERS_DIRECTORY)):
             with suppress(NotFoundError):  # it has finished meanwhile
-                data = storage.read(info.url)
+                data = _content(storage, info.url)
                 if data != FINISHED:
                     found[info.url] = Unfinished.from_bytes(data)
     return found

@@ -34,7 +34,7 @@ from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.source import Source
 from streaming.engine.status import PipelineStatus, status_lines
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
-from streaming.errors import DecodeError, MemoryLimitError
+from streaming.errors import ChecksumError, DecodeError, MemoryLimitError
 from streaming.fetch.read import UnitKey
 from streaming.plan.plan import Plan
 
@@ -254,7 +254,7 @@ class Pipeline(Delivery):
                 self._group = group = self._groups.moved(group, self._builder.allocate)
             try:
                 value = group.batch(batch, self._settings.recipe)
-            except DecodeError:  # building row by row will find out which
+            except (DecodeError, ChecksumError):  # building row by row will find out which
                 value = self._build(batch)
         if batch + 1 == group.last:
             with self._changed:  # all batches of the group are built: their units may be released

@@ -9,7 +9,7 @@ from streaming.batches.build import Items, OnError, Part
 from streaming.batches.draws import Chain
 from streaming.decode import DecodeSpec
 from streaming.decode.registry import FieldDecoder
-from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.packing.layout import PackRows
@@ -132,7 +132,7 @@ class Source(ShardSet, Protocol):
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
         """Return the byte range of samples ``[first, stop)`` inside a chunk; the range may be wider."""
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
 
     @property

@@ -18,7 +18,6 @@ from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.source import Source
 from streaming.errors import DataError, IndexFormatError
-from streaming.fetch.layout import taken_apart
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -151,7 +150,7 @@ class Substitutes:
         rows = RowTable()
         try:
             with memoryview(memory) as out:
-                layout = taken_apart(self._source.fetch_unit(wanted, out), out)
+                layout = self._source.fetch_unit(wanted, out).apart(out)
                 data = bytes(out[: layout.num_bytes])
             first_row = rows.add(layout, 0)
         except IndexFormatError:

@@ -11,7 +11,9 @@ from typing import Any
 def is_interrupt(error: BaseException | None) -> bool:
     """Tell whether ``error`` is no ``Exception``, or it or its cause came from a signal handler (a timeout, say)."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # the cause of what was raised meanwhile may be raised again
+        seen.add(id(error))
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
         if not isinstance(error, Exception) or any(frame.f_code in codes for frame in frames):
             return True

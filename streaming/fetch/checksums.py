@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-import crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -35,13 +34,6 @@ class Sum:
     crc32c: int
     first: int
     stop: int
-
-    def found_in(self, parts: Sequence[memoryview]) -> int:
-        """Return the actual CRC32C of the bytes, given as one part for each of ``ranges``."""
-        crc = 0
-        for part in parts:
-            crc = crc32c.crc32c(part, crc)
-        return int(crc)
 
 
 def sums_of(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from streaming.errors import ChecksumError, DataError
-from streaming.fetch.checksums import EVERY, Mask, sums_of
+from streaming.fetch.checksums import EVERY, Mask, Sum, sums_of
 from streaming.fetch.distant import Distant
-from streaming.fetch.layout import UnitLayout
+from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.pieces import RangePieces
 from streaming.index.sample_table import Records, SampleTable
+from streaming.storage import Checked, Parts, crc_of
 
 
 def narrowed(
     samples: SampleTable, rows: range, pieces: RangePieces, data: memoryview, fields: Sequence[str] | None, url: str,
     *, kept: Mask = EVERY, distant: Distant | None = None,
-) -> UnitLayout | None:  # fmt: skip
-    """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum confirms.
+) -> Fetched | None:  # fmt: skip
+    """Return what is known of damaged bytes; the layout's ``damage`` names the samples that no checksum confirms.
 
     Whether a sample is bad depends on the bytes of its shard and on ``fields``, not on which pieces were read.
 
@@ -36,15 +37,23 @@ def narrowed(
         None if good and bad samples cannot be distinguished: they are not whole spans, or no checksum differs.
     """
     damage: dict[int, DataError] = {}
-    for one in sums_of(samples, rows.start, rows.stop, fields, kept, distant):
-        got = one.found_in(pieces.parts(data, one.ranges))
+    sums = sums_of(samples, rows.start, rows.stop, fields, kept, distant)
+    for one in sums:
+        got, _ = crc_of(pieces.parts(data, one.ranges))
         if got != one.crc32c:
             error = checksum_error(url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
             damage |= dict.fromkeys(range(one.first - rows.start, one.stop - rows.start), error)
     is_part = fields is not None or not kept.all()
     if not damage and (not is_part or narrowed(samples, rows, pieces, data, None, url) is None):
         return None
-    return layout_by_table(samples, rows, pieces, fields, damage, distant)
+    # Without damage, what differs are bytes that nobody wants, of a chunk that was read whole.
+    checked = None if damage else Checked.comparing(pieces.num_bytes, summed_parts(sums, pieces, data))
+    return Fetched(checked=checked, found=layout_by_table(samples, rows, pieces, fields, damage, distant))
+
+
+def summed_parts(sums: Iterable[Sum], pieces: RangePieces, data: memoryview) -> Iterator[tuple[Parts, int]]:
+    """Yield the bytes of each checksum in the memory of ``pieces``, and what it should be, for ``Checked``."""
+    return ((pieces.parts(data, one.ranges), one.crc32c) for one in sums)
 
 
 def layout_by_table(
@@ -82,7 +91,7 @@ def layout_by_table(
 def checksum_error(url: str, start: int, end: int, got: int, expected: int) -> ChecksumError:
     """Make the error for bytes ``[start, end)`` of a shard that differ from the index."""
     return ChecksumError(
-        f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, twice in a row. The shard is "
-        f"damaged, or was replaced by one of the same size. shard_tools verify {url} lists what differs; "
+        f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, also when asked for again. The "
+        f"shard is damaged, or was replaced by one of the same size. shard_tools verify {url} lists what differs; "
         f"shard_tools index --force accepts the shard as it is"
     )

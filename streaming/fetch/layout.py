@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+
 from streaming.errors import DataError
+from streaming.storage import Checked
 from streaming.types import Int64Array
 
 
@@ -31,6 +34,12 @@ class UnitLayout:
     num_bytes: int
     damage: Mapping[int, DataError] = field(default_factory=dict)
 
+    def damage_at(self, start: int) -> DataError | None:
+        """Return why the sample that has a byte of a field at this place is damaged; None: it is intact."""
+        there = (self.starts >= 0) & (self.starts <= start) & (start < self.starts + self.sizes)
+        rows, _ = np.nonzero(there)
+        return next((self.damage[row] for row in rows.tolist() if row in self.damage), None)
+
 
 TakeApart: TypeAlias = Callable[[memoryview], UnitLayout]
 """Locates the samples in bytes that were fetched and checked; raises ``DataError`` if they do not match the index.
@@ -38,6 +47,22 @@ It takes Python time but does not block, so the thread that needs the result cal
 with that thread for the interpreter dozens of times per unit."""
 
 
-def taken_apart(found: UnitLayout | TakeApart, data: memoryview) -> UnitLayout:
-    """Return the locations of samples in ``data``, computing them now if they are not known yet."""
-    return found if isinstance(found, UnitLayout) else found(data)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A range in memory: what is known of its bytes, and where its samples are.
+
+    Attributes:
+        checked: Its bytes match their checksums; None: those of some samples do not, which ``found`` names as damage.
+        found: Where its samples are, or how to find out.
+    """
+
+    checked: Checked | None
+    found: UnitLayout | TakeApart
+
+    def __post_init__(self) -> None:
+        if self.checked is None and not (isinstance(self.found, UnitLayout) and self.found.damage):
+            raise AssertionError("bytes that do not match their checksums, and no sample is named as damaged")
+
+    def apart(self, data: memoryview) -> UnitLayout:
+        """Return the locations of samples in ``data``, computing them now if they are not known yet."""
+        return self.found if isinstance(self.found, UnitLayout) else self.found(data)

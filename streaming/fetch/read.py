@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import crc32c
 import numpy as np
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
 from streaming.fetch.checksums import Mask, Sum, crc_of_member, sums_of
-from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
+from streaming.fetch.damage import checksum_error, layout_by_table, narrowed, summed_parts
 from streaming.fetch.distant import Distant
-from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
+from streaming.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.fetch.pieces import RangePieces, pieces_of
 from streaming.index.large_members import LARGE_BYTES
 from streaming.index.sample_table import Records, SampleTable
-from streaming.storage import ChangedError, Storage, looked_for, redact
+from streaming.storage import (
+    ChangedError,
+    Checked,
+    DifferentSumError,
+    Reader,
+    Storage,
+    WrongBytesError,
+    looked_for,
+    redact,
+)
 from streaming.tar import parse_chunk
 
 
@@ -154,7 +162,7 @@ def fetch_range(
         TarError: There is no checksum, and the bytes are not whole samples.
         ChecksumError, IndexMismatchError, StorageError: As for :func:`fetch_unit`.
     """
-    return taken_apart(fetch_unit(storage, wanted, out, None, known), out)
+    return fetch_unit(storage, wanted, out, None, known).apart(out)
 
 
 def fetch_unit(
@@ -163,10 +171,10 @@ def fetch_unit(
     out: memoryview,
     cache: NodeCache | None = None,
     known: ShardFacts = _NOTHING_KNOWN,
-) -> UnitLayout | TakeApart:
+) -> Fetched:
     """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`); return where each field is in it.
 
-    For whole ranges that match their checksums the result is a function that locates the samples.
+    For whole ranges that match their checksums, the samples are located later, by a function.
 
     Fields that are not wanted are left out if that saves enough and the sample table has checksums of the others: then
     the first bytes of ``out`` hold the pieces that were read. With a cache, the bytes are read from it if possible, and
@@ -188,17 +196,16 @@ def fetch_unit(
             f"fields cannot be left out, and there is no room for all of them. Rebuild it: "
             f"shard_tools index {wanted.shown_url}"
         )
-    later = part is None and cache is None
 
     def layout() -> UnitLayout:
-        if part is None:
-            return taken_apart(known.apart(wanted), out)
-        return layout_by_table(part.samples, rows, part.pieces, wanted.fields, {}, known.distant)
+        if part is not None:
+            return layout_by_table(part.samples, rows, part.pieces, wanted.fields, {}, known.distant)
+        found = known.apart(wanted)
+        return found if isinstance(found, UnitLayout) else found(out)
 
     try:
-        if later:
-            read.into(out)
-            return known.apart(wanted)
+        if part is None and cache is None:
+            return Fetched(checked=read.into(out), found=known.apart(wanted))
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
@@ -267,25 +274,21 @@ def _whole_of(wanted: FetchRange) -> _Plan:
     return _Plan(pieces=RangePieces(ranges=((wanted.byte_start, wanted.byte_end),)), sums=tuple(sums))
 
 
-def _through_cache(
-    read: _Read, out: memoryview, cache: NodeCache | None, layout: Callable[[], UnitLayout]
-) -> UnitLayout:
-    """Return ``layout()`` of the bytes, from the cache or the store; an unusable cache entry is fetched again."""
+def _through_cache(read: _Read, out: memoryview, cache: NodeCache | None, layout: Callable[[], UnitLayout]) -> Fetched:
+    """Return the bytes, from the cache or the store, with ``layout()``; an unusable cache entry is fetched again."""
     if cache is None or not len(out):
-        read.into(out)
-        return layout()
+        return Fetched(checked=read.into(out), found=layout())
     url, version, start = read.identity
-    hit = cache.read_into(url, version, start, out, read.into, crc32c=read.crc32c)
+    checked, hit = cache.read_into(url, version, start, out, read.into, crc32c=read.crc32c)
     try:
         if hit and read.crc32c is None:  # otherwise the cache has compared it
-            read.check(out)
-        return layout()
+            checked = read.compared(out)
+        return Fetched(checked=checked, found=layout())
     except DataError:
         if not hit:
             raise
         cache.invalidate(url, version, start, len(out))
-        read.into(out)
-        return layout()
+        return Fetched(checked=read.into(out), found=layout())
 
 
 class _Read:
@@ -311,10 +314,11 @@ class _Read:
         digest = hashlib.blake2b(repr(self.plan.pieces.ranges).encode(), digest_size=16).hexdigest()
         return wanted.url, f"{wanted.version}|pieces {digest}", wanted.byte_start
 
-    def into(self, out: memoryview) -> None:
+    def into(self, out: memoryview) -> Checked:
         """Fetch ``out`` from the store.
 
-        Bytes that differ from the index's checksum are fetched again before they count as damaged.
+        Bytes that differ from the index's checksum are fetched again, as often as requests that fail, before they count
+        as damaged. If the shard was replaced since this process first read it, the checksums decide.
 
         Raises:
             IndexMismatchError: The shard is missing, or differs from the one in the index.
@@ -322,11 +326,13 @@ class _Read:
             StorageError: The store failed.
         """
         with self._explained():
-            self._read(out)
-            if self._differing(out) is not None:
-                self._fill(out)
-                self._check_replaced(out)
-                self.check(out)
+            try:
+                return self._until_right(out)
+            except ChangedError as error:
+                try:
+                    return self._until_right(out)
+                except ChecksumError:
+                    raise self._replaced(error) from error
 
     def part_into(self, out: memoryview) -> None:
         """Fetch ``out`` from the store, although nothing tells whether its bytes are right.
@@ -336,7 +342,15 @@ class _Read:
             IndexMismatchError, StorageError: As for :meth:`into`.
         """
         with self._explained():
-            self._fill(out, summed=False)
+            _fill(self._storage, self._wanted.url, self.plan.pieces, out, summed=False)
+
+    def compared(self, out: memoryview) -> Checked:
+        """Compare the bytes with their checksums.
+
+        Raises:
+            ChecksumError: They differ.
+        """
+        return _compared(self._wanted.url, self.plan.pieces, self.plan.sums, out)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -352,47 +366,12 @@ class _Read:
         except StorageError as error:
             _check_size(self._storage, wanted, error)
             raise
+        except ChecksumError:
+            _check_size(self._storage, wanted, None)
+            raise
 
-    def check(self, out: memoryview) -> None:
-        """Compare the bytes with their checksums.
-
-        Raises:
-            IndexMismatchError, ChecksumError: They differ.
-        """
-        found = self._differing(out)
-        if found is None:
-            return
-        one, got = found
-        _check_size(self._storage, self._wanted, None)
-        raise checksum_error(self._wanted.shown_url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
-
-    def _read(self, out: memoryview) -> None:
-        """Fill ``out``. If the shard was replaced since this process first read it, the checksums decide.
-
-        Raises:
-            IndexMismatchError: It was replaced by one that differs from the index.
-        """
-        try:
-            self._fill(out)
-        except ChangedError as error:
-            self._fill(out)
-            if self._differing(out) is not None:
-                raise self._replaced(error) from error
-
-    def _check_replaced(self, out: memoryview) -> None:
-        """Check whether bytes that differ belong to another shard: some stores tell only when asked.
-
-        Raises:
-            IndexMismatchError: They do.
-        """
-        if self._differing(out) is None:
-            return
-        try:
-            self._storage.check_unchanged(self._wanted.url)
-        except ChangedError as error:
-            raise self._replaced(error) from error
-        except StorageError:
-            return  # unknown, so the bytes count as damaged
+    def _until_right(self, out: memoryview) -> Checked:
+        return fill_checked(self._storage, self._wanted.url, self.plan.pieces, self.plan.sums, out)
 
     def _replaced(self, error: ChangedError) -> IndexMismatchError:
         wanted = self._wanted
@@ -403,57 +382,122 @@ class _Read:
             f"index them"
         )
 
-    def _fill(self, out: memoryview, *, summed: bool = True) -> None:
-        pieces = self.plan.pieces
-        for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
-            self._storage.read_into(self._wanted.url, start, part, summed=summed)
 
-    def _differing(self, out: memoryview) -> tuple[Sum, int] | None:
-        """Return the first checksum that the bytes do not match, and their actual one."""
-        for one in self.plan.sums:
-            got = one.found_in(self.plan.pieces.parts(out, one.ranges))
-            if got != one.crc32c:
-                return one, got
-        return None
+def fill_checked(storage: Storage, url: str, pieces: RangePieces, sums: Sequence[Sum], out: memoryview) -> Checked:
+    """Fill ``out`` with pieces of a shard that match their checksums; wrong ones are asked for again, by the policy.
+
+    Raises:
+        ChangedError: The shard was replaced since this process first read it.
+        ChecksumError: They stay wrong; ``out`` holds them.
+        StorageError: The store failed.
+    """
+
+    def attempt(reader: Reader) -> Checked:
+        _fill(reader, url, pieces, out, summed=True)
+        try:
+            return _compared(url, pieces, sums, out)
+        except ChecksumError as error:
+            _check_unchanged(reader, url)
+            raise WrongBytesError(error) from error
+
+    return storage.until_right(url, attempt)
 
 
-def read_distant(
-    storage: Storage, wanted: FetchRange, start: int, stop: int, samples: SampleTable | None = None
-) -> bytearray:
-    """Return bytes ``[start, stop)`` of a shard: of a distant member, or a part of one.
+def _fill(reader: Reader, url: str, pieces: RangePieces, out: memoryview, *, summed: bool) -> None:
+    for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
+        reader.read_into(url, start, part, summed=summed)
+
+
+def _compared(url: str, pieces: RangePieces, sums: Sequence[Sum], data: memoryview) -> Checked:
+    """Compare pieces with their checksums.
+
+    Raises:
+        ChecksumError: They differ.
+    """
+    try:
+        return Checked.comparing(pieces.num_bytes, summed_parts(sums, pieces, data))
+    except DifferentSumError as error:
+        one = sums[error.number]
+        raise checksum_error(redact(url), one.ranges[0][0], one.ranges[-1][1], error.got, one.crc32c) from None
+
+
+def _check_unchanged(reader: Reader, url: str) -> None:
+    """Check whether bytes that differ belong to another version of the shard: some stores tell only when asked.
+
+    Raises:
+        ChangedError: They do.
+    """
+    try:
+        reader.check_unchanged(url)
+    except ChangedError:
+        raise
+    except StorageError:
+        return  # unknown, so the bytes count as damaged
+
+
+def read_part(storage: Storage, wanted: FetchRange, start: int, stop: int) -> bytearray:
+    """Return bytes ``[start, stop)`` of a shard: a part of a distant member, of which nothing tells if they are right.
 
     Args:
         storage: The store.
         wanted: Any range of the shard.
         start: First byte in the shard.
         stop: End (exclusive).
-        samples: The sample table: the bytes are a member, which is compared with its checksum. None: nothing tells
-            whether they are right.
 
     Raises:
         ChangedError: The shard was replaced since this process first read it, and nothing tells by what.
-        ChecksumError: The member is damaged.
-        IndexMismatchError: The shard is missing, or differs from the one in the index.
+        IndexMismatchError: The shard is missing, or has another size than in the index.
         StorageError: The store failed.
     """
-    crc = None if samples is None else crc_of_member(samples, start, stop)
-    pieces = RangePieces(ranges=((start, stop),))
-    sums = () if crc is None else (Sum(ranges=pieces.ranges, crc32c=crc, first=0, stop=1),)
-    read = _Read(storage, replace(wanted, byte_start=start, byte_end=stop), _Plan(pieces=pieces, sums=sums))
     out = bytearray(stop - start)
     with memoryview(out) as view:
-        (read.part_into if crc is None else read.into)(view)
+        _read_of(storage, wanted, start, stop, ()).part_into(view)
     return out
 
 
-def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
-    """Tell whether the bytes of a range match the index."""
-    start = 0
-    for stop, expected in wanted.sums:
-        if crc32c.crc32c(data[start:stop]) != expected:
-            return False
-        start = stop
-    return start > 0
+def read_member(storage: Storage, wanted: FetchRange, start: int, stop: int, samples: SampleTable | None) -> bytearray:
+    """Return bytes ``[start, stop)`` of a shard: a whole distant member, which matches its checksum.
+
+    Args:
+        storage: The store.
+        wanted: Any range of the shard.
+        start: First byte in the shard.
+        stop: End (exclusive).
+        samples: The sample table, which has the checksum; None: it is gone.
+
+    Raises:
+        ChecksumError: The member is damaged.
+        IndexMismatchError: The shard is missing, or differs from the one in the index; or its sample table does.
+        StorageError: The store failed.
+    """
+    crc = None if samples is None else crc_of_member(samples, start, stop)
+    if crc is None:
+        raise IndexMismatchError(
+            f"{wanted.shown_url}, bytes {start}-{stop}: the checksum of this member was in the shard's sample table "
+            f"when the epoch began, and is now gone. Rebuild the table: shard_tools index {wanted.shown_url}"
+        )
+    out = bytearray(stop - start)
+    with memoryview(out) as view:
+        member = Sum(ranges=((start, stop),), crc32c=crc, first=0, stop=1)
+        _read_of(storage, wanted, start, stop, (member,)).into(view)
+    return out
+
+
+def _read_of(storage: Storage, wanted: FetchRange, start: int, stop: int, sums: tuple[Sum, ...]) -> _Read:
+    plan = _Plan(pieces=RangePieces(ranges=((start, stop),)), sums=sums)
+    return _Read(storage, replace(wanted, byte_start=start, byte_end=stop), plan)
+
+
+def checked_range(wanted: FetchRange, data: memoryview) -> Checked:
+    """Compare all bytes of a range with the index, as far as it has checksums of them; it has none of a part.
+
+    Raises:
+        ChecksumError: They differ.
+    """
+    if len(data) < wanted.num_bytes:
+        return Checked.comparing(len(data), ())
+    plan = _whole_of(wanted)
+    return _compared(wanted.url, plan.pieces, plan.sums, data)
 
 
 def reads_whole(wanted: FetchRange, known: ShardFacts) -> bool:

@@ -13,7 +13,7 @@ from streaming.catalog.build import home_of, shard_name
 from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values, read_column, type_named
-from streaming.index.files import ADD_AGAIN, read_document, write_document
+from streaming.index.files import ADD_AGAIN, is_sealed, read_document, write_document
 from streaming.index.layout import (
     checked_name,
     column_document_path,
@@ -22,6 +22,7 @@ from streaming.index.layout import (
     columns_directory,
 )
 from streaming.storage import Storage, join_url, redact
+from streaming.types import ReadBuffer
 
 _REQUESTS = 16
 _MAJOR = "1"
@@ -34,7 +35,7 @@ def document_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
     return write_document({"kind": kind, "version": _VERSION, **content})
 
 
-def document_of_kind(data: bytes, kind: str) -> Any:
+def document_of_kind(data: ReadBuffer, kind: str) -> Any:
     """Parse the output of :func:`document_bytes`.
 
     Raises:
@@ -74,7 +75,7 @@ class ColumnDocument:
         return document_bytes(_KIND, asdict(self))
 
     @classmethod
-    def from_bytes(cls, data: bytes, source: str) -> ColumnDocument:
+    def from_bytes(cls, data: ReadBuffer, source: str) -> ColumnDocument:
         """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
 
         Raises:
@@ -155,7 +156,7 @@ def _is_name(name: str) -> bool:
 def _document(storage: Storage, name: str, home: str) -> ColumnDocument | None:
     url = join_url(home, column_document_path(name))
     try:
-        return ColumnDocument.from_bytes(bytes(storage.read(url)), url)
+        return storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
     except NotFoundError:
         return None
 
@@ -187,7 +188,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
     source = join_url(home, column_path(column.name, name))
     again = f"rerun the command that added it: shard_tools column add {redact(home) or '.'} {column.name} …"
     try:
-        values, facts = read_column(storage.read(source), redact(source))
+        values, facts = storage.read_parsed(source, read_column, is_sealed)
     except NotFoundError as error:
         raise IndexMismatchError(
             f"column {column.name!r} has no values for shard {redact(url)}, which was added after it; {again}"

@@ -49,6 +49,7 @@ from streaming.index.columns import (
     sample_columns,
     type_named,
 )
+from streaming.index.files import is_sealed
 from streaming.index.keys import key_array
 from streaming.index.layout import samples_directory
 from streaming.index.selection import Everything, Filtered, Kept, Selection
@@ -58,7 +59,7 @@ from streaming.lru_cache import LruCache
 from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, scheme_of
-from streaming.types import Int64Array
+from streaming.types import Int64Array, ReadBuffer
 
 Condition: TypeAlias = conditions.Condition
 Subset: TypeAlias = tuple[float, float]
@@ -430,12 +431,15 @@ class _Lifted:
             return found if only is None else {name: one[slice(*only)] for name, one in found.items()}, {}
         url = self._shards.urls[self._shard]
         path = samples_url(url, self._shards.index)
+
+        def parsed(data: ReadBuffer, source: str) -> tuple[dict[str, Values], Mapping[str, Any]]:
+            with self._turns:
+                return read_sample_columns(data, wanted, source, coded=coded, only=only)
+
         try:
-            data = self._storage.read(path)
+            found, facts = self._storage.read_parsed(path, parsed, is_sealed)
         except NotFoundError as error:
             raise no_samples(url, ", which where= and exclude= need") from error
-        with self._turns:
-            found, facts = read_sample_columns(data, wanted, redact(path), coded=coded, only=only)
         self.there = list(facts.get("columns", ()))
         return found, facts
 

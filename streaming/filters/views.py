@@ -12,10 +12,12 @@ from streaming.catalog.open import OpenShards, digest_of
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError
 from streaming.filters.late_columns import document_bytes, document_of_kind, homes_of
 from streaming.filters.select import Filter, checked_subset, excluded_keys, filter_hash
+from streaming.index.files import is_sealed
 from streaming.index.layout import checked_name, view_path, views_directory
 from streaming.index.where import as_where
 from streaming.job.shared_results import Peers, shared
 from streaming.storage import Storage, join_url, redact
+from streaming.types import ReadBuffer
 
 _KIND = "view"
 
@@ -64,7 +66,7 @@ class View:
         return document_bytes(_KIND, self.as_dict())
 
     @classmethod
-    def from_bytes(cls, data: bytes, source: str) -> View:
+    def from_bytes(cls, data: ReadBuffer, source: str) -> View:
         """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
 
         Raises:
@@ -111,7 +113,7 @@ def load_view(storage: Storage, home: str, name: str) -> View:
     """
     url = join_url(home, view_path(checked_name(name, "view")))
     try:
-        return View.from_bytes(bytes(storage.read(url)), url)
+        return storage.read_parsed(url, View.from_bytes, is_sealed)
     except NotFoundError as error:
         try:
             there = ", ".join(view.name for view in list_views(storage, home)) or "none"
@@ -127,7 +129,7 @@ def list_views(storage: Storage, home: str) -> list[View]:
     """Return all views beside one index, sorted by name."""
     folder = join_url(home, views_directory())
     urls = [info.url for info in storage.list(folder) if info.url.endswith(".json")]
-    return [View.from_bytes(bytes(storage.read(url)), url) for url in urls]
+    return [storage.read_parsed(url, View.from_bytes, is_sealed) for url in urls]
 
 
 def asked_filter(

@@ -99,6 +99,25 @@ def _check_seal(buffer: Any, source: str, cure: str, *, whole: bool) -> None:
         raise damaged(source, "its bytes are not those of its checksum", cure)
 
 
+def is_sealed(buffer: Any, *, whole: bool = True) -> bool:
+    """Tell whether an index file has the checksum that it carries; unless ``whole``, its footer, which comes last.
+
+    For files that a reader refused: another answer of the store may be right only if this one is not sealed.
+    """
+    data = memoryview(buffer).cast("B")
+    if whole and data[-4:] != _MAGIC:
+        try:
+            read_document(data)
+        except (ValueError, TypeError, RecursionError):
+            return False
+        return True
+    try:
+        _check_seal(data, "", "", whole=whole)
+    except IndexFormatError:
+        return False
+    return True
+
+
 def is_original(rebuilt: bytes, file: Any) -> bool:
     """Tell whether a Parquet file is what a damaged one was before: their seals are the same.
 

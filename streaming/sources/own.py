@@ -18,8 +18,8 @@ from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.catalog.source import OneOrder
 from streaming.decode import DecodeSpec, FieldDecoder, decode_field, draws_numbers, raw, resolve_decoders
 from streaming.errors import DecodeError, IndexMissingError
-from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
-from streaming.fetch.read import FetchRange
+from streaming.fetch.layout import Fetched, TakeApart, UnitLayout
+from streaming.fetch.read import FetchRange, checked_range
 from streaming.index.keys import key_array
 from streaming.index.sample_table import SampleLocation
 from streaming.plan.settings import ShuffleConfig
@@ -141,14 +141,25 @@ class OwnSource(SampleRows):
         """See ``Source``."""
 
     @abstractmethod
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
-        """See ``Source``.
+    def fill(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
+        """Put the bytes of a range into ``out``; return where its samples are, and which of them are damaged.
+
+        If ``wanted`` has checksums, the bytes are compared with them afterwards.
 
         Raises:
             DataError: The chunk is lost.
         """
 
     # --- what follows ---
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
+        """See ``Source``.
+
+        Raises:
+            DataError: The chunk is lost.
+        """
+        layout = self.fill(wanted, out)
+        return Fetched(checked=None if layout.damage else checked_range(wanted, out[: layout.num_bytes]), found=layout)
 
     @property
     def byte_starts(self) -> Int64Array:
@@ -233,7 +244,7 @@ class OwnSource(SampleRows):
         for chunk in np.unique(chunks).tolist():
             wanted = self.chunk(chunk)
             data = bytearray(wanted.num_bytes)
-            layout = taken_apart(self.fetch_unit(wanted, memoryview(data)), memoryview(data))
+            layout = self.fetch_unit(wanted, memoryview(data)).apart(memoryview(data))
             for place in np.flatnonzero(chunks == chunk).tolist():
                 number = int(numbers[place])
                 sample = self._sample(wanted, layout, data, wanted.lead + int(inside[place]), number)

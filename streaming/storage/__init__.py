@@ -16,6 +16,7 @@ from streaming.storage.base.adapter import (
     Way,
 )
 from streaming.storage.base.calls import ActiveRequest
+from streaming.storage.base.checked import Checked, DifferentSumError, Parts, WrongBytesError, crc_of
 from streaming.storage.base.mirrors import mirrors_of
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 from streaming.storage.base.urls import (
@@ -28,22 +29,28 @@ from streaming.storage.base.urls import (
     split_query,
     split_url,
 )
-from streaming.storage.facade import Storage
+from streaming.storage.facade import Reader, Storage
 
 __all__ = [
     "DEFAULT_PART_BYTES",
     "HTTP_SCHEMES",
     "ActiveRequest",
     "ChangedError",
+    "Checked",
+    "DifferentSumError",
     "ObjectInfo",
     "Observer",
+    "Parts",
     "ReadBuffer",
+    "Reader",
     "RetryPolicy",
     "Storage",
     "StorageOptions",
     "StoreWriter",
     "Way",
+    "WrongBytesError",
     "as_url",
+    "crc_of",
     "files_left",
     "join_url",
     "local_path",

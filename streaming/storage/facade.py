@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from streaming.counters import Metrics
 from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, StorageError, redact
@@ -22,6 +23,7 @@ from streaming.storage.base.adapter import (
     Way,
 )
 from streaming.storage.base.calls import ActiveCalls, ActiveRequest
+from streaming.storage.base.checked import WrongBytesError
 from streaming.storage.base.mirrors import Mirror, Route, Routes
 from streaming.storage.base.options import parse_options
 from streaming.storage.base.urls import as_url, scheme_of
@@ -31,6 +33,16 @@ _T = TypeVar("_T")
 
 COUNTED = ("requests", "bytes", "retries", "throttled", "hedges", "hedges_won", "mirror_reads")
 _METRICS = {"bytes": "storage_bytes"}
+
+
+class Reader(Protocol):
+    """Read bytes of one object, at the primary or at a mirror, under the primary's name. See ``Storage``."""
+
+    def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer: ...  # noqa: D102
+
+    def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None: ...  # noqa: D102
+
+    def check_unchanged(self, url: str) -> None: ...  # noqa: D102
 
 
 class Storage:
@@ -146,6 +158,66 @@ class Storage:
         """
         self._somewhere(url, lambda site: site.store.check_unchanged(site.url, site.hopeless))
 
+    def read_parsed(
+        self, url: str, parse: Callable[[ReadBuffer, str], _T], is_right: Callable[[ReadBuffer], bool]
+    ) -> _T:
+        """Return what ``parse`` makes of all bytes of ``url`` (and of the URL for messages), such as an index file.
+
+        If it raises because bytes came wrong, they are asked for again, as by :meth:`until_right`.
+
+        Args:
+            url: URL of the object.
+            parse: Raises an error of values for bytes that it does not take.
+            is_right: Tells whether bytes that were not taken are those of their checksum, so that asking is in vain.
+
+        Raises:
+            Exception: What ``parse`` raises.
+        """
+
+        def attempt(reader: Reader) -> _T:
+            data = reader.read(url)
+            try:
+                return parse(data, redact(url))
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                if is_right(data):
+                    raise
+                raise WrongBytesError(error) from error
+
+        return self.until_right(url, attempt)
+
+    def until_right(self, url: str, attempt: Callable[[Reader], _T]) -> _T:
+        """Return what ``attempt`` makes of bytes of ``url`` that have the right checksum.
+
+        They are asked for again as often as requests that fail, and then at the mirrors, if there are any. (Bytes that
+        are wrong at the primary say nothing of others there, which are still asked of it.)
+
+        Args:
+            url: URL of the object.
+            attempt: Reads bytes of it through the given reader, and compares them. Raises ``WrongBytesError`` if they
+                are not right, with the error to raise if they stay so; memory that it fills holds the primary's then.
+
+        Raises:
+            Exception: The one of ``WrongBytesError``.
+        """
+        text = as_url(url)
+        try:
+            return self._store.until_right(text, partial(attempt, self))
+        except WrongBytesError as wrong:
+            error = wrong.error
+        route = self._routes.of(text)
+        if route is None:
+            raise error
+        for mirror in route.mirrors:
+            store = self._mirror_stores[mirror]
+            with suppress(StorageError):
+                found = store.until_right(text, partial(attempt, MirrorReader(store, route, mirror)))
+                self._count("mirror_reads", 1)
+                route.differs(mirror, error)
+                return found
+        with suppress(WrongBytesError):
+            return attempt(self)
+        raise error
+
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """Yield all objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
 
@@ -260,6 +332,28 @@ def _count(metrics: Metrics, observer: Observer | None, name: str, amount: int) 
     metrics.count(_METRICS.get(name, name), amount)
     if observer is not None:
         observer(name, amount)
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReader:
+    """Reads at one mirror alone. A ``Reader``."""
+
+    store: Store
+    route: Route
+    mirror: Mirror
+
+    def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
+        """See ``Storage``."""
+        return self.store.read(self.route.at(self.mirror, url), start, stop)
+
+    def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
+        """See ``Storage``."""
+        at = self.route.at(self.mirror, url)
+        self.store.read(at, start, start + len(out), out, pinned=True, summed=summed)
+
+    def check_unchanged(self, url: str) -> None:
+        """See ``Storage``."""
+        self.store.check_unchanged(self.route.at(self.mirror, url))
 
 
 @dataclass(frozen=True, slots=True)

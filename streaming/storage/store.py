@@ -18,7 +18,7 @@ from streaming.storage.base.adapter import Adapter, ChangedError
 from streaming.storage.base.calls import ActiveCalls, Call
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import as_url, scheme_of, split_query
-from streaming.storage.requests.retry import retrying
+from streaming.storage.requests.retry import retrying, until_right
 from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.traffic import Traffic
 from streaming.storage.requests.transfer import Transfer
@@ -151,6 +151,13 @@ class Store:
                 raise
             finally:
                 transfer.forget()
+
+    def until_right(self, url: str, attempt: Callable[[], _T]) -> _T:
+        """Return the result of ``attempt``, which reads ``url``, called again while it raises ``WrongBytesError``."""
+        return until_right(
+            self._options.retry, attempt, pauses=self.traffic_of(url) is not None,
+            on_retry=lambda: self._count("retries", 1),
+        )  # fmt: skip
 
     def _retrying(
         self, call: Call, attempt: Callable[[float], _T], traffic: Traffic | None, hopeless: Callable[[], bool]

@@ -31,6 +31,8 @@ from streaming.index.columns import KEY, read_column, read_sample_columns
 from streaming.index.files import read_document, read_facts, read_footer, read_note, write_document
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
 from streaming.storage import Storage
+from streaming.storage.requests.retry import MOST_WRONG
+from streaming.storage.store import Store
 from tests.support.sets.index_files import flipped_bit, touch
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
@@ -220,6 +222,33 @@ def test_a_flipped_bit_is_an_error_or_changes_nothing(
     assert [one for one in found if one not in ("error", "equal")] == []
     if kind in READ_BY[reader] and reader != "indexed_again":
         assert "error" in found
+
+
+@pytest.mark.parametrize(("kind", "reader"), [cell for cell in CELLS if not cell.marks])
+def test_a_file_that_comes_wrong_is_asked_for_again(
+    folder: Path, truth: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str, reader: str
+) -> None:
+    """As a chunk is. Here once, and as often as asking helps."""
+    read, path = Store.read, (folder / "_shardstream" / KINDS[kind]).as_posix()
+    draw, left = random.Random(f"{kind} {reader}"), 0
+
+    def unreliable(self: Store, url: str, start: int, stop: int | None, *given: Any, **how: Any) -> Any:
+        nonlocal left
+        found = read(self, url, start, stop, *given, **how)
+        if url != path or not left:
+            return found
+        left -= 1
+        changed = bytearray(found)
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+        return memoryview(changed)
+
+    monkeypatch.setattr(Store, "read", unreliable)
+    for times in (1, MOST_WRONG):
+        left = times
+        for table in (folder / "_shardstream/samples").iterdir():
+            touch(table)  # what was kept of it counts no more
+        assert READERS[reader](folder) == truth[reader]
+        assert not left, "nobody has read it"
 
 
 # --- parsers: what all readers get the content of a file from --------------------------------------------------------

@@ -43,7 +43,7 @@ from streaming.errors import ConfigError, DataError, IndexFormatError, Shardstre
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import MAX_UNPACKED_BYTES, read_facts, sealed
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, redact
+from streaming.storage import Checked, Storage, redact
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS, split_name
 from streaming.tar.group import MAX_FIELDS
@@ -237,8 +237,12 @@ def test_a_link_in_place_of_a_target_is_replaced_and_not_followed(tmp_path: Path
 def cache_read(directory: Path, metrics: Metrics) -> bool:
     cache = NodeCache(directory, 1 << 20, metrics=metrics)
     out = bytearray(5)
-    hit = cache.read_into("s3://b/k", "v", 0, memoryview(out), lambda view: view.__setitem__(slice(None), b"right"),
-                          crc32c=None)  # fmt: skip
+
+    def fetch(view: memoryview) -> Checked:
+        view[:] = b"right"
+        return Checked.comparing(5, ())
+
+    _, hit = cache.read_into("s3://b/k", "v", 0, memoryview(out), fetch, crc32c=None)
     assert bytes(out) == b"right"
     return hit
 

@@ -19,13 +19,13 @@ from streaming import DataLoader, StreamingDataset
 from streaming.catalog.random_access import span_borders
 from streaming.engine.units import BatchSlices
 from streaming.errors import ChecksumError, ConfigError, IndexMismatchError, MemoryLimitError
-from streaming.fetch.layout import taken_apart
 from streaming.index.cutter import ChunkCutter, ChunkRule
 from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
+from streaming.storage import Checked
 from tests.support.sets.data_sets import mesh_of
 
 RULE = ChunkRule(target_bytes=300_000, min_bytes=120_000, min_samples=20)
@@ -145,7 +145,7 @@ def test_a_slice_is_the_fewest_spans_of_it(tmp_path_factory: pytest.TempPathFact
     assert (wanted.lead, wanted.num_samples) == (begin + first - low, high - low)
     assert wanted.sums[-1][0] == wanted.num_bytes
     with memoryview(bytearray(wanted.num_bytes)) as out:
-        keys = taken_apart(dataset.source.fetch_unit(wanted, out), out).keys[wanted.lead : wanted.lead + stop - first]
+        keys = dataset.source.fetch_unit(wanted, out).apart(out).keys[wanted.lead : wanted.lead + stop - first]
     assert list(keys) == [f"{number:05d}" for number in range(begin + first, begin + stop)]
 
 
@@ -283,8 +283,9 @@ def test_a_slice_that_was_cached_unchecked_is_checked_and_fetched_anew(shard: Pa
     bad = shard.read_bytes()[wanted.byte_start : wanted.byte_end]
     shard.write_bytes(whole)
 
-    def fill(out: memoryview) -> None:
+    def fill(out: memoryview) -> Checked:
         out[:] = bad
+        return Checked.comparing(len(out), ())
 
     assert dataset.source.cache is not None
     with memoryview(bytearray(wanted.num_bytes)) as out:

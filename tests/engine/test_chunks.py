@@ -22,8 +22,9 @@ from streaming.engine.memory import mapped
 from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents, MergedRanges
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.errors import ChecksumError, StorageError
-from streaming.fetch.layout import UnitLayout
+from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.read import FetchRange
+from streaming.storage import Checked
 from tests.support.sets.data_sets import write_set
 
 MIB = 1 << 20
@@ -45,7 +46,7 @@ class Store:
         self.num_asked = 0
         self._lock = threading.Lock()
 
-    def fetch(self, wanted: FetchRange, _: memoryview) -> UnitLayout:
+    def fetch(self, wanted: FetchRange, _: memoryview) -> Fetched:
         with self._lock:
             self.num_asked += 1
         self.asked.release()
@@ -165,7 +166,7 @@ def test_what_the_first_batch_waits_for_has_the_network_to_itself() -> None:
     """Also before what an earlier run has left; the others come when there is a first batch."""
     store, changed, asked = Store(), threading.Condition(), list[int]()
 
-    def fetch(wanted: FetchRange, out: memoryview) -> UnitLayout:
+    def fetch(wanted: FetchRange, out: memoryview) -> Fetched:
         asked.append(wanted.byte_start // (2 * MIB))
         return store.fetch(wanted, out)
 
@@ -201,15 +202,16 @@ def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
     """Of two units that there is room for; those that nobody needs are kept, and give way to others."""
     damage = ChecksumError("damaged")
 
-    def fetch(wanted: FetchRange, _: memoryview) -> UnitLayout:
+    def fetch(wanted: FetchRange, _: memoryview) -> Fetched:
         if wanted.first_sample == 3:
             raise damage
         where = np.zeros((1, 1), np.int64)
-        return UnitLayout(
+        layout = UnitLayout(
             keys=[str(wanted.first_sample)], fields=("x",), starts=where, sizes=where + 1,
             num_bytes=wanted.num_bytes // (2 if wanted.first_sample == 1 else 1),
             damage={0: damage} if wanted.first_sample == 0 else {},
         )  # fmt: skip
+        return Fetched(checked=None if layout.damage else Checked.comparing(layout.num_bytes, ()), found=layout)
 
     changed = threading.Condition()
     chunks = ChunkStore(

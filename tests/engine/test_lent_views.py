@@ -10,7 +10,9 @@ import pickle
 import random
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, ShuffleConfig, StreamingDataset
 from streaming.decode import resolve_decoders
 from streaming.engine.memory import mapped
-from streaming.errors import ConfigError
+from streaming.errors import ChecksumError, ConfigError
 from streaming.remote import wire
 from streaming.replicas import batch_codec
+from streaming.storage.requests.retry import MOST_WRONG
 from streaming.torch_view import TorchIterable
 from tests.support.processes.children import in_child
 from tests.support.processes.waiting import PATIENCE_S
@@ -404,16 +407,82 @@ def test_a_copy_from_before_another_thread_restored_the_chunk_is_made_again(
         del batch, view
         looks = []
 
-        def matches(of: Any) -> bool:
+        def matches(of: Any, *copies: Any) -> bool:
             """The second look is the one at the copy: another thread is quicker."""
             looks.append(of)
             if len(looks) == 2:
                 assert [bytes(one) for one in lender.lend(*asked)] == [right]
-            return bool(type(lender)._matches(lender, of))
+            return bool(type(lender)._matches(lender, of, *copies))
 
         monkeypatch.setattr(lender, "_matches", matches)
         assert [bytes(one) for one in lender.lend(*asked)] == [right]
         assert len(looks) > 2
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
+@pytest.mark.parametrize("wrong", [0, 1, MOST_WRONG, 10**6], ids=["right", "once", "often", "for good"])
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+@pytest.mark.parametrize("transform", [None, dict], ids=["columns", "samples"])
+def test_a_chunk_that_is_fetched_again_is_checked_as_at_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any, wrong: int, transform: Any, kept: bool
+) -> None:
+    """All of its views were written to. (Once it was given out unchecked: 20 wrong rows an epoch, none listed.)"""
+    monkeypatch.setattr(mapped, "_OWN_DISKS", frozenset())
+    dataset = open_at(folder, on_error=on_error, max_bad_samples=NUM_SAMPLES, transform=transform)
+    read_into, asked, is_on = dataset.source.storage.read_into, Counter[tuple[str, int]](), False
+
+    def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
+        read_into(url, start, out, **how)
+        asked[url, start] += is_on
+        if is_on and asked[url, start] <= wrong:
+            out[random.Random(start).randrange(600, len(out))] ^= 0xFF  # for good: the same byte
+
+    dataset.source.storage.read_into = unreliable  # type: ignore[method-assign]
+    views = []
+    with DataLoader(dataset, BATCH) as loader:
+        for batch in loader:
+            check(batch)
+            views += batch["bin"]
+        for view in views:
+            scribble(view)
+        del batch, view
+        if not kept:
+            views.clear()
+        is_on = True
+        with pytest.raises(ChecksumError) if wrong > MOST_WRONG and on_error == "raise" else nullcontext():
+            found, lost = list[str](), 0
+            for batch in loader:
+                found += check(batch)
+                lost += 0 if "__valid__" not in batch else int((~batch["__valid__"]).sum())
+            bad = loader.metrics()["bad"]
+            assert len(found) == NUM_SAMPLES
+            assert lost == len({one["key"] for one in bad}) == len(bad)
+            assert bool(bad) == (wrong > MOST_WRONG)
+            assert all(one["stage"] == "fetch" and "CRC32C" in one["reason"] for one in bad)
+        assert asked
+
+
+@pytest.mark.usefixtures("way")
+def test_what_is_compared_is_what_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who writes to a view, and writes back what was there, between the copy of it and the comparison."""
+    with DataLoader(open_at(folder), BATCH) as loader:
+        batch = next(iter(loader))
+        lender = store_of(loader).lender
+        view = batch["bin"][0]
+        right, key = bytes(view), batch["__key__"][0]
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0] - lender._arena.address
+        scribble(view)
+        matches = type(lender)._matches
+
+        def back(self: Any, place: Any, *copies: Any) -> bool:
+            if copies:
+                torch.frombuffer(view, dtype=torch.uint8)[:] = torch.frombuffer(bytearray(right), dtype=torch.uint8)
+            return bool(matches(self, place, *copies))
+
+        monkeypatch.setattr(type(lender), "_matches", back)
+        (copy,) = lender.lend(np.array([address]), np.array([len(right)]))
+        assert bytes(copy) == right == payload(int(key))
+        assert bytes(view) == right
 
 
 def made_again(lender: Any, place: Any) -> bytearray:

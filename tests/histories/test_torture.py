@@ -64,21 +64,22 @@ BODIES: tuple[Kind, ...] = ("reset", "truncate", "flip", "ignore_range", "shift_
 IN_BODIES: tuple[Kind, ...] = (*ANYWHERE, *BODIES * 8, "stall")
 STALE: tuple[Kind, ...] = ("list_less", "list_more")
 LISTINGS: tuple[Kind, ...] = (*ANYWHERE, *STALE * 4)
+INDEX_FILES: tuple[Kind, ...] = (*ANYWHERE, *("flip",) * 8)
+INDEX_BYTES = 200
+"""So long is any index file at least."""
 
 
 @dataclass(slots=True)
 class Chaos:
     """Chooses what happens to each request.
 
-    A range is flipped at most once for each loader: the second time it would be damaged twice in a row, which counts as
-    damage in the store. Listings and index files come whole and right or not at all, but for listings that are stale.
+    Listings come whole and right or not at all, but for those that are stale.
     """
 
     dice: random.Random
     injected: Counter[str] = field(default_factory=Counter)
     num_in_place: int = 0
     """Faults among them of what is received straight in the arena, unless obstore has to ask again."""
-    flipped: set[tuple[str, int]] = field(default_factory=set)
     on_request: Callable[[], None] = lambda: None
     """Called for every request."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -100,13 +101,11 @@ class Chaos:
             num_bytes = last + 1 - first
             kinds = IN_BODIES
             self.num_in_place += num_bytes >= IN_PLACE_BYTES
+        elif method == "GET" and "/_shardstream/" in path:
+            kinds, num_bytes = INDEX_FILES, INDEX_BYTES
         kind = self.dice.choice(kinds)
         if kinds is LISTINGS:  # there are few
             kind = next((one for one in STALE if not self.injected[one]), kind)
-        if kind == "flip":
-            if (key := (path.partition("?")[0], last)) in self.flipped:
-                kind = "reset"
-            self.flipped.add(key)
         status = self.dice.choice((503, 429, 500, 500))
         self.injected[f"{kind} {status}" if kind == "status" else kind] += 1
         at_bytes = self.dice.randrange(num_bytes) if num_bytes else 0
@@ -173,16 +172,12 @@ class Run:
 
     def leg(self, world_size: int, num_batches: int) -> None:
         """Ranks one after the other in this process, which all come to the end of the leg and save their state."""
-        ranks = []
-        for part in self._parts(world_size, num_batches, (0, 2)):
-            self.chaos.flipped.clear()
-            ranks.append(list(steps(part)))
+        ranks = [list(steps(part)) for part in self._parts(world_size, num_batches, (0, 2))]
         self._save(ranks, num_batches)
         self.events[f"legs on {world_size}"] += 1
 
     def killed_leg(self, world_size: int, num_batches: int) -> None:
         """Ranks side by side, each in its process, which are killed; what came after the last save is redone."""
-        self.chaos.flipped.clear()
         parts = self._parts(world_size, num_batches, (0, 0, 0, 2))
         if self.dice.random() < 0.4:  # most of these die before their first batch: reading runs ahead
             most, what = 4 * world_size + GLOBAL_BATCH // CHUNK_SAMPLES * num_batches, "requests"

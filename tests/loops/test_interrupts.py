@@ -225,6 +225,11 @@ def test_what_an_interrupt_is(alarmed: Callable[[], None]) -> None:
         except ThrownError:
             raise RuntimeError("a lock that is not taken") from None
 
+    def raised_again() -> None:
+        error, other = ValueError("its own cause, by way of another"), RuntimeError()
+        error.__cause__, other.__cause__ = other, error
+        raise error
+
     class Limit:
         def __call__(self, *_: Any) -> None:
             throw()
@@ -232,6 +237,7 @@ def test_what_an_interrupt_is(alarmed: Callable[[], None]) -> None:
     assert is_interrupt(caught(ctrl_c))
     assert is_interrupt(caught(alarmed))
     assert is_interrupt(caught(followed))
+    assert not is_interrupt(caught(raised_again))
     signal.signal(signal.SIGALRM, Limit())
     assert is_interrupt(caught(alarmed))
     assert not is_interrupt(caught(throw))  # the same error, by another's call

@@ -31,6 +31,7 @@ from streaming.cache.locks import try_lock, unlock
 from streaming.cache.paths import CachePaths
 from streaming.counters import Metrics
 from streaming.errors import ConfigError, TransferError
+from streaming.storage import Checked, DifferentSumError
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 URL = "s3://bucket/train/000000.tar"
@@ -42,6 +43,11 @@ def content(url: str, version: str, start: int, num_bytes: int) -> bytes:
     """What the store holds there."""
     seed = hashlib.sha256(f"{url} {version} {start}".encode()).digest()
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
+
+
+def checked(view: memoryview, crc: int | None = None) -> Checked:
+    """What a fetch says of bytes that came: they have this checksum, or none is known."""
+    return Checked.comparing(len(view), [] if crc is None else [((view,), crc)])
 
 
 class Reader:
@@ -59,14 +65,16 @@ class Reader:
     ) -> bool:  # fmt: skip
         expected = content(url, version, start, num_bytes)
 
-        def fetch(view: memoryview) -> None:
+        def fetch(view: memoryview) -> Checked:
             self.fetches += 1
             before()
             view[:] = expected
+            return checked(view, crc)
 
         before_fetches = self.fetches
         out = bytearray(os.urandom(num_bytes))
-        hit = self.cache.read_into(url, version, start, memoryview(out), fetch, crc32c=crc)
+        found, hit = self.cache.read_into(url, version, start, memoryview(out), fetch, crc32c=crc)
+        assert found.num_bytes == num_bytes
         assert bytes(out) == expected
         assert hit == (self.fetches == before_fetches)
         return hit
@@ -135,12 +143,13 @@ def test_an_empty_range_and_memory_of_other_items(reader: Reader) -> None:
     assert not reader.read(5, 0)
     out = memoryview(bytearray(16)).cast("I")
 
-    def fetch(view: memoryview) -> None:
+    def fetch(view: memoryview) -> Checked:
         view[:] = bytes(range(16))
+        return checked(view)
 
-    assert not reader.cache.read_into(URL, "v9", 0, out, fetch, crc32c=None)
+    assert not reader.cache.read_into(URL, "v9", 0, out, fetch, crc32c=None)[1]
     out[0] = 0
-    assert reader.cache.read_into(URL, "v9", 0, out, fetch, crc32c=None)
+    assert reader.cache.read_into(URL, "v9", 0, out, fetch, crc32c=None)[1]
     assert bytes(out) == bytes(range(16))
 
 
@@ -159,9 +168,9 @@ def test_by_default_four_fifths_of_what_is_free_are_taken(tmp_path: Path, monkey
 def test_arguments_that_cannot_work() -> None:
     cache = NodeCache("x", 1)
     with pytest.raises(ConfigError, match="read-only"):
-        cache.read_into(URL, "v", 0, memoryview(b"abc"), lambda _: None, crc32c=None)
+        cache.read_into(URL, "v", 0, memoryview(b"abc"), checked, crc32c=None)
     with pytest.raises(ConfigError, match="start -1"):
-        cache.read_into(URL, "v", -1, memoryview(bytearray(3)), lambda _: None, crc32c=None)
+        cache.read_into(URL, "v", -1, memoryview(bytearray(3)), checked, crc32c=None)
     with pytest.raises(ConfigError, match="must be positive"):
         NodeCache("x", 0)
     assert not Path("x").exists()
@@ -238,13 +247,14 @@ def test_an_entry_under_the_name_of_another_is_not_used(reader: Reader) -> None:
 def test_bytes_that_are_not_the_expected_ones_are_never_used(reader: Reader) -> None:
     right = crc32c.crc32c(content(URL, "v1", 0, ONE))
     for _ in range(2):
-        assert not reader.read(0, crc=right ^ 1)  # the store's bytes are not what the index says, and nobody checked
-    assert not reader.read(0)
-    reader.cache.invalidate(URL, "v1", 0, ONE)
+        with pytest.raises(DifferentSumError):  # the store's bytes are not what the index says: nothing is stored
+            reader.read(0, crc=right ^ 1)
+        assert not reader.entry(0).exists()
     assert not reader.read(0, crc=right)
     assert reader.read(0, crc=right)
     assert reader.read(0)
-    assert not reader.read(0, crc=right ^ 1)  # stored, but not what this reader's index says
+    with pytest.raises(DifferentSumError):
+        reader.read(0, crc=right ^ 1)  # stored, but not what this reader's index says: it asks the store
 
 
 def test_invalidate_forgets_one_range(reader: Reader) -> None:
@@ -711,13 +721,14 @@ def test_many_who_want_the_same_make_one_fetch(tmp_path: Path) -> None:
     fetches: list[int] = []
     out = [bytearray(ONE) for _ in range(8)]
 
-    def fetch(view: memoryview) -> None:
+    def fetch(view: memoryview) -> Checked:
         fetches.append(1)
         assert go.wait(PATIENCE_S)
         view[:] = content(URL, "v1", 0, ONE)
+        return checked(view)
 
     def read(number: int) -> None:
-        hits.append(reader.cache.read_into(URL, "v1", 0, memoryview(out[number]), fetch, crc32c=None))
+        hits.append(reader.cache.read_into(URL, "v1", 0, memoryview(out[number]), fetch, crc32c=None)[1])
 
     threads = started(*[lambda number=number: read(number) for number in range(8)])
     until(lambda: fetches and reader.metrics.get("cache_wait_s") > 0, "one fetches and another one waits")

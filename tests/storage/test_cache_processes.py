@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import locked
 from streaming.cache.paths import CachePaths
 from streaming.counters import Metrics
+from streaming.storage import Checked
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -53,16 +55,17 @@ def content(number: int, version: int) -> np.ndarray:
 
 
 def read_one(cache: NodeCache, number: int, version: int, log: int, out: np.ndarray, latency_s: float = 0) -> bool:
-    def fetch(view: memoryview) -> None:
+    def fetch(view: memoryview) -> Checked:
         time.sleep(latency_s)  # of the store
         os.write(log, b"%d %d\n" % (number, version))  # one write in append mode: never torn
         right = content(number, version)
         half = CHUNK_BYTES // 2
         view[:half] = right[:half].data
         view[half:] = right[half:].data
+        return Checked.comparing(len(view), ())
 
     out[:] = 0
-    hit = cache.read_into(f"s3://b/{number // 10}", f"v{version}", number, out.data, fetch, crc32c=None)
+    _, hit = cache.read_into(f"s3://b/{number // 10}", f"v{version}", number, out.data, fetch, crc32c=None)
     if not np.array_equal(out, content(number, version)):
         os._exit(3)
     return hit
@@ -100,15 +103,20 @@ def epoch(directory: str, limit_bytes: int, log_path: str, seed: int, latency_s:
 def hold(directory: str, reached: Connection, stage: str) -> None:
     """Stop for good inside the fetch of chunk 0, or between reserving its space and renaming it."""
 
-    def stop(*_: object) -> None:
+    def stop(*_: object) -> NoReturn:
         reached.send(stage)
         time.sleep(3600)
+        raise AssertionError
+
+    def fetch(view: memoryview) -> Checked:
+        view[:] = content(0, 0).data
+        return Checked.comparing(len(view), ())
 
     cache = NodeCache(directory, DATA_BYTES * 2)
     if stage == "writing":
         os.rename = stop  # type: ignore[assignment]
-    fetch = stop if stage == "fetching" else lambda view: view.__setitem__(slice(None), content(0, 0).data)
-    cache.read_into("s3://b/0", "v0", 0, np.empty(CHUNK_BYTES, np.uint8).data, fetch, crc32c=None)
+    out = np.empty(CHUNK_BYTES, np.uint8).data
+    cache.read_into("s3://b/0", "v0", 0, out, stop if stage == "fetching" else fetch, crc32c=None)
 
 
 def used_bytes(directory: Path) -> int:
@@ -192,7 +200,7 @@ def check_afterwards(directory: Path, limit_bytes: int, log: Path) -> None:
     out = np.empty(CHUNK_BYTES, np.uint8)
     for number in range(NUM_CHUNKS):
         read_one(cache, number, 0, descriptor, out)
-    cache.read_into("s3://b/new", "v", 0, memoryview(bytearray(5)), lambda view: None, crc32c=None)
+    cache.read_into("s3://b/new", "v", 0, memoryview(bytearray(5)), lambda _: Checked.comparing(5, ()), crc32c=None)
     os.close(descriptor)
     assert os.listdir(CachePaths(str(directory)).parts) == []
     assert metrics.get("cache_damaged") == 0

@@ -26,7 +26,7 @@ from shard_tools.running.engine import map_sized
 from shard_tools.write.filetypes import plain_extension
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
-from streaming.index.files import read_note, write_document
+from streaming.index.files import is_sealed, read_note, write_document
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.tar.passed_over import in_side_folder, why_no_sample
 
@@ -274,8 +274,10 @@ def _listed(place: str, storage: Storage) -> list[str]:
     else:
         is_file = _last(place).endswith((".json", ".txt"))
         url = place if is_file else join_url(place, CLASSES)
-        data = bytes(storage.read(url))
-        listed = read_note(data, redact(url)) if url.endswith(CLASSES) else _parsed(data.decode())
+        is_ours = url.endswith(CLASSES)
+        listed = (
+            storage.read_parsed(url, read_note, is_sealed) if is_ours else _parsed(bytes(storage.read(url)).decode())
+        )
         if isinstance(listed, dict):
             listed = listed.get("classes", listed)
         if isinstance(listed, dict):  # names to numbers

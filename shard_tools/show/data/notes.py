@@ -15,7 +15,7 @@ from shard_tools.show.base.subject import Subject
 from shard_tools.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer, open_tokenizer
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.filters.late_columns import homes_of
-from streaming.index.files import read_note
+from streaming.index.files import is_sealed, read_note
 from streaming.index.layout import TOKENS_FILE
 from streaming.storage import join_url, redact
 
@@ -100,7 +100,7 @@ def _read(subject: Subject, within: SampleSet) -> Notes:
 
     def note(path: str) -> dict[str, Any]:
         try:
-            return read_note(bytes(storage.read(join_url(home, path))), redact(join_url(home, path)))
+            return storage.read_parsed(join_url(home, path), read_note, is_sealed)
         except (StorageError, DataError, ValueError):  # there is none, or none that this release knows
             return {}
 

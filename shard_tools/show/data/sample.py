@@ -16,7 +16,6 @@ from shard_tools.show.data.previews import WHOLE, FieldShown, fields_of
 from shard_tools.show.data.trees import Box, boxes_in
 from shard_tools.show.data.values import PIXELS, decoded
 from streaming.errors import ConfigError, DataError, NotFoundError
-from streaming.fetch.layout import taken_apart
 from streaming.index.sample_table import SampleLocation
 from streaming.storage import redact_text
 
@@ -25,7 +24,7 @@ _SHOWN_OTHERS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked(Report):
+class SampleCheck(Report):
     """What a check found: how many bytes were read and compared, and what is wrong with them; "": nothing."""
 
     num_bytes: int
@@ -78,7 +77,7 @@ class SamplePage(Report):
     fields: Mapping[str, FieldShown]
     columns: Mapping[str, Any]
     pictures: Mapping[str, Picture]
-    checked: Checked | None
+    checked: SampleCheck | None
     others: tuple[int, ...] = ()
 
     @property
@@ -156,7 +155,7 @@ def _pictures(
     return found
 
 
-def _checked(within: SampleSet, place: SamplePlace) -> Checked:
+def _checked(within: SampleSet, place: SamplePlace) -> SampleCheck:
     """Read the smallest part of the shard that holds the sample and has a checksum, and compare everything."""
     source = within.source
     chunk = source.chunk_with(place.shard, place.row)
@@ -167,8 +166,8 @@ def _checked(within: SampleSet, place: SamplePlace) -> Checked:
     buffer = bytearray(wanted.num_bytes)
     try:
         with memoryview(buffer) as out:
-            layout = taken_apart(source.fetch_unit(wanted, out), out)
+            layout = source.fetch_unit(wanted, out).apart(out)
         damage = layout.damage.get(wanted.lead)
     except DataError as error:
         damage = error
-    return Checked(num_bytes=wanted.num_bytes, wrong="" if damage is None else redact_text(str(damage)))
+    return SampleCheck(num_bytes=wanted.num_bytes, wrong="" if damage is None else redact_text(str(damage)))

@@ -17,7 +17,7 @@ from streaming.engine.memory.mapped import FileMaps, NoMaps
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexFormatError, IndexMismatchError
-from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
 from streaming.monitor import Monitor
 
@@ -35,7 +35,7 @@ takes its share of network, cores and interpreter from who waits (docs/design/00
 _STOP_S = 1.0
 """How long closing waits for fetches in progress; their memory stays mapped until they have ended."""
 
-Fetch = Callable[[FetchRange, memoryview], UnitLayout | TakeApart]
+Fetch = Callable[[FetchRange, memoryview], Fetched]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Unit:
         num_bytes: Size of its allocation: as given by ``room``, or the whole range until its need is known.
         users: Number of pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, successfully or not.
-        take_apart: How to find its samples, until ``ChunkStore.settle`` has done so.
+        fetched: Its bytes are there, until ``ChunkStore.settle`` has found the samples in them.
         first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
         damage: Why none of it can be read, if so. (Damage of single samples is in the row table.)
         failure: Why the fetch failed altogether, if it did.
@@ -65,7 +65,7 @@ class Unit:
     is_mapped: bool = False
     users: int = 0
     ready: bool = False
-    take_apart: TakeApart | None = None
+    fetched: Fetched | None = None
     first_row: int = -1
     damage: DataError | None = None
     failure: BaseException | None = None
@@ -250,12 +250,12 @@ class ChunkStore:
         Raises:
             BaseException: One that is not an ``Exception``, such as Ctrl-C, because it has nothing to do with the unit.
         """
-        take_apart, unit.take_apart = unit.take_apart, None
-        if take_apart is None:
+        fetched, unit.fetched = unit.fetched, None
+        if fetched is None:
             return
         with self.arena.view[unit.start : unit.start + unit.num_bytes] as data:
             try:
-                self._found(unit, take_apart(data))
+                self._found(unit, fetched, fetched.apart(data))
             except Exception as error:  # noqa: BLE001  the consumer gets it, at its place
                 _note(unit, error)
 
@@ -306,7 +306,7 @@ class ChunkStore:
             self.arena.free(*place)
 
     def _retire(self, unit: Unit) -> None:
-        if self.retain and (unit.first_row >= 0 or unit.take_apart is not None):
+        if self.retain and (unit.first_row >= 0 or unit.fetched is not None):
             self._cold[unit.wanted.key] = unit
         else:
             self._drop(unit)
@@ -341,15 +341,15 @@ class ChunkStore:
         if self._closed:
             return
         unit.begun_at_s = time.monotonic()
-        found: UnitLayout | TakeApart | None = None
+        fetched: Fetched | None = None
         try:
-            found = self._fetched(unit)
+            fetched = self._fetched(unit)
         except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
             _note(unit, error)
         self._metrics.add("fetched_chunks")
         with self.changed:
             try:
-                self._enter(unit, found)
+                self._enter(unit, fetched)
             except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
                 unit.failure = error
             unit.ready = True  # its fetch no longer counts, so another may begin
@@ -361,32 +361,33 @@ class ChunkStore:
                 self._retire(unit)
             self.changed.notify_all()
 
-    def _fetched(self, unit: Unit) -> UnitLayout | TakeApart:
+    def _fetched(self, unit: Unit) -> Fetched:
         """Fetch the bytes of a unit to their place in the arena."""
         place = slice(unit.start, unit.start + unit.num_bytes)
         with self._metrics.timed("fetch_s", unit.told), self.arena.view[place] as out:
-            unit.is_mapped = self._maps.map(unit.wanted, unit.start, out)
-            if unit.is_mapped:
-                self._metrics.count("mapped_bytes", unit.num_bytes)
-                return self._apart(unit.wanted)
-            return self._fetch(unit.wanted, out)
+            mapped = self._maps.map(unit.wanted, unit.start, out)
+            if mapped is None:
+                return self._fetch(unit.wanted, out)
+            unit.is_mapped = True
+            self._metrics.count("mapped_bytes", unit.num_bytes)
+            return Fetched(checked=mapped, found=self._apart(unit.wanted))
 
-    def _enter(self, unit: Unit, found: UnitLayout | TakeApart | None) -> None:
-        """Enter the samples of a unit into the row table, or keep the function that locates them. Under the lock."""
-        self._metrics.add("fetched_bytes", found.num_bytes if isinstance(found, UnitLayout) else unit.num_bytes)
-        if not isinstance(found, UnitLayout):
-            unit.take_apart = found
+    def _enter(self, unit: Unit, fetched: Fetched | None) -> None:
+        """Enter the samples of a unit into the row table, or keep how to locate them. Under the lock."""
+        layout = None if fetched is None or not isinstance(fetched.found, UnitLayout) else fetched.found
+        self._metrics.add("fetched_bytes", unit.num_bytes if layout is None else layout.num_bytes)
+        if fetched is None or layout is None:
+            unit.fetched = fetched
         elif not self._closed:
             skew = unit.skew_bytes
-            self.arena.shrink(unit.start - skew, skew + unit.num_bytes, skew + found.num_bytes)
-            unit.num_bytes = found.num_bytes
-            self._found(unit, found)
+            self.arena.shrink(unit.start - skew, skew + unit.num_bytes, skew + layout.num_bytes)
+            unit.num_bytes = layout.num_bytes
+            self._found(unit, fetched, layout)
 
-    def _found(self, unit: Unit, layout: UnitLayout) -> None:
+    def _found(self, unit: Unit, fetched: Fetched, layout: UnitLayout) -> None:
         unit.first_row = self.rows.add(layout, unit.start)
-        is_whole = unit.num_bytes == unit.wanted.num_bytes and not layout.damage
         self.lender.add(
-            unit.wanted, unit.start, skew_bytes=unit.skew_bytes, num_bytes=unit.num_bytes, is_whole=is_whole,
+            unit.wanted, unit.start, fetched.checked, skew_bytes=unit.skew_bytes, num_bytes=unit.num_bytes,
             is_mapped=unit.is_mapped,
         )  # fmt: skip
 

@@ -8,8 +8,8 @@ would keep users' writes apart, but costs more than a copy once its bytes are re
   a part of it, copies are given.
 - A user may write to a view: it is read-only, but ``torch.frombuffer`` ignores that. So bytes that were lent are never
   given to anybody again unchecked. If they come again (in the next epoch, as a substitute, as padding), the chunk is
-  compared with its checksums; while somebody has views of it, a copy is made first and given. A chunk that was written
-  to is fetched again.
+  compared with its checksums; while somebody has views of it, a copy is made first, compared in the place of what it
+  was made from, and given. A chunk that was written to is fetched again, and compared as at its first time.
 - Memory of chunks is private to this process, and maps of files are copy-on-write: no write reaches a file.
 - Before a fork, and at the end, chunks of mapped files are copied in place, because their files may change afterwards.
 
@@ -25,7 +25,7 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -33,8 +33,11 @@ import numpy as np
 
 from streaming.arguments import format_bytes
 from streaming.engine.memory.arena import Arena
-from streaming.fetch.read import FetchRange, matches_sums
+from streaming.errors import ChecksumError, IndexMismatchError
+from streaming.fetch.layout import Fetched, UnitLayout
+from streaming.fetch.read import FetchRange
 from streaming.forks import before_forks, in_children
+from streaming.storage import Checked, DifferentSumError, Parts
 from streaming.types import Int64Array
 
 _log = logging.getLogger(__name__)
@@ -64,7 +67,7 @@ class _Place:
         start: Its first byte.
         skew_bytes: Padding before it that belongs to its place.
         num_bytes: Its size.
-        is_lendable: All of it is here and matches checksums that can be compared again.
+        is_lendable: All of it is here and was compared with checksums, which can be done again.
         is_mapped: It was mapped from a file.
         given: Bytes that were lent, by their start; whoever has them may have changed them.
         whole: All its bytes, from which views are cut; None: nobody has views, as far as is known here.
@@ -72,6 +75,7 @@ class _Place:
         num_loans: Objects like ``memory`` that have not come back.
         is_dropped: The store does not need it any more.
         num_mended: How often what users had changed of it was restored.
+        instead: What the store has of it now, and where, if users changed it and its bytes there are damaged by now.
     """
 
     wanted: FetchRange
@@ -86,6 +90,7 @@ class _Place:
     num_loans: int = 0
     is_dropped: bool = False
     num_mended: int = 0
+    instead: tuple[memoryview, UnitLayout] | None = None
 
     @property
     def room(self) -> tuple[int, int]:
@@ -120,6 +125,11 @@ class _ToCopy:
     num_mended: int
 
     @property
+    def inside(self) -> int:
+        """Its first byte in the chunk."""
+        return self.start - self.place.start
+
+    @property
     def is_doubtful(self) -> bool:
         """Whether a copy made since then may hold what a user wrote."""
         return self.was_lent or self.start in self.place.given or self.num_mended != self.place.num_mended
@@ -137,7 +147,7 @@ class Lender:
         kept_bytes: Bytes of the arena that only views keep.
     """
 
-    def __init__(self, arena: Arena, fetch: Callable[[FetchRange, memoryview], object]) -> None:
+    def __init__(self, arena: Arena, fetch: Callable[[FetchRange, memoryview], Fetched]) -> None:
         self.limit_bytes = self.kept_bytes = 0
         self._lent_bytes = 0
         self._arena = arena
@@ -156,19 +166,21 @@ class Lender:
     # --- of the store ---
 
     def add(
-        self, wanted: FetchRange, start: int, *, skew_bytes: int, num_bytes: int, is_whole: bool, is_mapped: bool
-    ) -> None:
+        self, wanted: FetchRange, start: int, checked: Checked | None, *, skew_bytes: int, num_bytes: int,
+        is_mapped: bool,
+    ) -> None:  # fmt: skip
         """Note that a chunk lies in the arena from ``start`` on.
 
         Args:
             wanted: The chunk.
             start: Its first byte in the arena.
+            checked: Its bytes match; None: some of its samples are damaged.
             skew_bytes: Padding before it.
             num_bytes: What is here of it.
-            is_whole: That is all of it, and undamaged.
             is_mapped: It was mapped from a file.
         """
-        is_lendable = is_whole and bool(wanted.sums) and self._arena.is_private
+        is_whole = checked is not None and checked.is_summed and checked.num_bytes == num_bytes == wanted.num_bytes
+        is_lendable = is_whole and self._arena.is_private
         with self._lock:
             # Every place in _starts is in _places: its chunk stays until release().
             insort(self._starts, start)
@@ -229,6 +241,10 @@ class Lender:
         Args:
             starts: int64 [n], first byte of each in the arena.
             sizes: int64 [n].
+
+        Raises:
+            ChecksumError: A user has changed some of them, and the store has damaged ones in their place now.
+            IndexMismatchError, StorageError: They cannot be fetched again.
         """
         found: list[memoryview | None] = []
         copied: list[_ToCopy] = []
@@ -286,8 +302,19 @@ class Lender:
         place.given.clear()
         return True
 
-    def _matches(self, place: _Place) -> bool:
-        return matches_sums(place.wanted, self._arena.view[place.start : place.start + place.num_bytes])
+    def _matches(self, place: _Place, copies: Sequence[tuple[int, bytes]] = ()) -> bool:
+        """Tell whether a chunk matches its checksums, with ``copies``, each with its first byte, in their places."""
+        try:
+            Checked.comparing(place.num_bytes, self._sums(place, copies))
+        except DifferentSumError:
+            return False
+        return True
+
+    def _sums(self, place: _Place, copies: Sequence[tuple[int, bytes]]) -> Iterator[tuple[Parts, int]]:
+        memory, start = self._arena.view[place.start : place.start + place.num_bytes], 0
+        for stop, expected in place.wanted.sums:
+            yield _laid(memory, start, stop, copies), expected
+            start = stop
 
     def _has_room(self, place: _Place) -> bool:
         """Tell whether there may be views of a place; if need be, after those that nobody has are given up."""
@@ -299,30 +326,76 @@ class Lender:
         return self._lent_bytes + place.room[1] <= self.limit_bytes
 
     def _copies(self, wanted: list[_ToCopy]) -> list[bytes]:
-        """Return copies of bytes that nobody has changed."""
+        """Return copies of bytes that nobody has changed, or that were fetched again."""
         if self._has_lacked and not self._has_told:
             self._tell_of_copies()
-        copies = [bytes(self._arena.view[one.start : one.start + one.size]) for one in wanted]
-        for place in {one.place for one in wanted if one.is_doubtful}:
-            of_place = [(i, one) for i, one in enumerate(wanted) if one.place is place]
-            # After the copies were made, which nobody can change any more; but another thread may have restored the
-            # chunk between the two, and it says so before it begins.
-            if self._matches(place) and all(one.num_mended == place.num_mended for _, one in of_place):
-                continue
-            again = memoryview(bytearray(place.num_bytes))
-            self._fetch(place.wanted, again)
-            for i, one in of_place:
-                begin = one.start - place.start
-                copies[i] = bytes(again[begin : begin + one.size])
-            self._mend(place, again)
-        return copies
+        of_place: dict[_Place, list[_ToCopy]] = {}
+        for one in wanted:
+            of_place.setdefault(one.place, []).append(one)
+        found = {id(one): copy for place, some in of_place.items() for one, copy in self._copied(place, some)}
+        return [found[id(one)] for one in wanted]
 
-    def _mend(self, place: _Place, again: memoryview) -> None:
-        """Restore what users have changed of a place, unless they still have views of it."""
+    def _copied(self, place: _Place, wanted: list[_ToCopy]) -> Iterator[tuple[_ToCopy, bytes]]:
+        """Yield copies of bytes of one place."""
+        runs = _joined([(one.inside, one.inside + one.size) for one in wanted])
+        memory = self._arena.view[place.start : place.start + place.num_bytes]
+        copies = [(begin, bytes(memory[begin:end])) for begin, end in runs]
+        # What is compared are the copies, which nobody can change any more, with the rest of the chunk around them.
+        if any(one.is_doubtful for one in wanted) and (place.instead or not self._matches(place, copies)):
+            again = self._fetch_again(place, wanted)
+            copies = [(begin, bytes(again[begin:end])) for begin, end in runs]
+        free = set(range(len(runs)))
+        for one in wanted:
+            run = bisect_right(runs, (one.inside, place.num_bytes)) - 1
+            begin, copy = copies[run]
+            is_all = len(copy) == one.size and run in free
+            free.discard(run)
+            # Each has memory of its own: a user may write to one of two views of a sample.
+            yield one, copy if is_all else bytes(memoryview(copy)[one.inside - begin :][: one.size])
+
+    def _fetch_again(self, place: _Place, wanted: list[_ToCopy]) -> memoryview:
+        """Return the bytes of a place that users have changed from the store, and restore the place.
+
+        Raises:
+            ChecksumError: The sample of one of those that are wanted is damaged in the store.
+            IndexMismatchError: Another part of the chunk is read now.
+        """
+        if place.instead is None:
+            again = memoryview(bytearray(place.num_bytes))
+            fetched = self._fetch(place.wanted, again)
+            self._check_is_all(place, fetched, again)
+            if fetched.checked is not None:
+                self._mend(place, again, fetched.checked)
+                return again
+            place.instead = again, fetched.apart(again)
+        again, layout = place.instead
+        for one in wanted:
+            if (damage := layout.damage_at(one.inside)) is not None:
+                raise ChecksumError(str(damage))  # a new one: an exception keeps the frames of each time it is raised
+        return again
+
+    @staticmethod
+    def _check_is_all(place: _Place, fetched: Fetched, again: memoryview) -> None:
+        """Check that what was fetched again lies where it lay at first.
+
+        Raises:
+            IndexMismatchError: Another part of the chunk is read now.
+        """
+        checked = fetched.checked
+        if (fetched.apart(again).num_bytes if checked is None else checked.num_bytes) != place.num_bytes:
+            url = place.wanted.shown_url
+            raise IndexMismatchError(
+                f"{url}: the sample table of this shard was not there when its bytes were read, and is there now. "
+                "Begin a new run from the last state"
+            )
+
+    def _mend(self, place: _Place, again: memoryview, checked: Checked) -> None:
+        """Restore what users have changed of a place by all of its bytes, unless they still have views of it."""
         with self._lock:
             # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after, and whoever
-            # has made a copy since num_mended was another number makes it again.
-            if not self._closed and not place.is_dropped and not place.has_views:
+            # has made a copy since num_mended was another number compares it.
+            is_free = not self._closed and not place.is_dropped and not place.has_views
+            if checked.is_summed and is_free:
                 place.num_mended += 1
                 self._arena.view[place.start : place.start + place.num_bytes] = again
                 place.given.clear()
@@ -380,3 +453,25 @@ class Lender:
         """Forget, in a forked child, the arena of its parent: views stay as they are, and return nothing."""
         self._lock, self._closed = threading.RLock(), True
         self._places, self._starts, self._lent = {}, [], set()
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order, those that overlap as one: a byte is copied once, however often it is asked for."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(set(ranges)):
+        if found and begin < found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _laid(memory: memoryview, start: int, stop: int, copies: Sequence[tuple[int, bytes]]) -> Iterator[memoryview]:
+    """Yield bytes ``[start, stop)`` of a chunk, with copies of some, in order, in the places that these come from."""
+    for begin, copy in copies:
+        low, high = max(begin, start), min(begin + len(copy), stop)
+        if low < high:
+            yield memory[start:low]
+            yield memoryview(copy)[low - begin : high - begin]
+            start = high
+    yield memory[start:stop]

@@ -24,10 +24,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from streaming.engine.memory.arena import PAGE_BYTES, Arena
-from streaming.fetch.read import FetchRange, matches_sums
+from streaming.errors import ChecksumError
+from streaming.fetch.read import FetchRange, checked_range
 from streaming.plan.memory import LEAST_MAPPED_BYTES
 from streaming.platforms import will_need
-from streaming.storage import local_path
+from streaming.storage import Checked, local_path
 
 LEAST_BYTES = LEAST_MAPPED_BYTES
 _DESCRIPTORS_SHARE = 4
@@ -72,9 +73,9 @@ class NoMaps:
         """See ``FileMaps``."""
         return 0
 
-    def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:  # noqa: ARG002
+    def map(self, wanted: FetchRange, start: int, data: memoryview) -> Checked | None:  # noqa: ARG002
         """See ``FileMaps``."""
-        return False
+        return None
 
     def unmap(self, wanted: FetchRange, start: int) -> None:
         """See ``FileMaps``."""
@@ -118,38 +119,41 @@ class FileMaps:
         """Return the padding before a range, so that it begins at the same offset within a page as in the file."""
         return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
 
-    def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
+    def map(self, wanted: FetchRange, start: int, data: memoryview) -> Checked | None:
         """Map a range to ``data``, at byte ``start`` of the arena, and check its bytes.
 
         Never if it has less room than it needs.
 
         Returns:
-            False if the range must be read instead; its memory is then ordinary memory.
+            That its bytes match; None if the range must be read instead: its memory is then ordinary memory.
         """
         first, stop = _place_of(wanted, start, len(data))
         file, was_left = self._take(wanted, first, stop, is_whole=len(data) == wanted.num_bytes)
         if file is None:
             if was_left:
                 self._arena.unmap_file(first, stop - first)
-            return False
-        done = False
+            return None
+        checked: Checked | None = None
         skew = start - first
         offset, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
         try:
             will_need(file.descriptor, offset, num_bytes)  # starts reading all of it before the first page fault
             self._arena.map_file(first, num_bytes, file.descriptor, offset)
-            done = matches_sums(wanted, data)
+            found = checked_range(wanted, data)
+            checked = found if found.is_summed else None
+        except ChecksumError:  # reading will tell, after it has looked again
+            pass
         except OSError:  # the file is too short, a page cannot be read, or it is not supported: reading will tell which
             pass
         finally:
             with self._lock:
                 file.coming -= 1  # Invariant: from here on the range counts either as mapped or as never requested
-                if done:
+                if checked is not None:
                     file.mapped[start] = wanted
                 else:
                     self._arena.unmap_file(first, num_bytes)
                 self._close_unused(wanted.url, file)
-        return done
+        return checked
 
     def unmap(self, wanted: FetchRange, start: int) -> None:
         """Unmap a range that is no longer read."""

@@ -113,7 +113,7 @@ class Route:
         self._clock = clock
         self._lock = threading.Lock()
         self._rests_until_s: float | None = None
-        self._tried = self._warned = False
+        self._tried = self._warned = self._has_differed = False
 
     @property
     def rests(self) -> bool:
@@ -143,6 +143,19 @@ class Route:
             _log.warning(
                 "%s failed (%s); reading from its mirror %s. It is tried again every %.0f s; mirror_reads counts them",
                 redact(self.prefix), error, redact(self.mirrors[0].url), REST_S,
+            )  # fmt: skip
+
+    def differs(self, mirror: Mirror, error: Exception) -> None:
+        """Note that some bytes are right at a mirror, and wrong where they were read before. Warns the first time."""
+        with self._lock:
+            # The primary is asked as before; one caller warns, unless another mirror was read in its place.
+            first = not self._has_differed and self._rests_until_s is None
+            self._has_differed |= first
+        if first:
+            _log.warning(
+                "%s holds wrong bytes that its mirror %s has right (%s). They are read there, each time; mirror_reads "
+                "counts them. Copy the shard back from the mirror",
+                redact(self.prefix), redact(mirror.url), error,
             )  # fmt: skip
 
     def worked(self) -> None:

@@ -23,7 +23,8 @@ class RetryPolicy:
         connect_timeout_s: Time limit for establishing a connection.
         read_timeout_s: Time without a byte after which an answer counts as stalled.
         deadline_s: Time limit of one call over all its attempts.
-        max_retries: Consecutive attempts without a new byte before the call fails.
+        max_retries: Consecutive attempts without a new byte before the call fails. Bytes that come wrong are asked for
+            again as often, up to ten times.
         first_backoff_s: Upper bound of the first delay; quadrupled with each attempt. 20 ms are about a round trip to a
             store in the same region; with 100 ms an epoch with 1 % of failures waits for them (``bench_faults.py``).
         max_backoff_s: Maximum of these bounds.

@@ -13,9 +13,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from streaming.storage.base.adapter import PassingError, UnreachableError
+from streaming.storage.base.checked import WrongBytesError
 from streaming.storage.base.options import GROWTH, RetryPolicy
 
 _T = TypeVar("_T")
+MOST_WRONG = 10
+"""How often wrong bytes are asked for again at most, however patient with failures the policy is: as its default. If
+one answer in ten comes wrong on its way, eleven in a row are 1 in 10^11; so they are damaged in the store."""
 
 
 class TokenBucket:
@@ -133,3 +137,33 @@ def retrying(
             delay_s = max(min(delay_s, end_s - now_s), wait_s)  # the last attempt is at the very end
         on_retry()
         time.sleep(delay_s)
+
+
+def until_right(
+    policy: RetryPolicy, attempt: Callable[[], _T], *, pauses: bool, on_retry: Callable[[], None] = lambda: None
+) -> _T:
+    """Return the result of ``attempt``, called again after a :class:`WrongBytesError` as often as after a failure.
+
+    At most :data:`MOST_WRONG` times. The store has answered in full, so it is not too busy: pauses do not grow, and the
+    limit on retries of all calls together does not count these. Requests that fail in an attempt are retried there.
+
+    Args:
+        policy: The limits.
+        attempt: Reads all of the bytes and compares them.
+        pauses: Whether another answer may be better a moment later. A disk gives at once what it has.
+        on_retry: Called before each further attempt.
+
+    Raises:
+        WrongBytesError: The last one, when the policy's limits are reached.
+    """
+    end_s, most, wrong = time.monotonic() + policy.deadline_s, min(policy.max_retries, MOST_WRONG), 0
+    while True:
+        try:
+            return attempt()
+        except WrongBytesError:
+            wrong += 1
+            if wrong > most or time.monotonic() >= end_s:
+                raise
+        on_retry()
+        if pauses:
+            time.sleep(random.uniform(0, policy.first_backoff_s))  # noqa: S311

@@ -26,7 +26,7 @@ from shard_tools.plan.steps import PlannedRun
 from streaming import DataLoader, Schedule, ShuffleConfig
 from streaming.arrays import sums
 from streaming.errors import ChecksumError, DataError, IndexMismatchError
-from streaming.fetch.layout import UnitLayout, taken_apart
+from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.plan.state import LoaderState
@@ -127,7 +127,7 @@ class DictSource(OwnSource):
 
     # --- bytes ---
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
+    def fill(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
         self.num_fetched += 1
         low = self._numbers_of(wanted.url).start + wanted.first_sample
         read = [name in (wanted.fields or self._names) for name in self._names]
@@ -527,7 +527,7 @@ def plain(value: Any) -> Any:
 def read_unit(source: Any, wanted: FetchRange) -> list[tuple[str, list[bytes]]]:
     """The key and the fields of each sample of a range, as its source fetches it."""
     data = bytearray(wanted.num_bytes)
-    found = taken_apart(source.fetch_unit(wanted, memoryview(data)), memoryview(data))
+    found = source.fetch_unit(wanted, memoryview(data)).apart(memoryview(data))
     cut = zip(found.keys, found.starts.tolist(), found.sizes.tolist(), strict=True)
     return [
         (key, [bytes(data[start : start + size]) for start, size in zip(starts, sizes, strict=True) if start >= 0])

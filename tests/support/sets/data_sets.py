@@ -250,6 +250,9 @@ class JitteryStorage:
         time.sleep(delay_s)  # what is tested: any timing
         self._storage.read_into(url, start, out, summed=summed)
 
+    def until_right(self, url: str, attempt: Callable[[Any], Any]) -> Any:
+        return Storage.until_right(self, url, attempt)  # type: ignore[arg-type]  # it passes itself to the attempt
+
 
 def cut_records(record_starts: Int64Array, rule: ChunkRule = DEFAULT_RULE) -> Int64Array:
     """The first record of each chunk, and the number of records: int64 ``[C + 1]``, for a whole shard's records."""

@@ -1,0 +1,103 @@
+"""Say of bytes in memory that they were compared with their checksums: ``Checked``, which nothing else makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn, Self, TypeAlias, final
+
+import crc32c
+
+from streaming.errors import TransferError
+
+Parts: TypeAlias = Iterable[memoryview]
+"""Bytes that lie apart and have one checksum, in order."""
+
+
+class WrongBytesError(TransferError):
+    """The store answered in full, with bytes that are not those of their checksum: they are asked for again.
+
+    Attributes:
+        error: What to raise if they stay wrong.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class DifferentSumError(Exception):
+    """Bytes do not have their checksum.
+
+    Attributes:
+        number: Which of the checksums that were compared differs first.
+        got: The actual CRC32C.
+    """
+
+    def __init__(self, number: int, got: int) -> None:
+        super().__init__(number, got)
+        self.number, self.got = number, got
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The result of a comparison, which only this module knows how to make; see ``Checked``."""
+
+    num_bytes: int
+    crc32c: int | None
+    is_summed: bool
+
+
+@final
+class Checked:
+    """The statement that bytes in memory match every checksum that there is of them.
+
+    The arena, the node cache, views, substitutes and samples read by number take bytes from a store only together with
+    this statement. :meth:`comparing` is the one way to it, so bytes that nobody has compared cannot get there. It
+    refers to the moment of the comparison and holds no memory: who lets others change the bytes must compare again.
+
+    Attributes:
+        num_bytes: How many bytes were there to compare.
+        crc32c: CRC32C of all of them; None: they have several checksums, or none.
+        is_summed: Each of them belongs to a checksum. Otherwise some have none, as in a set whose index lacks it.
+    """
+
+    __slots__ = ("crc32c", "is_summed", "num_bytes")
+
+    def __init__(self, found: _Compared) -> None:
+        if type(found) is not _Compared:
+            raise TypeError("there is no Checked without a comparison: Checked.comparing(…)")
+        self.num_bytes, self.crc32c, self.is_summed = found.num_bytes, found.crc32c, found.is_summed
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Checked says something of memory of this process: compare the bytes where they arrive")
+
+    @classmethod
+    def comparing(cls, num_bytes: int, sums: Iterable[tuple[Parts, int]]) -> Self:
+        """Compare bytes with their checksums, once.
+
+        Args:
+            num_bytes: How many bytes there are.
+            sums: The parts of each checksum, which do not overlap those of another one, and the CRC32C that they
+                should have. Empty: the index has none of these bytes.
+
+        Raises:
+            DifferentSumError: A checksum differs.
+        """
+        expected, num_summed = None, 0
+        number = -1
+        for number, (parts, expected) in enumerate(sums):
+            got, size = crc_of(parts)
+            if got != expected:
+                raise DifferentSumError(number, got)
+            num_summed += size
+        is_summed = 0 < num_bytes == num_summed
+        return cls(_Compared(num_bytes, expected if number == 0 and is_summed else None, is_summed))
+
+
+def crc_of(parts: Parts) -> tuple[int, int]:
+    """Return the CRC32C of bytes that lie apart, and their number."""
+    crc = size = 0
+    for part in parts:
+        crc, size = crc32c.crc32c(part, crc), size + len(part)
+    return crc, size
