@@ -37,6 +37,8 @@ class ParquetFiles(FileSource):
             "parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude, more=options.more), storage
         )
         self._seed = options.shuffle_seed
+        self.in_order = self._seed is None
+        self._numbers = {file.url: number for number, file in enumerate(self.files)}
         self._groups: list[tuple[SourceFile, int, int]] = []  # file, row group, rows
         columns = ArrowColumns([column for column, _ in options.fields])
         everywhere: list[set[str]] = []
@@ -74,8 +76,8 @@ class ParquetFiles(FileSource):
         return sum(num_rows for _, _, num_rows in self._groups)
 
     def identity(self) -> dict[str, object]:
-        """Return the names and sizes of the files, and the number of rows."""
-        return {**super().identity(), "num_rows": self.num_records}
+        """Return the names of the files, and which field each column becomes."""
+        return {**super().identity(), **self._mapper.identity()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the rows from number ``start`` on; row groups before it are not read."""
@@ -83,11 +85,10 @@ class ParquetFiles(FileSource):
         for which in range(bisect.bisect_right(ends, start), len(self._groups)):
             file, group, num_rows = self._groups[which]
             first = ends[which] - num_rows
-            rows = self._group_rows(file, group, max(0, start - first), salt=which)
+            rows, origin = self._group_rows(file, group, max(0, start - first), salt=which), self._numbers[file.url]
             for row_number, row in rows:
-                yield self._mapper.record(
-                    row, first + row_number, f"{file.shown_url}, row group {group}, row {row_number}"
-                )
+                where = f"{file.shown_url}, row group {group}, row {row_number}"
+                yield self._mapper.record(row, first + row_number, where, origin=origin)
 
     def _group_rows(
         self, file: SourceFile, group: int, skip: int, *, salt: int

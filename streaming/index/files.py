@@ -39,9 +39,13 @@ _PAGE_BYTES = 64 << 10
 _ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB per column
 _MAGIC = b"PAR1"
 COLUMN_KIND = "column"
+SOURCES_KIND = "sources"
 REBUILD = "rebuild it with `shard_tools index URL`"
 RESTORE = (
     "restore it from a copy of the data set, or convert that again; or delete it, and give decode= or --classes instead"
+)
+CONVERT_AGAIN = (
+    "only the command that wrote the set reads it: delete it, and run that with --overwrite if it shall go on"
 )
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
@@ -365,4 +369,4 @@ def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
 
 
 def _cure_of(kind: str) -> str:
-    return ADD_AGAIN if kind == COLUMN_KIND else REBUILD
+    return {COLUMN_KIND: ADD_AGAIN, SOURCES_KIND: CONVERT_AGAIN}.get(kind, REBUILD)
