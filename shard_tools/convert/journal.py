@@ -22,7 +22,7 @@ from streaming.index.layout import TOKENS_FILE
 from streaming.storage import Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
-_VERSION = 1
+_VERSION, _KEPT = 1, 32
 _COLUMNS = {
     "number": pa.int64(), "name": pa.string(), "size_bytes": pa.int64(), "version": pa.string(), "crc32c": pa.uint32(),
 }  # fmt: skip
@@ -56,11 +56,11 @@ class Position:
 def kept(positions: Mapping[int, Position]) -> dict[int, Position]:
     """Return the positions that a journal keeps: the latest ones, and ever fewer of earlier ones.
 
-    That after shard n is kept for four times the largest power of two that divides n. So a run that goes back does at
-    most about half of its shards again, and a journal of any number of shards stays small.
+    That after shard n is kept for 32 times the largest power of two that divides n. So a run that goes back by k shards
+    writes at most k / 15 + 1 more of them again, and a journal of any number of shards stays small.
     """
     latest = max(positions, default=0)
-    return {number: one for number, one in sorted(positions.items()) if latest - number < 4 * (number & -number)}
+    return {number: one for number, one in sorted(positions.items()) if latest - number < _KEPT * (number & -number)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,10 +71,8 @@ from streaming.types import SHARD_SUFFIXES
 
 _SHARD_NAME = "{:06d}.tar"
 _THREADS = 16  # that ask for versions of inputs
-_SMALL_BYTES, _SHARE = (
-    1 << 16,
-    64,
-)  # the file of inputs is written after each shard if it is small, or after 64 times as much
+# The file of inputs is written after each shard while it is small, later after 64 times its size of shards.
+_SMALL_BYTES, _SHARE = 1 << 16, 64
 _MAPPINGS = (dict, Mapping)  # the usual one first: the other takes longer to tell
 _log = logging.getLogger(__name__)
 
@@ -191,7 +189,7 @@ class PackingRun:
         changes = changes_since(found, self._noted, self._origins)
         shown, cure = redact(self.place.directory), f"start over with {self._restart}, or give another target"
         if changes.first == EVERYWHERE:
-            what = f"since the shards there were written, {plain(str(changes))} changed, of which every shard may hold rows"
+            what = f"every shard there may hold rows of what changed since it was written: {plain(str(changes))}"
             if not changes.names:
                 what = f"it does not say what its inputs were like when they were read ({SOURCES})"
             raise TargetNotEmptyError(f"{shown}: {what}; {cure}")
@@ -301,6 +299,8 @@ class PackingRun:
                 "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
             )
         self._notes()
+        if earlier.complete and not all(map(SourceIdentity.is_surely, self._noted, self._origins.inputs)):
+            self._note_sources()  # written anew with the same content, which need not be read once more
         if not earlier.complete:
             self._note_end(len(table.shards), table.total_samples, remarks)
         if self._mark.is_begun:
@@ -468,7 +468,7 @@ def _write(
     it is written.
     """
     number, through = start, remarks.through
-    waiting = deque[tuple[int, Record]]()  # of which the writer has not finished the shard, as far as there is a remark
+    waiting = deque[tuple[int, Record]]()  # in the shard that is being written, as far as there is something to note
 
     def finished(num_shards: int, num_samples: int, num_bytes: int) -> None:
         while waiting and waiting[0][0] < num_samples:

@@ -64,9 +64,9 @@ class TarFiles(CountedFiles):
         begin = self._beginning(start)
         number, at = begin.number, begin.at
         for which, file in enumerate(self.files[begin.which :], begin.which):
-            for key, fields in self._samples(file, at):
+            for own, fields in self._samples(file, at):
                 if number >= start:
-                    key = number_key(number) if self._numbered else key
+                    key = number_key(number) if self._numbered else own
                     yield Record(key=key, fields=fields, where=file.url, origin=which)
                 number += 1
             at = 0

@@ -182,7 +182,7 @@ def origins_of(files: Sequence[Named], storage: Storage, *, number: int | None =
             crc32c=sums.get(file.url),
             url=file.url,
             number=place if number is None else number,
-        )  # fmt: skip
+        )
         for place, file in enumerate(files)
     ]
 

@@ -129,7 +129,9 @@ class ZipStorage(SourceStorage):
         except (StorageError, DataError):
             raise
         except _DAMAGE as error:
-            raise DataError(f"{redact(url)}: the member is damaged ({error}); fetch the archive again") from error
+            raise DataError(
+                f"{redact(url)}: the member is damaged ({error}); fetch the archive again, or make it anew"
+            ) from error
         if len(content) != member.file_size:
             raise DataError(f"{redact(url)}: expected {member.file_size} bytes, got {len(content)}; it is damaged")
         self.was_read(url, 0, content, is_last=True)
@@ -193,7 +195,7 @@ class ZipStorage(SourceStorage):
             raise
         except _DAMAGE as error:
             raise DataError(
-                f"{file.shown_url}: not a zip archive, or a damaged one: {error}; fetch it again"
+                f"{file.shown_url}: not a zip archive, or a damaged one: {error}; fetch it again, or make it anew"
             ) from error
 
 
