@@ -188,6 +188,8 @@ class PackingRun:
         """
         changes = changes_since(found, self._noted, self._origins)
         shown, cure = redact(self.place.directory), f"start over with {self._restart}, or give another target"
+        if changes.first == EVERYWHERE and not found.positions:
+            return replace(changes, first=0)  # no shard is known to stand
         if changes.first == EVERYWHERE:
             what = f"every shard there may hold rows of what changed since it was written: {plain(str(changes))}"
             if not changes.names:

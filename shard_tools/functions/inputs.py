@@ -9,6 +9,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -180,6 +181,10 @@ class ListInputs:
 
         What a function reads of other stores is its own concern: an input is then the URL that it gets.
         """
+        return self._origins
+
+    @cached_property
+    def _origins(self) -> Origins:  # as they are before the first one is read
         found = [*self._values.origins().inputs] if isinstance(self._values, FileLines) else []
         store = SourceStorage()
         if not isinstance(self._values, (range, np.ndarray)):

@@ -55,8 +55,8 @@ def _show_earlier(num_resumed: int, *, was_complete: bool, changed: Sequence[str
     """Say what an earlier run had done, and what of it was made again."""
     if changed:
         click.echo(
-            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; what was made of "
-            "them, and all that follows, is made again"
+            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; what was made "
+            "of them, and all that follows, is made again"
         )
     if was_complete:
         click.echo("Complete already; nothing written.")

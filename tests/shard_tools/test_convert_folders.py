@@ -305,10 +305,12 @@ def test_a_flipped_byte_of_a_directory_gives_the_same_files_or_an_error_with_its
         data = bytearray(whole)
         data[draw.randrange(whole.index(b"PK\1\2"), len(whole))] = draw.randrange(256)
         path.write_bytes(data)
+        told = ""
         try:
             assert held() == expected
         except DataError as error:
-            assert "all.zip" in str(error)
+            told = str(error)
+        assert not told or "all.zip" in told
 
 
 def test_a_real_bomb_inflates_to_no_more_than_it_says(tmp_path: Path) -> None:

@@ -49,17 +49,21 @@ class Stopped(Exception):  # as a signal is: the process is gone
     """Stands for the end of a process."""
 
 
-class Stop(NoProgress):
-    """Ends a run after so many records."""
+class Meanwhile(NoProgress):
+    """Does something once in a run, after so many records or calls of a function."""
 
-    def __init__(self, after: int) -> None:
-        self._left = after
+    def __init__(self, after: int, what: Callable[[], None]) -> None:
+        self._left, self._what = after, what
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
         del num_bytes
-        self._left -= num
-        if self._left < 0:
-            raise Stopped
+        before, self._left = self._left, self._left - num
+        if self._left < 0 <= before:
+            self._what()
+
+
+def stop() -> None:
+    raise Stopped
 
 
 # ------------------------------------------------------------------------------------------------- kinds of sources
@@ -304,14 +308,13 @@ def tokenized(source: Path, target: Path, *, overwrite: bool, progress: NoProgre
     return tokenize(str(source), str(target), options=options, progress=progress).sets[0]
 
 
-CALLS_LEFT = [10**9]
-"""Calls of a function until the run ends."""
+CALLS: list[NoProgress] = []
+"""Who is told of calls of a function."""
 
 
 def called() -> None:
-    CALLS_LEFT[0] -= 1
-    if CALLS_LEFT[0] < 0:
-        raise Stopped
+    for one in CALLS:
+        one.advance(num=1)
 
 
 def as_sample(path: str) -> dict[str, Any]:
@@ -374,23 +377,32 @@ def try_edit(case: Case, kind: str) -> None:
     make, run = COMMANDS[kind]
     source.mkdir(parents=True)
     make(draw, source)
-    stop = draw.random() < 0.5
-    after = draw.randrange(4, 30)
-    progress = Stop(after) if stop else NoProgress()
-    CALLS_LEFT[0] = after if stop else 10**9
+    edited, edits = list[Path](), list[str]()
+
+    def edit_some() -> None:
+        for edit in draw.sample(EDITS, draw.choice([1, 1, 1, 2])):
+            if files_of(source):
+                edited.extend(edit(draw, source))
+                edits.append(edit.__name__)
+
+    when = draw.choice(["stopped", "meanwhile", "afterwards", "afterwards"])
+    what = {"stopped": stop, "meanwhile": edit_some, "afterwards": lambda: None}[when]
+    progress = Meanwhile(draw.randrange(4, 30), what)
+    CALLS[:] = [progress] if kind in {"optimize", "map"} else []
     try:
-        run(source, target, overwrite=False, progress=progress)
+        run(source, target, overwrite=False, progress=NoProgress() if CALLS else progress)
     except Stopped:
         case.told["stopped"] += 1
-    CALLS_LEFT[0] = 10**9
-    edited, edits = list[Path](), list[str]()
-    for edit in draw.sample(EDITS, draw.choice([1, 1, 1, 2])):
-        if files_of(source):
-            edited += edit(draw, source)
-            edits.append(edit.__name__)
+    except (ShardstreamError, OSError) as error:
+        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        assert names_one(told, [*edited, source]), f"{kind}, {edits}: {told}"
+        case.told["failed meanwhile"] += 1
+    CALLS.clear()
+    if not edits:
+        edit_some()
     if kind == "map" and draw.random() < 0.5:
         with_index(source)
-    said = f"{kind}, {edits} of {[path.name for path in edited]}{', stopped' if stop else ''}"
+    said = f"{kind}, {edits} of {[path.name for path in edited]}, {when}"
 
     expected = made_anew(run, source, case.root / "anew")
     try:
@@ -489,12 +501,12 @@ def test_a_late_column_after_an_edit_holds_what_its_file_holds(tmp_path: Path, p
             join_column(place, str(table), storage=storage, progress=progress,  # noqa: B023
                         options=JoinOptions(on="key", memory_bytes=96 * 7))  # fmt: skip
 
+        told = table.name
         try:
             added(Edits(draw, table), overwrite=False)
-        except Stopped:
-            pass
-        except ShardstreamError as error:
-            assert table.name in str(error), error
+        except (Stopped, ShardstreamError) as error:
+            told = str(error) or told
+        assert table.name in told
         other_value(draw, table)
         wanted = {row["key"]: row["v"] for row in map(json.loads, table.read_text().splitlines()) if row["key"] in keys}
         added(NoProgress(), overwrite=True)
@@ -578,9 +590,10 @@ def test_what_was_rejected_stays_in_the_report(tmp_path: Path, monkeypatch: pyte
         if num_shards == 2:
             raise Stopped
 
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(PackingRun, "_note_shard", stopped)
+    monkeypatch.setattr(PackingRun, "_note_shard", stopped)
+    with pytest.raises(Stopped):
         tokenize(str(source), str(out), options=options)
+    monkeypatch.setattr(PackingRun, "_note_shard", whole)
     gone_on = tokenize(str(source), str(out), options=options).sets[0]
     assert (gone_on.num_resumed_documents, gone_on.rejected) == (2, {"empty": 4})
     again = ran("convert", source, out, "--tokenizer", "bytes", "--text-field", "t", "--eos", "none",

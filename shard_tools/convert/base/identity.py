@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ EVERYWHERE = -1
 """Number of an input that every record may depend on."""
 
 _PIECE_BYTES = 8 << 20
+_OF_FILE = re.compile(r"\d+-(\d+)-\d+")  # the version of a local file, or of a member of one
 _TICK_NS = 20_000_000  # twice the longest step of the clock by which Linux stamps files
 _SHOWN = 3
 
@@ -194,7 +196,8 @@ def version_of_file(status: os.stat_result) -> str:
 
 def settle(inputs: Iterable[SourceIdentity]) -> None:
     """Wait until a change of a local file gets another time than it has: at most 0.02 s, after a change just now."""
-    newest = max((int(one.version.split("-")[1]) for one in inputs if one.version and is_file(one.url)), default=0)
+    found = (_OF_FILE.fullmatch(one.version or "") for one in inputs)
+    newest = max((int(one[1]) for one in found if one), default=0)
     age_ns = time.time_ns() - newest
     if 0 <= age_ns < _TICK_NS:
         time.sleep((_TICK_NS - age_ns) / 1e9)

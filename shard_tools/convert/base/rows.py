@@ -169,8 +169,8 @@ class RowMapper:
 
     def identity(self) -> dict[str, object]:
         """Return which field each column becomes, as far as the content of a table decided that."""
-        found = {name: dict(some) for name, some in (("binary", self.binary), ("arrays", self.arrays)) if some}
-        return found | ({"items": dict(self.items)} if self.items else {})
+        parts = {"binary": self.binary, "arrays": self.arrays, "items": self.items}
+        return {name: dict(some) for name, some in parts.items() if some}
 
     def fields_of(self, everywhere: Collection[str], always: Collection[str]) -> dict[str, bool]:
         """Return the fields of the samples of a table, True for those that every sample has.
