@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from shard_tools.convert.base.files import SourceFile, find_files
 from shard_tools.convert.base.identity import SourceStorage, origins_of
 from shard_tools.convert.base.records import SourceOptions
-from shard_tools.convert.parquet import open_parquet
+from shard_tools.convert.parquet import open_parquet, told
 from shard_tools.convert.sources import LAYOUTS, kind_of_name, open_source
 from streaming.errors import ConfigError
 from streaming.index.where import is_comparable
@@ -148,7 +148,8 @@ class _TextRows:
 def _opened(file: SourceFile, storage: Storage) -> Iterator[pq.ParquetFile]:
     parquet = open_parquet(file, storage)
     try:
-        yield parquet
+        with told(file):
+            yield parquet
     finally:
         parquet.close(force=True)
 

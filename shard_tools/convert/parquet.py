@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper
-from streaming.errors import DataError, StorageError
-from streaming.storage import Storage, redact
+from streaming.errors import DataError, ShardstreamError
+from streaming.storage import Storage
 
 SUFFIXES = (".parquet", ".pq")
 _BATCH_BYTES = 32 << 20  # Arrow memory of one batch of rows
@@ -67,7 +68,7 @@ class ParquetFiles(FileSource):
         return self._fields
 
     def _look(self, file: SourceFile, columns: Sequence[str]) -> dict[str, Counter[str]]:
-        with self._open(file) as parquet:
+        with self._open(file) as parquet, told(file):
             return _look_at(parquet, [column for column in columns if column in parquet.schema_arrow.names])
 
     @property
@@ -94,7 +95,7 @@ class ParquetFiles(FileSource):
         self, file: SourceFile, group: int, skip: int, *, salt: int
     ) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield (number within the group, row) from row ``skip`` on."""
-        with self._open(file) as parquet:
+        with self._open(file) as parquet, told(file):
             if self._seed is not None:
                 table = parquet.read_row_group(group)
                 order = permutation(table.num_rows, self._seed * 1_000_003 + salt + 1)
@@ -121,12 +122,24 @@ def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
     """
     stream = open_stored(file, storage, unzip=False)
     try:
-        return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
-    except (pa.ArrowException, OSError) as error:
+        with told(file):
+            return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
+    except ShardstreamError:
         stream.close()
-        if isinstance(error, StorageError):
+        raise
+
+
+@contextlib.contextmanager
+def told(file: SourceFile) -> Iterator[None]:
+    """Name the file in what pyarrow raises."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, ShardstreamError):
             raise
-        raise DataError(f"{redact(file.url)}: not a Parquet file, or a damaged one: {error}") from error
+        raise DataError(
+            f"{file.shown_url}: not a Parquet file, or a damaged one: {error}; fetch it again, or write it anew"
+        ) from error
 
 
 def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:

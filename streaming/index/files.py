@@ -45,6 +45,9 @@ RESTORE = (
     "restore it from a copy of the data set, or convert that again; or delete it, and give decode= or --classes instead"
 )
 CONVERT_AGAIN = (
+    "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
+    "only that command reads"
+)
     "only the command that wrote the set reads it: delete it, and run that with --overwrite if it shall go on"
 )
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
