@@ -48,8 +48,6 @@ CONVERT_AGAIN = (
     "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
     "only that command reads"
 )
-    "only the command that wrote the set reads it: delete it, and run that with --overwrite if it shall go on"
-)
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
