@@ -6,8 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shard_tools.convert.base.identity import EVERYWHERE, Changes, Origins, SourceIdentity, SourceStorage, compared
-from shard_tools.convert.journal import Journal, Position
+from shard_tools.convert.base.identity import (
+    EVERYWHERE,
+    ChangedInputs,
+    Origins,
+    SourceIdentity,
+    SourceStorage,
+    compared,
+)
+from shard_tools.convert.journal import Journal, Waypoint
 from shard_tools.running.engine import map_ordered
 from streaming.errors import IndexFormatError
 from streaming.index.layout import samples_path
@@ -40,18 +47,18 @@ class EarlierWork:
     num_samples: int = 0
     num_bytes: int = 0
     keys: frozenset[str] = frozenset()
-    position: Position = field(default_factory=Position)
-    changes: Changes = field(default_factory=Changes)
+    position: Waypoint = field(default_factory=Waypoint)
+    changes: ChangedInputs = field(default_factory=ChangedInputs)
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
-def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Origins) -> Changes:
+def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Origins) -> ChangedInputs:
     """Return which inputs that the shards are made of changed since they were written.
 
     An input whose store says that it may have changed is read, if its checksum is known and its size the same.
     """
     if origins.inputs and not noted:
-        return Changes(first=EVERYWHERE)
+        return ChangedInputs(first=EVERYWHERE)
     store = SourceStorage.of(origins.store)
     last = max((one.through for one in journal.positions.values()), default=EVERYWHERE)
     asked: list[SourceIdentity] = []
@@ -61,7 +68,7 @@ def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Or
 
 
 def earlier_work(
-    directory: str, name: str, storage: Storage, journal: Journal, changes: Changes, *, column: str | None
+    directory: str, name: str, storage: Storage, journal: Journal, changes: ChangedInputs, *, column: str | None
 ) -> EarlierWork:
     """Return the finished shards: numbered from 0 without a gap, each with an intact sample table of its size.
 
@@ -95,13 +102,13 @@ def earlier_work(
         num_samples=num_samples,
         num_bytes=sum(table.shard.size_bytes for table in tables),
         keys=frozenset(key for table in tables for key in table.keys),
-        position=journal.positions.get(len(tables), Position()),
+        position=journal.positions.get(len(tables), Waypoint()),
         changes=changes,
         skipped={} if changes.first is not None else journal.skipped,
     )
 
 
-def _holds(position: Position | None, changes: Changes) -> bool:
+def _holds(position: Waypoint | None, changes: ChangedInputs) -> bool:
     """Tell whether it is known where the source stood after some shards, and that they are made of what is the same."""
     return position is not None and (changes.first is None or position.through < changes.first)
 

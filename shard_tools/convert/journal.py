@@ -37,7 +37,7 @@ class TargetNotEmptyError(ShardstreamError, FileExistsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class Waypoint:
     """Where a source stands after so many shards, and what was counted by then.
 
     Attributes:
@@ -53,7 +53,7 @@ class Position:
     standing: Mapping[str, Any] = field(default_factory=dict)
 
 
-def kept(positions: Mapping[int, Position]) -> dict[int, Position]:
+def kept(positions: Mapping[int, Waypoint]) -> dict[int, Waypoint]:
     """Return the positions that a journal keeps: the latest ones, and ever fewer of earlier ones.
 
     That after shard n is kept for 32 times the largest power of two that divides n. So a run that goes back by k shards
@@ -79,7 +79,7 @@ class Journal:
     complete: bool = False
     num_samples: int | None = None
     fields: Mapping[str, bool] | None = None
-    positions: Mapping[int, Position] = field(default_factory=dict)
+    positions: Mapping[int, Waypoint] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def same_work(self, other: Journal) -> bool:
@@ -115,7 +115,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
             complete=bool(content["complete"]),
             num_samples=content["num_samples"],
             fields=None if content.get("fields") is None else dict(content["fields"]),
-            positions={int(number): Position(**one) for number, one in content.get("positions", {}).items()},
+            positions={int(number): Waypoint(**one) for number, one in content.get("positions", {}).items()},
             skipped=dict(content.get("skipped", {})),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

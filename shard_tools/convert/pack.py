@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shard_tools.convert.base.files import is_local
-from shard_tools.convert.base.identity import EVERYWHERE, Changes, SourceIdentity, carried, differing, settle
+from shard_tools.convert.base.identity import EVERYWHERE, ChangedInputs, SourceIdentity, carried, differing, settle
 from shard_tools.convert.base.records import (
     RUN_RECORDS,
     LeavesOut,
@@ -42,8 +42,8 @@ from shard_tools.convert.journal import (
     NAME,
     SOURCES,
     Journal,
-    Position,
     TargetNotEmptyError,
+    Waypoint,
     kept,
     load_journal,
     load_sources,
@@ -180,7 +180,7 @@ class PackingRun:
         self._positions = {number: one for number, one in journal.positions.items() if 0 < number <= stays}
         self._noted_bytes = self._bytes_since = 0
 
-    def _changes(self, found: Journal) -> Changes:
+    def _changes(self, found: Journal) -> ChangedInputs:
         """Return which inputs changed since an earlier run.
 
         Raises:
@@ -334,7 +334,7 @@ class PackingRun:
 
     def _note(self, num_shards: int, through: int, remarks: Remarks) -> None:
         standing = self._standing
-        self._positions[num_shards] = Position(
+        self._positions[num_shards] = Waypoint(
             through=through if standing is None else standing.through(),
             remarks=dict(remarks.counts), left_out=dict(remarks.left_out),
             standing={} if standing is None else standing.position(),

@@ -31,7 +31,7 @@ from shard_tools.cli import cli
 from shard_tools.columns.join import JoinOptions, join_column
 from shard_tools.columns.target import ColumnTarget
 from shard_tools.convert import ConvertOptions, TargetNotEmptyError, convert
-from shard_tools.convert.journal import Position, kept
+from shard_tools.convert.journal import Waypoint, kept
 from shard_tools.convert.pack import PackingRun
 from shard_tools.functions.mapped import MapOptions, map_set
 from shard_tools.functions.run import Running, optimize
@@ -452,6 +452,7 @@ def cases(config: pytest.Config, share: float, what: str) -> Iterator[random.Ran
         yield random.Random(f"{seed} {what} {number}")
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_what_is_there_after_an_edit_is_what_the_source_holds(
     kind: str, tmp_path: Path, pytestconfig: pytest.Config
@@ -461,7 +462,7 @@ def test_what_is_there_after_an_edit_is_what_the_source_holds(
         case = Case(draw=draw, root=tmp_path / str(number), told=told)
         try_edit(case, kind)
         shutil.rmtree(case.root)
-    print(kind, dict(told))
+    print(f"{kind}: {dict(told)}")
 
 
 def other_value(draw: random.Random, table: Path) -> None:
@@ -643,10 +644,10 @@ def test_an_object_that_was_replaced_is_made_again(mini_s3: MiniS3Server, tmp_pa
 
 def test_positions_thin_out_alike_in_every_order_of_runs() -> None:
     for latest in range(1, 300):
-        whole = kept({number: Position() for number in range(1, latest + 1)})
-        one_by_one: dict[int, Position] = {}
+        whole = kept({number: Waypoint() for number in range(1, latest + 1)})
+        one_by_one: dict[int, Waypoint] = {}
         for number in range(1, latest + 1):
-            one_by_one = kept({**one_by_one, number: Position()})
+            one_by_one = kept({**one_by_one, number: Waypoint()})
         assert [*whole] == [*one_by_one]
         assert len(whole) <= 32 + 16 * max(0, latest.bit_length() - 5)
         for back in range(latest):

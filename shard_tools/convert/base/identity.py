@@ -67,7 +67,7 @@ class SourceIdentity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class ChangedInputs:
     """The inputs that changed since an earlier run.
 
     Attributes:
@@ -86,7 +86,7 @@ class Changes:
 def compared(
     earlier: Iterable[SourceIdentity], now: Iterable[SourceIdentity], checksum: Callable[[SourceIdentity], int | None],
     *, last: int,
-) -> Changes:  # fmt: skip
+) -> ChangedInputs:  # fmt: skip
     """Return which of the inputs that an earlier run has used are not what they were.
 
     Args:
@@ -103,7 +103,7 @@ def compared(
             continue
         if before is None or not before.may_be(one) or checksum(one) != before.crc32c:
             changed.append(one)
-    return Changes(
+    return ChangedInputs(
         names=tuple(one.name for one in changed), first=min((one.number for one in changed), default=None)
     )  # fmt: skip
 
