@@ -28,8 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", action="store_true", help="write the pictures of the docs anew: docs/pictures")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")
-    parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both, and of the flips")
+    parser.addoption(
+        "--torture-seed", type=int, default=1, help="seed of all that is random in both, of flips and edits"
+    )
     parser.addoption("--index-flips", type=int, default=2000, help="bits that test_index_flips.py flips at least")
+    parser.addoption("--source-edits", type=int, default=60, help="sources that test_source_edits.py edits")
     parser.addoption(
         "--differential-cases",
         type=int,

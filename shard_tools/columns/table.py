@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 
 from shard_tools.convert.base.arrow import plain_list
 from shard_tools.convert.base.files import SourceFile, find_files
+from shard_tools.convert.base.identity import SourceStorage, origins_of
 from shard_tools.convert.base.records import SourceOptions
-from shard_tools.convert.parquet import open_parquet
+from shard_tools.convert.parquet import open_parquet, told
 from shard_tools.convert.sources import LAYOUTS, kind_of_name, open_source
 from shard_tools.write.columns import ColumnValue, column_array, stored_type, stored_value
 from streaming.errors import ConfigError
@@ -65,7 +66,9 @@ def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str |
         DataError: A file is damaged.
         ConfigError: The files are of several formats, a column does not exist, or its values cannot be compared.
     """
+    storage = SourceStorage.of(storage)
     files = find_files(source, storage)
+    storage.expect(origins_of(files, storage))
     known = {kind for file in files if (kind := kind_of_name(file.name)) in _KINDS}
     kind = next(iter(known), "parquet")
     if len(known) > 1:
@@ -167,7 +170,8 @@ class _TextRows:
 def _opened(file: SourceFile, storage: Storage) -> Iterator[pq.ParquetFile]:
     parquet = open_parquet(file, storage)
     try:
-        yield parquet
+        with told(file):
+            yield parquet
     finally:
         parquet.close(force=True)
 

@@ -35,6 +35,9 @@ from streaming.errors import ConfigError, DataError, first_of
 from streaming.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage, join_url, split_url
 
+OnShard = Callable[[int, Remarks, int], None]
+"""Called after each shard, in order: with the number of shards so far, what is noted of their records, and the bytes of
+this one."""
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
 
@@ -55,9 +58,9 @@ class ShardTarget:
     columns: Mapping[str, Callable[[Mapping[str, object]], object]]
     storage_options: Mapping[str, object] | None
 
-    def writer(self, shard: int) -> UnmarkedWriter:
-        """Return a writer that begins with this shard."""
-        return UnmarkedWriter(
+    def writer(self, shard: int, on_shard: Callable[[int, int, int], None] | None = None) -> UnmarkedWriter:
+        """Return a writer that begins with this shard, and tells of each (``UnmarkedWriter.on_shard``)."""
+        writer = UnmarkedWriter(
             self.pattern,
             max_bytes=self.options.max_bytes,
             max_samples=self.options.max_samples,
@@ -66,6 +69,8 @@ class ShardTarget:
             overwrite=True,  # whatever is there belongs to this conversion and is unfinished
             start_shard=shard,
         )
+        writer.on_shard = on_shard
+        return writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ def write_elsewhere(
     first_shard: int,
     known_keys: Collection[str],
     remarks: Remarks,
+    on_shard: OnShard,
 ) -> int:
     """Write all shards from ``first_shard`` on, which begins with record ``start``; return the number of all records.
 
@@ -112,6 +118,7 @@ def write_elsewhere(
         next_shard = shard.number + 1
         remarks.join(noted)
         progress.advance(num_bytes=num_bytes, num=shard.num_samples)
+        on_shard(next_shard, remarks, num_bytes)
     target.writer(next_shard).close()  # publishes the chunk table of all shards
     return num_records
 

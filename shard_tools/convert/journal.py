@@ -1,25 +1,41 @@
 """Keep the journal that a conversion writes to its target, so that it can be interrupted and continued.
 
 ``_shardstream/convert.json`` records the source and the options of the shards there. It holds no time and no machine:
-the same conversion writes the same journal.
+the same conversion writes the same journal. ``_shardstream/sources.parquet`` belongs to it: the inputs that the shards
+were made of, with what tells whether they changed. That file is of this place alone, so copies of a set leave it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import pyarrow as pa
+
 from shard_tools.convert.base.class_folders import CLASSES
+from shard_tools.convert.base.identity import SourceIdentity
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
-from streaming.index.files import is_sealed, read_document, read_note, write_document
+from streaming.index.files import (
+    SOURCES_KIND,
+    is_sealed,
+    read_document,
+    read_note,
+    read_table,
+    write_document,
+    write_table,
+)
 from streaming.index.layout import TOKENS_FILE
 from streaming.storage import ReadBuffer, Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
-_VERSION = 1
+_VERSION, _KEPT = 1, 32
+_COLUMNS = {
+    "number": pa.int64(), "name": pa.string(), "size_bytes": pa.int64(), "version": pa.string(), "crc32c": pa.uint32(),
+}  # fmt: skip
 NAME = "_shardstream/convert.json"
+SOURCES = "_shardstream/sources.parquet"
 NOTES = (CLASSES, TOKENS_FILE)
 """Files about a set that go along with it."""
 
@@ -29,13 +45,41 @@ class TargetNotEmptyError(ShardstreamError, FileExistsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waypoint:
+    """Where a source stands after so many shards, and what was counted by then.
+
+    Attributes:
+        through: Number of the last input that the shards are made of.
+        remarks: Samples by what is odd about them.
+        left_out: Records that are left out, by reason.
+        standing: Where the source goes on, if the number of samples does not tell.
+    """
+
+    through: int = -1
+    remarks: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    standing: Mapping[str, Any] = field(default_factory=dict)
+
+
+def kept(positions: Mapping[int, Waypoint]) -> dict[int, Waypoint]:
+    """Return the positions that a journal keeps: the latest ones, and ever fewer of earlier ones.
+
+    That after shard n is kept for 32 times the largest power of two that divides n. So a run that goes back by k shards
+    writes at most k / 15 + 1 more of them again, and a journal of any number of shards stays small.
+    """
+    latest = max(positions, default=0)
+    return {number: one for number, one in sorted(positions.items()) if latest - number < _KEPT * (number & -number)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
     """The work of a conversion, whether it is complete, and the fields that its samples then have.
 
     ``fields`` is the source's own word, not what was written, so that ``verify`` can compare the two: True for a field
     of every sample, False for one that some lack; None if only reading tells.
 
-    ``positions`` says where a source stood after so many shards, for the latest ones: after all, when it is complete.
+    ``positions`` says where the source stood after so many shards, for some numbers of them (:func:`kept`); ``skipped``
+    what reading found that is no sample, with the reason.
     """
 
     source: dict[str, Any]
@@ -43,7 +87,8 @@ class Journal:
     complete: bool = False
     num_samples: int | None = None
     fields: Mapping[str, bool] | None = None
-    positions: Mapping[str, Mapping[str, Any]] | None = None
+    positions: Mapping[int, Waypoint] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def same_work(self, other: Journal) -> bool:
         """Tell whether both describe the same conversion."""
@@ -78,9 +123,10 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
             complete=bool(content["complete"]),
             num_samples=content["num_samples"],
             fields=None if content.get("fields") is None else dict(content["fields"]),
-            positions=None if content.get("positions") is None else dict(content["positions"]),
+            positions={int(number): Waypoint(**one) for number, one in content.get("positions", {}).items()},
+            skipped=dict(content.get("skipped", {})),
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IndexFormatError(
             f"{redact(url)}: not a journal that this release can read ({error}); start over with "
             "`shard_tools convert … --overwrite`, or delete this file, which nothing but `convert` and `verify` reads"
@@ -116,9 +162,35 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
         "num_samples": journal.num_samples,
         "fields": None if journal.fields is None else dict(journal.fields),
     }
-    if journal.positions is not None:
-        content["positions"] = {number: dict(position) for number, position in journal.positions.items()}
+    if journal.positions:
+        content["positions"] = {str(number): asdict(one) for number, one in kept(journal.positions).items()}
+    if journal.skipped:
+        content["skipped"] = dict(journal.skipped)
     storage.put(join_url(target, NAME), write_document(content))
+
+
+def sources_of(origins: Sequence[SourceIdentity]) -> bytes:
+    """Return the file of a set's inputs."""
+    columns = {name: pa.array([getattr(one, name) for one in origins], kind) for name, kind in _COLUMNS.items()}
+    return write_table(pa.table(columns), {"kind": SOURCES_KIND}, plain=["number", "name", "version"])
+
+
+def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
+    """Return the inputs of the set in ``target``; none: nothing is known of them.
+
+    Raises:
+        IndexFormatError: Their file is damaged.
+    """
+    url = join_url(target, SOURCES)
+    try:
+        return storage.read_parsed(url, _identities, is_sealed)
+    except (NotFoundError, AccessDeniedError):
+        return []
+
+
+def _identities(data: ReadBuffer, source: str) -> list[SourceIdentity]:
+    table, _ = read_table(data, SOURCES_KIND, source, lambda _: list(_COLUMNS))
+    return [SourceIdentity(**row) for row in table.to_pylist()]
 
 
 def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:

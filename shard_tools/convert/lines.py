@@ -48,6 +48,7 @@ class LineFiles(CountedFiles):
         if kind == "text" and not options.fields:
             self._mapper = replace(self._mapper, fields=(("text", "txt"),))
         self._seed = options.shuffle_seed
+        self.in_order = self._seed is None
         self._unit = options.unit if kind == "text" else "line"
         if self._seed is not None and self._unit != "line":
             raise ConfigError(f"--shuffle: documents that are not lines ({self._unit}) can only be read front to back")
@@ -70,12 +71,12 @@ class LineFiles(CountedFiles):
         begin = self._beginning(start)
         number, at, num_lines = begin.number, begin.at, begin.num_lines
         with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
-            for file, stream in opened:
+            for which, (file, stream) in enumerate(opened, begin.which):
                 if at:
                     stream.seek(at)
                 for line_number, text in _units(read_lines(stream, file.shown_url), self._unit, num_lines):
                     if number >= start:
-                        yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name)
+                        yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name, which)
                     number += 1
                 at = num_lines = 0
 
@@ -112,19 +113,19 @@ class LineFiles(CountedFiles):
             begin, end, line_number = (int(value) for value in tables[which][source_number - first[which]])
             url = self.files[which].url
             line = bytes(self._storage.read(url, begin, end))
-            return self._record(line, number, f"{url}:{line_number}", self.files[which].name)
+            return self._record(line, number, f"{url}:{line_number}", self.files[which].name, which)
 
         order = permutation(int(first[-1]), seed)[start:]
         return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
 
-    def _record(self, line: bytes, number: int, where: str, name: str) -> Record:
+    def _record(self, line: bytes, number: int, where: str, name: str, which: int) -> Record:
         try:
             row, raw = self._parse(line, where, name)
         except DataError as error:
             if self._mapper.tolerant:
-                return unreadable(number, where, error)
+                return unreadable(number, where, error, which)
             raise
-        return self._mapper.record(row, number, where, raw=raw)
+        return self._mapper.record(row, number, where, raw=raw, origin=which)
 
     def _parse(self, line: bytes, where: str, name: str) -> tuple[dict[str, object], bytes | None]:
         """Return the row of a line, and its JSON if the line is JSON."""
@@ -265,14 +266,13 @@ class CsvFiles(CountedFiles):
         begin = self._beginning(start)
         number, at, num_lines = begin.number, begin.at, begin.num_lines
         with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
-            for file, stream in opened:
+            for which, (file, stream) in enumerate(opened, begin.which):
                 for row, where in self._rows(_TextLines(stream, file.url, self._errors), file, at, num_lines):
-                    if number < start:
-                        pass
-                    elif isinstance(row, DataError):
-                        yield unreadable(number, where, row)
-                    else:
-                        yield self._mapper.record(row, number, where)
+                    if number >= start:
+                        if isinstance(row, DataError):
+                            yield unreadable(number, where, row, which)
+                        else:
+                            yield self._mapper.record(row, number, where, origin=which)
                     number += 1
                 at = num_lines = 0
 

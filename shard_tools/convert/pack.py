@@ -12,7 +12,8 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,48 +21,80 @@ from types import TracebackType
 from typing import Any, Self
 
 from shard_tools.convert.base.files import is_local
+from shard_tools.convert.base.identity import EVERYWHERE, ChangedInputs, SourceIdentity, carried, differing, settle
 from shard_tools.convert.base.records import (
     RUN_RECORDS,
+    LeavesOut,
     Record,
     Remarks,
     ShardOptions,
+    Skipped,
     Source,
     Standing,
     later_wrong_names,
     refuse_known,
     runs_of,
 )
-from shard_tools.convert.elsewhere import ShardTarget, write_elsewhere
-from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
+from shard_tools.convert.earlier import EarlierWork, changes_since, earlier_work
+from shard_tools.convert.elsewhere import OnShard, ShardTarget, write_elsewhere
+from shard_tools.convert.journal import (
+    NAME,
+    SOURCES,
+    Journal,
+    TargetNotEmptyError,
+    Waypoint,
+    kept,
+    load_journal,
+    load_sources,
+    save_journal,
+    sources_of,
+)
 from shard_tools.running.progress import Progress
+from shard_tools.running.report import plain
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from shard_tools.write.writer import UnmarkedWriter
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
-from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, first_of
-from streaming.index.files import is_sealed
-from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
-from streaming.index.sample_table import SampleTable
+from streaming.errors import ConfigError, DataError, ShardstreamError, first_of
+from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_directory, samples_path
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
 
 _SHARD_NAME = "{:06d}.tar"
-_POSITIONS = 3  # that the journal keeps
+_THREADS = 16  # that ask for versions of inputs
+# The file of inputs is written after each shard while it is small, later after 64 times its size of shards.
+_SMALL_BYTES, _SHARE = 1 << 16, 64
 _MAPPINGS = (dict, Mapping)  # the usual one first: the other takes longer to tell
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTarget:
-    """The content of the target, how many of its samples an earlier run wrote, and what this run remarked on others."""
+    """The content of the target, and what was noted about the source by all runs that wrote it.
+
+    Attributes:
+        num_shards: Its shards.
+        num_samples: Their samples.
+        num_bytes: Their bytes.
+        num_resumed_samples: Samples that an earlier run had written.
+        was_complete: An earlier run had written everything.
+        changed: Inputs that changed since an earlier run, so that what was made of them was made again.
+        remarks: Samples by what is odd about them.
+        left_out: Records that are left out, by reason.
+        skipped: What reading found in the source that is no sample.
+    """
 
     num_shards: int
     num_samples: int
     num_bytes: int
     num_resumed_samples: int
+    was_complete: bool
+    changed: tuple[str, ...]
     remarks: Mapping[str, int]
+    left_out: Mapping[str, int]
+    skipped: tuple[Skipped, ...]
 
 
 def pack(reader: Source, place: Destination, options: ShardOptions, **how: Any) -> PackedTarget:
@@ -89,8 +122,7 @@ class PackingRun:
         columns: Metadata of the records to store in the sample table.
         notes: Writes further files beside the index; called when all shards are there.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a
-            sample; or, if not even that tells, where the source stands, which is noted in the journal after every
-            shard. None: sample i is record i.
+            sample; or, if not even that tells, where the source stands. None: sample i is record i.
         restart: How users ask to overwrite, for errors.
         storage_options: Options of the store.
         executor: Where to read and write; None: here, in one pass.
@@ -114,7 +146,9 @@ class PackingRun:
         self._journal = Journal(
             source=reader.identity(), options={**identity, "pattern": place.name}, fields=reader.fields
         )
-        self._reader = reader
+        self._reader, self._listed = reader, reader.skipped
+        self._origins = reader.origins()
+        settle(self._origins.inputs)
         self._target = ShardTarget(
             pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
             storage_options=storage_options,
@@ -126,15 +160,43 @@ class PackingRun:
         self._there = _contents(place, self._storage)
         if not options.overwrite:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
-        self._found = self._refuse_others() if self._there and not options.overwrite else None
-        earlier = None if self._found is None else _earlier_work(
-            place, self._storage, self._found, position=position
-        )  # fmt: skip
-        self._earlier = earlier or _Earlier()
-        self._positions = {} if self._found is None else {**(self._found.positions or {})}
+        self._found, self._earlier, self._noted = None, EarlierWork(), list[SourceIdentity]()
+        if self._there and not options.overwrite:
+            self._noted = load_sources(place.directory, self._storage)
+            self._found = self._refuse_others(self._noted)
+            self._earlier = earlier_work(
+                place.directory, place.name, self._storage, self._found, self._changes(self._found),
+                column=position if isinstance(position, str) else None,
+            )  # fmt: skip
+        stays = self._earlier.num_shards
+        journal = self._found or self._journal
+        self._positions = {number: one for number, one in journal.positions.items() if 0 < number <= stays}
+        self._noted_bytes = self._bytes_since = 0
 
-    def _refuse_others(self) -> Journal | None:
-        """Return the journal of an earlier run.
+    def _changes(self, found: Journal) -> ChangedInputs:
+        """Return which inputs changed since an earlier run.
+
+        Raises:
+            TargetNotEmptyError: All shards may be made of one of them.
+        """
+        changes = changes_since(found, self._noted, self._origins)
+        shown, cure = redact(self.place.directory), f"start over with {self._restart}, or give another target"
+        if changes.first == EVERYWHERE and not found.positions:
+            return replace(changes, first=0)  # no shard is known to stand
+        if changes.first == EVERYWHERE:
+            what = f"every shard there may hold rows of what changed since it was written: {plain(str(changes))}"
+            if not changes.names:
+                what = f"it does not say what its inputs were like when they were read ({SOURCES})"
+            raise TargetNotEmptyError(f"{shown}: {what}; {cure}")
+        if changes.names:
+            _log.warning(
+                "%s: changed since an earlier run: %s (%s). What was made of them, and all that follows, is made again",
+                shown, counted(len(changes.names), "input"), plain(str(changes)),
+            )  # fmt: skip
+        return changes
+
+    def _refuse_others(self, noted: Sequence[SourceIdentity]) -> Journal:
+        """Return the journal of an earlier run, which noted these inputs.
 
         Raises:
             TargetNotEmptyError: The target holds anything else than what such a run has left.
@@ -148,9 +210,10 @@ class PackingRun:
             )
         if not found.same_work(self._journal):
             # It may still be running, so its place is not taken even if it has written nothing else.
-            begun = ", of which no shard is written yet" if there == [join_url(place.directory, NAME)] else ""
+            begun = ", of which no shard is written yet" if _is_begun(place, there) else ""
+            told = [found.differences(self._journal), *differing(noted, self._origins.inputs)]
             raise TargetNotEmptyError(
-                f"{shown} holds another conversion{begun} ({found.differences(self._journal)}); give another target, "
+                f"{shown} holds another conversion{begun} ({plain('; '.join(told))}); give another target, "
                 f"run with the same source and options to continue, or start over with {self._restart}"
             )
         strange = [url for url in there if url.endswith(SHARD_SUFFIXES) and not place.has(url)]
@@ -172,41 +235,58 @@ class PackingRun:
             # The journal is deleted last: a run that is interrupted here starts with what is left.
             for url in sorted(self._there, key=lambda url: url.endswith("/convert.json")):
                 self._storage.delete(url)
-        if self._found is None or (self._found.complete and not self._earlier.complete):
-            # In the latter case shards are gone: a run that was overwriting them was interrupted.
-            save_journal(self.place.directory, self._journal, self._storage)
+        elif self._earlier.changes.first is not None:
+            self._delete_shards()
+        if not self._earlier.complete:
+            # Only now that no shard is left that is made of older versions: what is noted holds for all that is there.
+            self._note_sources()
+            save_journal(self.place.directory, replace(self._journal, positions=self._positions), self._storage)
         return self
+
+    def _delete_shards(self) -> None:
+        """Delete the shards that do not stay, the last one first: what is left has no gap."""
+        stay = {self.place.name.format(number) for number in range(self._earlier.num_shards)}
+        tables = {join_url(self.place.directory, samples_path(name)) for name in stay}
+        below = join_url(self.place.directory, samples_directory())
+        for url in sorted(self._there, reverse=True):
+            is_shard_gone = self.place.has(url) and split_url(url)[1] not in stay
+            if is_shard_gone or (url.startswith(f"{below}/") and url not in tables):
+                self._storage.delete(url)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Forget a run that failed before its first shard: there is nothing to continue or overwrite."""
         if kind is not None:
-            url = join_url(self.place.directory, NAME)
             with contextlib.suppress(ShardstreamError):
-                if _contents(self.place, self._storage) == [url]:
-                    self._storage.delete(url)
+                there = _contents(self.place, self._storage)
+                if _is_begun(self.place, there):
+                    for url in reversed(there):  # the journal last
+                        self._storage.delete(url)
                     self._mark.finish()
 
     def run(self) -> PackedTarget:
         """Write what is not there yet, then the index, the notes, and the journal; then the target is whole."""
         reader, earlier, storage, directory = self._reader, self._earlier, self._storage, self.place.directory
-        remarks = Remarks()
+        at = earlier.position
+        remarks = Remarks(counts=Counter(at.remarks), left_out=Counter(at.left_out), through=at.through)
         self._progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
         self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
-        if self._standing is not None and earlier.position is not None:
-            self._standing.resume(earlier.position)
+        if self._standing is not None and at.standing:
+            self._standing.resume(at.standing)
         number = 0
         if not earlier.complete:
-            here = partial(_write, on_shard=self._note_position, is_noted=self._standing is not None)
+            here = partial(_write, is_noted=self._standing is not None)
             write = here if self._executor is None else partial(write_elsewhere, executor=self._executor)
             number = write(
                 reader, self._target, start=earlier.num_records, first_shard=earlier.num_shards,
-                known_keys=earlier.keys, remarks=remarks, progress=self._progress,
+                known_keys=earlier.keys, remarks=remarks, progress=self._progress, on_shard=self._note_shard,
             )  # fmt: skip
             if number == 0:
                 raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
-        remarks.log(redact(directory), earlier.num_samples)
+            self._origins.check(_THREADS)
+            remarks.left_out.update(reader.left_out_last() if isinstance(reader, LeavesOut) else ())
+        remarks.log(redact(directory))
         table = read_chunks(storage, directory)
         if self._executor is not None and not earlier.complete and table.total_samples != number:
             raise ConfigError(
@@ -214,8 +294,10 @@ class PackingRun:
                 "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
             )
         self._notes()
+        if earlier.complete and not all(map(SourceIdentity.is_surely, self._noted, self._origins.inputs)):
+            self._note_sources()  # written anew with the same content, which need not be read once more
         if not earlier.complete:
-            self._note_position(len(table.shards), complete=True, num_samples=table.total_samples)
+            self._note_end(len(table.shards), table.total_samples, remarks)
         if self._mark.is_begun:
             self._mark.finish()
         return PackedTarget(
@@ -223,20 +305,50 @@ class PackingRun:
             num_samples=table.total_samples,
             num_bytes=sum(shard.size_bytes for shard in table.shards),
             num_resumed_samples=earlier.num_samples,
+            was_complete=earlier.complete,
+            changed=earlier.changes.names,
             remarks=dict(remarks.counts),
+            left_out=dict(remarks.left_out),
+            skipped=tuple(Skipped(path=path, reason=reason) for path, reason in self._skipped().items()),
         )
 
-    def _note_position(self, num_shards: int, *, complete: bool = False, num_samples: int | None = None) -> None:
-        """Note in the journal where the source stands after so many shards, or that all is done."""
-        journal = replace(self._journal, complete=complete, num_samples=num_samples)
-        if self._standing is not None:
-            # One that is stopped may find one shard less than it has written, and writes the last one again.
-            self._positions = {**self._positions, str(num_shards): self._standing.position()}
-            latest = sorted(self._positions, key=int)[-1 if complete else -_POSITIONS :]
-            journal = replace(journal, positions={number: self._positions[number] for number in latest})
-        elif not complete:
-            return
+    def _note_shard(self, num_shards: int, remarks: Remarks, num_bytes: int) -> None:
+        """Note where the source stands after so many shards, the last one of so many bytes."""
+        self._bytes_since += num_bytes
+        if self._noted_bytes <= max(_SMALL_BYTES, self._bytes_since // _SHARE):
+            self._note_sources()
+        self._note(num_shards, remarks.through, remarks)
+
+    def _note_end(self, num_shards: int, num_samples: int, remarks: Remarks) -> None:
+        """Note that all is done, by all inputs: the last ones may have given no sample."""
+        self._note_sources()
+        self._journal = replace(self._journal, complete=True, num_samples=num_samples)
+        self._note(num_shards, max(self._origins.last, remarks.through), remarks)
+
+    def _note(self, num_shards: int, through: int, remarks: Remarks) -> None:
+        standing = self._standing
+        self._positions[num_shards] = Waypoint(
+            through=through if standing is None else standing.through(),
+            remarks=dict(remarks.counts), left_out=dict(remarks.left_out),
+            standing={} if standing is None else standing.position(),
+        )  # fmt: skip
+        self._positions = kept(self._positions)
+        journal = replace(self._journal, positions=self._positions, skipped=self._skipped())
         save_journal(self.place.directory, journal, self._storage)
+
+    def _note_sources(self) -> None:
+        """Note the inputs, with the checksums of those that were read to their end."""
+        inputs = [*carried(self._noted, self._reader.origins().inputs)]
+        if inputs:
+            data = sources_of(inputs)
+            self._storage.put(join_url(self.place.directory, SOURCES), data)
+            self._noted, self._noted_bytes, self._bytes_since = inputs, len(data), 0
+
+    def _skipped(self) -> dict[str, str]:
+        """Return what reading found that is no sample, this time or before."""
+        listed = {one.path for one in self._listed}
+        found = {one.path: one.reason for one in self._reader.skipped if one.path not in listed}
+        return {**self._earlier.skipped, **found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +385,12 @@ class Destination:
         directory, name = split_url(url)
         digits = re.fullmatch(re.sub(r"\\\{.*\\\}", "([0-9]+)", re.escape(self.name)), name)
         return directory == self.directory and digits is not None and self.name.format(int(digits[1])) == name
+
+
+def _is_begun(place: Destination, there: Sequence[str]) -> bool:
+    """Tell whether all that is in the target is the note of work that wrote no shard."""
+    notes = {join_url(place.directory, name) for name in (NAME, SOURCES)}
+    return bool(there) and notes.issuperset(there)
 
 
 def refuse_overlap(source: str, place: Destination) -> None:
@@ -314,19 +432,6 @@ def _whole(url: str) -> str:
     return os.path.realpath(local_path(url)) if is_local(url) else url.rstrip("/")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Earlier:
-    """What an earlier run of the same conversion left behind."""
-
-    complete: bool = False
-    num_shards: int = 0
-    num_records: int = 0  # up to the last one that became a sample
-    num_samples: int = 0
-    num_bytes: int = 0
-    keys: frozenset[str] = frozenset()
-    position: Mapping[str, Any] | None = None
-
-
 def _contents(place: Destination, storage: Storage) -> list[str]:
     """Return the shards and the index directly in the target, without marks of writers.
 
@@ -348,73 +453,33 @@ def _contents(place: Destination, storage: Storage) -> list[str]:
     return there
 
 
-def _earlier_work(
-    place: Destination, storage: Storage, journal: Journal, *, position: str | Standing | None
-) -> _Earlier:
-    """Return the finished shards: numbered from 0 without a gap, each with an intact sample table of its size.
-
-    Everything is done if the journal says so and the shards hold that many samples. Otherwise the last one is left out
-    and written again, so that there is always a shard to write, and with it the writer publishes the chunk table, which
-    the interrupted run may not have reached.
-    """
-    sizes = {info.url: info.size_bytes for info in storage.list(place.directory)}
-    tables: list[SampleTable] = []
-    while (table := _finished_shard(place, len(tables), sizes, storage)) is not None:
-        tables.append(table)
-    complete = journal.complete and sum(table.num_samples for table in tables) == journal.num_samples
-    column = position if isinstance(position, str) else None
-    positions = None if column == position else journal.positions or {}
-    if not complete:
-        tables = tables[:-1]
-        while tables and positions is not None and str(len(tables)) not in positions:
-            tables.pop()  # shards are gone that were there, and nothing tells where the source stood before them
-    num_samples = sum(table.num_samples for table in tables)
-    return _Earlier(
-        complete=complete,
-        num_shards=len(tables),
-        num_records=int(tables[-1].columns[column][-1].as_py()) + 1 if column and tables else num_samples,
-        num_samples=num_samples,
-        num_bytes=sum(table.shard.size_bytes for table in tables),
-        keys=frozenset(key for table in tables for key in table.keys),
-        position=None if positions is None else positions.get(str(len(tables))),
-    )
-
-
-def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], storage: Storage) -> SampleTable | None:
-    name = place.name.format(number)
-    url = join_url(place.directory, samples_path(name))
-    size_bytes = sizes.get(join_url(place.directory, name))
-    if size_bytes is None or url not in sizes:
-        return None
-    try:
-        table = storage.read_parsed(url, SampleTable.from_parquet, is_sealed)
-    except IndexFormatError as error:
-        _log.warning("%s; this shard and those after it are written again", error)
-        return None
-    return table if table.shard.size_bytes == size_bytes else None
-
-
 def _write(
     reader: Source, target: ShardTarget, start: int, first_shard: int, known_keys: Collection[str], remarks: Remarks,
-    progress: Progress, on_shard: Callable[[int], None], *, is_noted: bool,
+    progress: Progress, on_shard: OnShard, *, is_noted: bool,
 ) -> int:  # fmt: skip
     """Write all records except existing ones, in order; return the number of all records.
 
-    If where the source stands is noted after every shard (``is_noted``), no record is read before the one before it is
-    written.
+    If the source itself tells where it stands after every shard (``is_noted``), no record is read before the one before
+    it is written.
     """
-    number, num_shards = start, 0
-    with target.writer(first_shard) as writer, contextlib.closing(reader.records(number)) as records:
+    number, through = start, remarks.through
+    waiting = deque[tuple[int, Record]]()  # in the shard that is being written, as far as there is something to note
+
+    def finished(num_shards: int, num_samples: int, num_bytes: int) -> None:
+        while waiting and waiting[0][0] < num_samples:
+            remarks.add(waiting.popleft()[1])
+        on_shard(first_shard + num_shards, remarks, num_bytes)
+
+    with target.writer(first_shard, finished) as writer, contextlib.closing(reader.records(number)) as records:
         for run in runs_of(records, 1 if is_noted else RUN_RECORDS):
+            for at, record in enumerate(run, number - start):
+                if record.origin != through or record.remarks or record.left_out:
+                    waiting.append((at, replace(record, fields={}, metadata={})))
+                    through = record.origin
             _write_run(writer, run, records, known_keys)
-            for record in run:
-                remarks.add(record)
             num_bytes = sum(len(value) for record in run for value in record.fields.values())
             progress.advance(num_bytes=num_bytes, num=len(run))
             number += len(run)
-            if writer.num_shards > num_shards:
-                num_shards = writer.num_shards
-                on_shard(first_shard + num_shards)
     return number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper
-from streaming.errors import DataError, StorageError
-from streaming.storage import Storage, redact
+from streaming.errors import DataError, ShardstreamError
+from streaming.storage import Storage
 
 SUFFIXES = (".parquet", ".pq")
 _BATCH_BYTES = 32 << 20  # Arrow memory of one batch of rows
@@ -37,6 +38,8 @@ class ParquetFiles(FileSource):
             "parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude, more=options.more), storage
         )
         self._seed = options.shuffle_seed
+        self.in_order = self._seed is None
+        self._numbers = {file.url: number for number, file in enumerate(self.files)}
         self._groups: list[tuple[SourceFile, int, int]] = []  # file, row group, rows
         columns = ArrowColumns([column for column, _ in options.fields])
         everywhere: list[set[str]] = []
@@ -65,7 +68,7 @@ class ParquetFiles(FileSource):
         return None if self._mapper.lists else self._fields
 
     def _look(self, file: SourceFile, columns: Sequence[str]) -> dict[str, Counter[str]]:
-        with self._open(file) as parquet:
+        with self._open(file) as parquet, told(file):
             return _look_at(parquet, [column for column in columns if column in parquet.schema_arrow.names])
 
     @property
@@ -74,8 +77,8 @@ class ParquetFiles(FileSource):
         return sum(num_rows for _, _, num_rows in self._groups)
 
     def identity(self) -> dict[str, object]:
-        """Return the names and sizes of the files, and the number of rows."""
-        return {**super().identity(), "num_rows": self.num_records}
+        """Return the names of the files, and which field each column becomes."""
+        return {**super().identity(), **self._mapper.identity()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the rows from number ``start`` on; row groups before it are not read."""
@@ -83,17 +86,16 @@ class ParquetFiles(FileSource):
         for which in range(bisect.bisect_right(ends, start), len(self._groups)):
             file, group, num_rows = self._groups[which]
             first = ends[which] - num_rows
-            rows = self._group_rows(file, group, max(0, start - first), salt=which)
+            rows, origin = self._group_rows(file, group, max(0, start - first), salt=which), self._numbers[file.url]
             for row_number, row in rows:
-                yield self._mapper.record(
-                    row, first + row_number, f"{file.shown_url}, row group {group}, row {row_number}"
-                )
+                where = f"{file.shown_url}, row group {group}, row {row_number}"
+                yield self._mapper.record(row, first + row_number, where, origin=origin)
 
     def _group_rows(
         self, file: SourceFile, group: int, skip: int, *, salt: int
     ) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield (number within the group, row) from row ``skip`` on."""
-        with self._open(file) as parquet:
+        with self._open(file) as parquet, told(file):
             if self._seed is not None:
                 table = parquet.read_row_group(group)
                 order = permutation(table.num_rows, self._seed * 1_000_003 + salt + 1)
@@ -120,12 +122,24 @@ def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
     """
     stream = open_stored(file, storage, unzip=False)
     try:
-        return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
-    except (pa.ArrowException, OSError) as error:
+        with told(file):
+            return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
+    except ShardstreamError:
         stream.close()
-        if isinstance(error, StorageError):
+        raise
+
+
+@contextlib.contextmanager
+def told(file: SourceFile) -> Iterator[None]:
+    """Name the file in what pyarrow raises."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, ShardstreamError):
             raise
-        raise DataError(f"{redact(file.url)}: not a Parquet file, or a damaged one: {error}") from error
+        raise DataError(
+            f"{file.shown_url}: not a Parquet file, or a damaged one: {error}; fetch it again, or write it anew"
+        ) from error
 
 
 def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageFile, TiffImagePlugin
 
 from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS, TURNED
+from shard_tools.convert.base.identity import Origins
 from shard_tools.convert.base.records import Countable, Record, Skipped, Source
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.filetypes import plain_extension
@@ -155,6 +156,10 @@ class Reencoded:
     def identity(self) -> dict[str, object]:
         """Return the identity of the source."""
         return self.below.identity()
+
+    def origins(self) -> Origins:
+        """Return the inputs of the source."""
+        return self.below.origins()
 
     def check(self) -> tuple[str, ...]:
         """Refuse options that do nothing here; return the columns that re-encoding adds.

@@ -122,11 +122,13 @@ class ConvertReport(Report):
         num_samples: Samples there now.
         num_bytes: Bytes of all shards.
         num_resumed_samples: Samples that an earlier run had written.
+        was_complete: An earlier run had written everything, so that this one wrote nothing.
+        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
         classes: Class numbers, if the source has classes.
         classes_from: What determined the numbers; "" if the source alone did.
         shuffle_seed: The seed by which records were shuffled; None: they keep the source's order.
         skipped: What was left out of the source.
-        remarks: What is odd about samples that this run wrote, and about how many.
+        remarks: What is odd about samples, and about how many; of earlier runs, too.
         seconds: Wall time of this run.
     """
 
@@ -136,6 +138,8 @@ class ConvertReport(Report):
     num_samples: int
     num_bytes: int
     num_resumed_samples: int
+    was_complete: bool
+    changed: tuple[str, ...]
     classes: Mapping[str, int]
     classes_from: str
     shuffle_seed: int | None
@@ -201,10 +205,12 @@ def convert(
         num_samples=packed.num_samples,
         num_bytes=packed.num_bytes,
         num_resumed_samples=packed.num_resumed_samples,
+        was_complete=packed.was_complete,
+        changed=packed.changed,
         classes=classes,
         classes_from=getattr(reader, "classes_from", ""),
         shuffle_seed=seed,
-        skipped=reader.skipped,
+        skipped=tuple({one.path: one for one in (*packed.skipped, *reader.skipped)}.values()),
         remarks=packed.remarks,
         seconds=time.monotonic() - started,
     )

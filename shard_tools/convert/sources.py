@@ -12,6 +12,7 @@ from operator import attrgetter
 from shard_tools.convert import lines, parquet, tars
 from shard_tools.convert.base.annotated import IMAGE_EXTENSIONS
 from shard_tools.convert.base.files import SourceFile, find_files, is_folder, is_local, places, walked
+from shard_tools.convert.base.identity import SourceStorage
 from shard_tools.convert.base.records import FolderWalks, Source, SourceOptions
 from shard_tools.convert.base.zips import SUFFIX, ZipStorage, is_zip
 from shard_tools.convert.formats import indexed, litdata, lmdb, mds, tfrecord
@@ -192,11 +193,12 @@ def open_source(
         if is_local(one) and not any(letter in one for letter in "*?[{") and not os.path.exists(local_path(one)):
             raise NotFoundError(f"{one}: no such file or folder")
     zipped = [one for one in specs if is_zip(one)]
+    watched = SourceStorage.of(storage)
     if zipped:
-        opened = ZipStorage.over(storage, options.max_gzip_ratio)
-        specs, storage = [opened.root(one) if is_zip(one) else one for one in specs], opened
+        watched = opened = ZipStorage.over(storage, options.max_gzip_ratio)
+        specs = [opened.root(one) if is_zip(one) else one for one in specs]
     if kind == "auto":
-        kind = _one_kind(specs, storage, options)
+        kind = _one_kind(specs, watched, options)
         layout = LAYOUTS[kind]
     if layout is None:
         raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
@@ -204,7 +206,9 @@ def open_source(
         taken = ", ".join(name for name, one in LAYOUTS.items() if one.zips)
         raise ConfigError(f"{redact(zipped[0])}: an archive is read as {taken}, not as {kind!r}; unpack it")
     _refuse_unfit(kind, layout, replace(options, more=tuple(specs[1:])))
-    return layout.open(specs[0], storage, replace(options, more=tuple(specs[1:])))
+    reader = layout.open(specs[0], watched, replace(options, more=tuple(specs[1:])))
+    watched.expect(reader.origins().inputs)
+    return reader
 
 
 def _one_kind(specs: Sequence[str], storage: Storage, options: SourceOptions) -> str:

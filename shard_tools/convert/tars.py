@@ -60,10 +60,11 @@ class TarFiles(CountedFiles):
         """Yield the samples from number ``start`` on; earlier ones are skipped by reading past them."""
         begin = self._beginning(start)
         number, at = begin.number, begin.at
-        for file in self.files[begin.which :]:
-            for key, fields in self._samples(file, at):
+        for which, file in enumerate(self.files[begin.which :], begin.which):
+            for own, fields in self._samples(file, at):
                 if number >= start:
-                    yield Record(key=number_key(number) if self._numbered else key, fields=fields, where=file.url)
+                    key = number_key(number) if self._numbered else own
+                    yield Record(key=key, fields=fields, where=file.url, origin=which)
                 number += 1
             at = 0
 

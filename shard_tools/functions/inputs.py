@@ -7,21 +7,25 @@ import hashlib
 import json
 import os
 import reprlib
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, overload
 
 import numpy as np
 
-from shard_tools.convert.base.files import find_files, open_each
+from shard_tools.convert.base.files import SourceFile, find_files, is_local, open_each
+from shard_tools.convert.base.identity import EVERYWHERE, Origins, SourceStorage, origins_of, version_of_file
 from shard_tools.convert.lines import SUFFIXES, read_lines
 from shard_tools.functions.produce import Given, ReadHere
 from shard_tools.functions.set_inputs import SetInputs, opened
 from shard_tools.running.engine import Shared
 from shard_tools.running.functions import digest_of
 from streaming.errors import ConfigError, DataError
-from streaming.storage import Storage, redact
+from streaming.storage import local_path, redact
 
 _SHOWN_CHARACTERS = 200
+_LONGEST_PATH = 4096
 
 
 class Inputs(Protocol):
@@ -31,6 +35,9 @@ class Inputs(Protocol):
 
     def identity(self) -> dict[str, object]:
         """Return JSON-serializable facts that identify them; a run continues only if these are equal."""
+
+    def origins(self) -> Origins:
+        """Return the files that they are, or lie in; numbered as the inputs are."""
 
     def part(self, start: int, stop: int) -> Any:
         """Describe the inputs from one number to another for :attr:`read`."""
@@ -68,11 +75,13 @@ class FileLines(Sequence[Any]):
     def __init__(
         self, path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
     ) -> None:  # fmt: skip
-        storage, sha = Storage(storage_options), hashlib.sha256()
+        storage, sha = SourceStorage(storage_options), hashlib.sha256()
         self._values: list[Any] = []
         self._firsts: list[tuple[int, str]] = []
         self._numbers: list[int] = []
-        with contextlib.closing(open_each(find_files(os.fspath(path), storage), storage, 1)) as opened:
+        files = find_files(os.fspath(path), storage)
+        storage.expect(origins_of(files, storage))
+        with contextlib.closing(open_each(files, storage, 1)) as opened:
             for file, stream in opened:
                 self._firsts.append((len(self._values), file.shown_url))
                 parse = json.loads if file.name.lower().endswith(SUFFIXES["jsonl"]) else str
@@ -82,6 +91,7 @@ class FileLines(Sequence[Any]):
                         self._values.append(_parsed(line, parse, f"{file.shown_url}:{number}"))
                         self._numbers.append(number)
         self._sha256 = sha.hexdigest()
+        self._origins = Origins(inputs=origins_of(files, storage, number=EVERYWHERE), store=storage)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -97,6 +107,10 @@ class FileLines(Sequence[Any]):
     def identity(self) -> dict[str, object]:
         """Return their number and a digest of the files."""
         return {"kind": "lines", "num_inputs": len(self), "sha256": self._sha256}
+
+    def origins(self) -> Origins:
+        """Return the files of lines, on each of which all inputs depend."""
+        return self._origins
 
     def where(self, number: int) -> str:
         """Return file and line of a value."""
@@ -162,6 +176,22 @@ class ListInputs:
         told = values if isinstance(values, np.ndarray) else list(values)
         return {"kind": "list", "num_inputs": len(values), "digest": digest_of(told)}
 
+    def origins(self) -> Origins:
+        """Return the local files that inputs name, by themselves or in a tuple, list or dict; and files of lines.
+
+        What a function reads of other stores is its own concern: an input is then the URL that it gets.
+        """
+        return self._origins
+
+    @cached_property
+    def _origins(self) -> Origins:  # as they are before the first one is read
+        found = [*self._values.origins().inputs] if isinstance(self._values, FileLines) else []
+        store = SourceStorage()
+        if not isinstance(self._values, (range, np.ndarray)):
+            for number in range(len(self)):
+                found += origins_of([*_files_in(self._values[number])], store, number=number)
+        return Origins(inputs=found, store=store)
+
     def part(self, start: int, stop: int) -> list[Any]:
         """Return the inputs."""
         return [self._values[number] for number in range(start, stop)]
@@ -173,3 +203,19 @@ class ListInputs:
         value = self._values[number]
         shown = value if isinstance(value, str) else reprlib.repr(value)
         return f"input {number} ({redact(shown[:_SHOWN_CHARACTERS])})"
+
+
+def _files_in(value: Any) -> Iterator[SourceFile]:
+    """Yield the local files that an input names."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else (value,)
+    for part in parts:
+        if not isinstance(part, (str, os.PathLike)):
+            continue
+        name = os.fspath(part)
+        try:
+            is_path = isinstance(name, str) and 0 < len(name) <= _LONGEST_PATH and is_local(name)
+            status = os.stat(local_path(name)) if is_path else None
+        except (OSError, ValueError):  # no file
+            continue
+        if status is not None and stat.S_ISREG(status.st_mode):
+            yield SourceFile(url=name, name=name, size_bytes=status.st_size, version=version_of_file(status))

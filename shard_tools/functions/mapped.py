@@ -11,16 +11,17 @@ import crc32c
 import numpy as np
 import pyarrow as pa
 
+from shard_tools.convert.base.identity import Origins, SourceIdentity, SourceStorage
 from shard_tools.convert.base.records import Record, ShardOptions
 from shard_tools.convert.journal import carry_notes
 from shard_tools.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
 from shard_tools.functions.produce import Given, Produce
 from shard_tools.functions.run import FunctionReport, Running, pack_made
-from shard_tools.running.engine import Shared
+from shard_tools.running.engine import Shared, map_ordered
 from shard_tools.running.functions import identity_of, imported
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import BadList
-from shard_tools.sets.open_set import open_set, table_of_shard
+from shard_tools.sets.open_set import READ_THREADS, open_set, table_of_shard
 from shard_tools.sets.pieces import ShardPieces
 from shard_tools.sets.rewrite.selection import ShardPart, Taken, select
 from shard_tools.sets.rewrite.shard_source import ShardSource
@@ -178,6 +179,19 @@ class SampleInputs:
             "kind": "shards", "num_inputs": taken.num_samples, "fingerprint": fingerprint, "samples": taken.digest(),
         }  # fmt: skip
         self._firsts = np.cumsum([0] + [part.rows.size for part in taken.parts])
+        store = SourceStorage.of(storage)
+        infos = zip(urls, self._firsts.tolist(), map_ordered(store.info, urls, READ_THREADS), strict=False)
+        inputs = [
+            SourceIdentity(
+                name=split_url(url)[1], url=url, number=first, size_bytes=info.size_bytes, version=info.version
+            )
+            for url, first, info in infos
+        ]
+        self._origins = Origins(inputs=inputs, store=store)
+
+    def origins(self) -> Origins:
+        """Return the shards, each by the number of its first sample that is taken."""
+        return self._origins
 
     def __len__(self) -> int:
         return self.taken.num_samples

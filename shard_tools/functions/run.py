@@ -63,6 +63,8 @@ class FunctionReport(Report):
         num_inputs: Inputs.
         num_samples: Samples there now.
         num_resumed_samples: Samples that an earlier run had written.
+        was_complete: An earlier run had written everything, so that this one wrote nothing.
+        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
         num_empty: Inputs that gave no sample.
         num_failed: Inputs that are left out, as the function failed on them.
         num_shards: Shards there now.
@@ -74,6 +76,8 @@ class FunctionReport(Report):
     num_inputs: int
     num_samples: int
     num_resumed_samples: int
+    was_complete: bool
+    changed: tuple[str, ...]
     num_empty: int
     num_failed: int
     num_shards: int
@@ -286,6 +290,8 @@ def pack_made(
         num_inputs=len(inputs),
         num_samples=packed.num_samples,
         num_resumed_samples=packed.num_resumed_samples,
+        was_complete=packed.was_complete,
+        changed=packed.changed,
         num_empty=source.tally.num_empty,
         num_failed=source.tally.num_failed,
         num_shards=packed.num_shards,

@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shard_tools.convert.base.identity import Origins
 from shard_tools.convert.base.records import Record, Skipped
 from shard_tools.functions.inputs import Inputs
 from shard_tools.functions.produce import Kind, Made
@@ -90,9 +91,17 @@ class FunctionSource:
         """Return the identity of the inputs."""
         return self.inputs.identity()
 
+    def origins(self) -> Origins:
+        """Return the files among the inputs."""
+        return self.inputs.origins()
+
     def position(self) -> dict[str, int]:
         """Return where a run that is interrupted now goes on: right before the record that was handed out last."""
         return asdict(self.tally)
+
+    def through(self) -> int:
+        """Return the number of the last input that is done with before the latest record."""
+        return self.tally.input - (self.tally.part == 0)
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Go on where an earlier run stood."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from shard_tools.convert.base.class_folders import CLASSES
-from shard_tools.convert.journal import NAME, load_journal
+from shard_tools.convert.journal import NAME, SOURCES, load_journal, load_sources
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
 from streaming.catalog.build import home_of
@@ -74,6 +74,7 @@ def _documents(storage: Storage, home: str) -> list[tuple[str, _Check]]:
     notes = [join_url(home, name) for name in (TOKENS_FILE, CLASSES)]
     checks: list[tuple[str, _Check]] = [(url, partial(_check_note, storage, url)) for url in notes]
     checks.append((join_url(home, NAME), partial(load_journal, home, storage)))
+    checks.append((join_url(home, SOURCES), partial(load_sources, home, storage)))
     views = [url for url in _listed(storage, join_url(home, views_directory())) if url.endswith(".json")]
     return checks + [(url, partial(_check_view, storage, url)) for url in views]
 

@@ -51,10 +51,22 @@ def _rate(num_bytes: int, seconds: float) -> str:
     return f"{format_bytes(num_bytes / max(seconds, 1e-9))}/s"
 
 
+def _show_earlier(num_resumed: int, *, was_complete: bool, changed: Sequence[str] = (), what: str = "sample") -> None:
+    """Say what an earlier run had done, and what of it was made again."""
+    if changed:
+        click.echo(
+            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; what was made "
+            "of them, and all that follows, is made again"
+        )
+    if was_complete:
+        click.echo("Complete already; nothing written.")
+    elif num_resumed:
+        click.echo(f"went on after {counted(num_resumed, what)} of an earlier run")
+
+
 def show_convert(report: ConvertReport) -> None:
     """Print the outcome of a conversion."""
-    if report.num_resumed_samples:
-        click.echo(f"went on after {counted(report.num_resumed_samples, 'sample')} of an earlier run")
+    _show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
         f"{redact(report.target)}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
         f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
@@ -80,8 +92,7 @@ def show_convert(report: ConvertReport) -> None:
 def show_tokens(report: TokenizeReport) -> None:
     """Print the outcome of a tokenization."""
     for one in report.sets:
-        if one.num_resumed_documents:
-            click.echo(f"went on after {counted(one.num_resumed_documents, 'document')} of an earlier run")
+        _show_earlier(one.num_resumed_documents, was_complete=one.was_complete, changed=one.changed, what="document")
         click.echo(
             f"{redact(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
             f"longest {one.longest:,}; {counted(one.num_shards, 'shard')}, {format_bytes(one.num_bytes)}"
@@ -197,8 +208,7 @@ def show_recheck(report: RecheckReport) -> None:
 
 def show_made(report: FunctionReport) -> None:
     """Print what became of the inputs of a function."""
-    if report.num_resumed_samples:
-        click.echo(f"went on after {counted(report.num_resumed_samples, 'sample')} of an earlier run")
+    _show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
         f"{counted(report.num_inputs, 'sample')} taken, {report.num_empty:,} left out by the function, "
         f"{report.num_failed:,} on which it failed\n"
@@ -209,8 +219,7 @@ def show_made(report: FunctionReport) -> None:
 
 def show_reshard(report: ReshardReport) -> None:
     """Print the outcome of resharding."""
-    if report.num_resumed_samples:
-        click.echo(f"went on after {counted(report.num_resumed_samples, 'sample')} of an earlier run")
+    _show_earlier(report.num_resumed_samples, was_complete=report.was_complete)
     if report.num_not_found or report.num_unreadable:
         click.echo(
             f"list of --drop: without a sample in the source: {counted(report.num_not_found, 'record')}, cut off or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -101,6 +102,7 @@ class SetTally:
         num_differing: Conversations whose tokens are not those of their whole text.
         rejected: Number of records without tokens, by reason.
         keys: Keys of messages that were compared with the template.
+        waiting: Number and reason of rejected records, for the next document that is written.
     """
 
     num_documents: int = 0
@@ -109,6 +111,19 @@ class SetTally:
     num_differing: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     keys: set[str] = field(default_factory=set)
+    waiting: list[tuple[int, str]] = field(default_factory=list)
+
+    def reject(self, number: int, reason: str) -> None:
+        """Count a record."""
+        self.rejected[reason] += 1
+        heapq.heappush(self.waiting, (number, reason))
+
+    def left_out_before(self, number: int | None) -> list[str]:
+        """Return the reasons for records before a document, or all, that were not returned yet."""
+        found = []
+        while self.waiting and (number is None or self.waiting[0][0] < number):
+            found.append(heapq.heappop(self.waiting)[1])
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

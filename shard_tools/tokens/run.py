@@ -129,7 +129,9 @@ class TokenSet(Report):
         num_resumed_documents: Documents that an earlier run had written.
         num_differing: Conversations of this run whose tokens are not those of their whole text (docs/text.md, Token
             boundaries).
-        rejected: Records that this run left out, by reason.
+        was_complete: An earlier run had written everything, so that this one wrote nothing.
+        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
+        rejected: Records that are left out, by reason; by earlier runs, too.
     """
 
     name: str
@@ -141,6 +143,8 @@ class TokenSet(Report):
     num_bytes: int
     num_resumed_documents: int
     num_differing: int
+    was_complete: bool
+    changed: tuple[str, ...]
     rejected: Mapping[str, int]
 
 
@@ -401,7 +405,9 @@ def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> Tok
         num_bytes=packed.num_bytes,
         num_resumed_documents=packed.num_resumed_samples,
         num_differing=tally.num_differing,
-        rejected=dict(tally.rejected),
+        was_complete=packed.was_complete,
+        changed=packed.changed,
+        rejected=packed.left_out,
     )
 
 

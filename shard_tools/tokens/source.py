@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from shard_tools.convert.base.identity import Origins
 from shard_tools.convert.base.records import Record, Skipped, Source
 from shard_tools.convert.base.rows import dump_json
 from shard_tools.running.engine import ordered
@@ -89,6 +90,14 @@ class TokenSource:
         """Return the identity of the underlying source."""
         return self.below.identity()
 
+    def origins(self) -> Origins:
+        """Return the inputs of the underlying source."""
+        return self.below.origins()
+
+    def left_out_last(self) -> list[str]:
+        """Return the reasons for records that are left out after the last document."""
+        return self.tally.left_out_before(None)
+
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the documents of this set, from record ``start`` of the underlying source on.
 
@@ -141,7 +150,7 @@ class TokenSource:
             raise DataError(f"{where}: {reason}: {what}; correct it, or leave such documents out with --on-error skip")
         if not self.tally.rejected[reason]:
             _log.warning("%s is left out: %s: %s; others like it are counted but not logged", where, reason, what)
-        self.tally.rejected[reason] += 1
+        self.tally.reject(number, reason)
 
     def _encoded(self, documents: Iterator[Document]) -> Iterator[tuple[Document, Encoded]]:
         """Yield documents with their tokens, in order; batches are encoded ahead."""
@@ -175,7 +184,13 @@ class TokenSource:
         metadata = record.metadata or {name: follow(record.fields, name) for name in self.columns}
         counted = {TOKENS_COLUMN: num_tokens, POSITION_COLUMN: document.number}
         return Record(
-            key=record.key, fields=fields, metadata={**metadata, **counted}, where=record.where, remarks=record.remarks
+            key=record.key,
+            fields=fields,
+            metadata={**metadata, **counted},
+            where=record.where,
+            remarks=record.remarks,
+            left_out=tuple(self.tally.left_out_before(document.number)),
+            origin=record.origin,
         )
 
     def _kept(self, record: Record) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,6 +27,7 @@ from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.blocks import is_meta
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
+from streaming.types import override
 
 DEFAULT_MAX_BYTES = "256MB"
 """Of a shard: takes one connection a few seconds; 100 TB make 400,000 objects."""
@@ -315,6 +316,16 @@ class UnmarkedWriter(ShardWriter):
     """Write shards like ``ShardWriter``, for a command that marks the directory itself and has many samples."""
 
     _marks = False
+
+    on_shard: Callable[[int, int, int], None] | None = None
+    """Called after each shard: with the number of shards so far, of their samples, and of the bytes of this one."""
+
+    @override
+    def _finish_shard(self) -> None:
+        num_shards = self.num_shards
+        super()._finish_shard()
+        if self.on_shard is not None and self.num_shards > num_shards:
+            self.on_shard(self.num_shards, self.num_samples, self._shard_bytes)
 
     @property
     def shard_bytes(self) -> int:

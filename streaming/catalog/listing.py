@@ -108,8 +108,8 @@ class StorageAhead(Storage):
         known = self._listed.get(url)
         return self._told(self._infos, url, self._storage.info) if known is None else known
 
-    def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
-        """See ``Storage``."""
+    def read(self, url: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> ReadBuffer:  # noqa: ARG002
+        """See ``Storage``; no version is compared."""
         if start or stop is not None:
             whole = self._wholes.get(url)
             return self._storage.read(url, start, stop) if whole is None else whole.result()[start:stop]

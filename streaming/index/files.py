@@ -39,9 +39,14 @@ _PAGE_BYTES = 64 << 10
 _ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB per column
 _MAGIC = b"PAR1"
 COLUMN_KIND = "column"
+SOURCES_KIND = "sources"
 REBUILD = "rebuild it with `shard_tools index URL`"
 RESTORE = (
     "restore it from a copy of the data set, or convert that again; or delete it, and give decode= or --classes instead"
+)
+CONVERT_AGAIN = (
+    "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
+    "only that command reads"
 )
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
@@ -384,4 +389,4 @@ def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
 
 
 def _cure_of(kind: str) -> str:
-    return ADD_AGAIN if kind == COLUMN_KIND else REBUILD
+    return {COLUMN_KIND: ADD_AGAIN, SOURCES_KIND: CONVERT_AGAIN}.get(kind, REBUILD)

@@ -115,16 +115,29 @@ class Storage:
             return False
         return True
 
-    def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
+    def read(self, url: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> ReadBuffer:
         """Return bytes [start, stop) of ``url``; without ``stop``, to its end. Sends one request if nothing fails.
+
+        Args:
+            url: The object.
+            start: First byte.
+            stop: One past the last one.
+            version: As :meth:`info` told it: no other one is read, where requests can ask for a version. Mirrors have
+                versions of their own, so theirs are not compared.
 
         Returns:
             Memory of exactly that many bytes, owned by the caller.
 
         Raises:
             TransferError: The object is shorter, or its bytes did not arrive within the limits.
+            ChangedError: It has another version.
         """
-        return self._somewhere(url, lambda site: site.store.read(site.url, start, stop, hopeless=site.hopeless))
+        return self._somewhere(
+            url,
+            lambda site: site.store.read(
+                site.url, start, stop, version=None if site.is_mirror else version, hopeless=site.hopeless
+            ),
+        )
 
     def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
@@ -364,6 +377,11 @@ class Site:
     url: str
     hopeless: Callable[[], bool] = never
     back: Callable[[str], str] = str
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether it is not the primary."""
+        return self.back is not str
 
     def call(self, attempt: Callable[[Adapter], _T]) -> _T:
         """Return the result of ``attempt``, retried."""

@@ -111,6 +111,7 @@ class Store:
         *,
         pinned: bool = False,
         summed: bool = False,
+        version: str | None = None,
         hopeless: Callable[[], bool] = never,
     ) -> memoryview:
         """Return bytes [start, stop) of ``url``, in ``out`` if given.
@@ -123,17 +124,20 @@ class Store:
             pinned: All such reads are of one version.
             summed: The caller compares the bytes with a checksum and, if they differ, calls :meth:`check_unchanged`: a
                 store that must be asked for versions is not asked after this read.
+            version: The one to read, if the store can be asked for it; without ``pinned``.
             hopeless: When to give up early.
 
         Raises:
-            ChangedError: ``pinned``, and the object was replaced since the last such read. The next one uses the new
-                version.
+            ChangedError: ``pinned``, and the object was replaced since the last such read: the next one uses the new
+                version. Or it has not ``version``.
         """
         adapter, traffic = self.adapter(url), self.traffic_of(url)
         asks = pinned and not adapter.keeps_versions and stop != start
         if asks and self._pins.get(url) is None:
             self._pins.keep(url, self._told_version(url, hopeless))
-        version = self._pins.get(url) if pinned and adapter.keeps_versions else None
+        if pinned:
+            version = self._pins.get(url)
+        version = version if adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
         told_size = adapter.in_pieces or stop is not None  # else the duration of the answer cannot be estimated
         hedging = traffic if told_size and self._options.hedge else None

@@ -19,7 +19,8 @@ from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.convert.base.class_folders import save_classes
-from shard_tools.convert.journal import Journal, carry_notes, load_journal, save_journal
+from shard_tools.convert.base.identity import SourceIdentity
+from shard_tools.convert.journal import Journal, carry_notes, load_journal, load_sources, save_journal, sources_of
 from shard_tools.plan.keys import keys_at
 from shard_tools.sets.reindex import index
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
@@ -28,7 +29,15 @@ from streaming.filters.late_columns import ColumnDocument
 from streaming.filters.views import View
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, read_column, read_sample_columns
-from streaming.index.files import read_document, read_facts, read_footer, read_note, write_document
+from streaming.index.files import (
+    SOURCES_KIND,
+    read_document,
+    read_facts,
+    read_footer,
+    read_note,
+    read_table,
+    write_document,
+)
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
 from streaming.storage import Storage
 from streaming.storage.requests.retry import MOST_WRONG
@@ -48,6 +57,7 @@ KINDS = {
     "tokens": "tokens.json",
     "classes": "classes.json",
     "journal": "convert.json",
+    "sources": "sources.parquet",
 }
 """One file of each kind that may lie in ``_shardstream/``."""
 
@@ -68,6 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.write({"__key__": f"{number:05d}", "cls": number, "tok": tokens.tobytes(),
                           "bin": draw.bytes(PICTURE_BYTES)})  # fmt: skip
     save_journal(str(target), Journal(source={"kind": "made"}, options={"seed": 1}, complete=True), Storage())
+    inputs = [SourceIdentity(name=f"{n}.txt", size_bytes=9, version=f"v{n}", crc32c=n, number=n) for n in range(9)]
+    (target / "_shardstream/sources.parquet").write_bytes(sources_of(inputs))
     save_classes(str(target), {name: number for number, name in enumerate(LANGUAGES)}, Storage())
     note = {"format": "shardstream-tokens", "version": 1, "field": "tok", "column": "tokens", "dtype": "uint16",
             "vocab_size": 60_000, "bos": None, "eos": None, "mask": None}  # fmt: skip
@@ -143,7 +155,11 @@ def notes(folder: Path) -> object:
     target = folder.parent / "notes"
     carry_notes(str(folder), Storage(), str(target), Storage())
     journal = load_journal(str(folder), Storage())
-    return journal, [json.loads((target / f"_shardstream/{name}.json").read_bytes()) for name in ("tokens", "classes")]
+    return (
+        journal,
+        load_sources(str(folder), Storage()),
+        [json.loads((target / f"_shardstream/{name}.json").read_bytes()) for name in ("tokens", "classes")],
+    )
 
 
 def verified(folder: Path) -> object:
@@ -176,7 +192,7 @@ READ_BY = {
     "by_where": TABLES, "by_late_column": TABLES | LATE, "by_view": TABLES | LATE | {"view"},
     "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"tokens"},
     "one_by_one": TABLES | {"tokens"}, "slices": TABLES | {"tokens"}, "keys": TABLES,
-    "notes": {"tokens", "classes", "journal"}, "verified": ALL, "indexed_again": ALL,
+    "notes": {"tokens", "classes", "journal", "sources"}, "verified": ALL, "indexed_again": ALL,
 }  # fmt: skip
 NUM_CELLS = sum(map(len, READ_BY.values()))
 TENTHS = 1
@@ -271,6 +287,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], ...]] = {
     "tokens": (lambda data: read_note(data, "f"),),
     "classes": (lambda data: read_note(data, "f"),),
     "journal": (read_document,),
+    "sources": (lambda data: read_table(data, SOURCES_KIND, "f")[0].to_pylist(),),
 }
 
 

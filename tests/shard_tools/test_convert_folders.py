@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import stat
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soundfile
@@ -17,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, convert, open_source
+from shard_tools.convert.base.zips import ZipStorage
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
@@ -252,6 +255,62 @@ def test_links_and_repeated_names_in_archives_are_refused(tmp_path: Path) -> Non
             out.writestr("a.jpg", picture())
     with pytest.raises(DataError, match="the name is there twice"):
         convert(str(tmp_path / "b.zip"), str(tmp_path / "out"))
+
+
+def listing(path: Path, kept: slice, *, num_told: int | None = None, renamed: tuple[bytes, bytes] = (b"", b"")) -> Path:
+    """Let the directory of an archive list some of its files, and say that there are so many."""
+    data = path.read_bytes()
+    begin, end = data.index(b"PK\1\2"), data.rindex(b"PK\5\6")
+    entries = [b"PK\1\2" + entry for entry in data[begin:end].split(b"PK\1\2")[1:]][kept]
+    directory = b"".join(entries).replace(*renamed, 1) if renamed[0] else b"".join(entries)
+    count = len(entries) if num_told is None else num_told
+    closing = struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, count, count, len(directory), begin, 0)
+    path.write_bytes(data[:begin] + directory + closing)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kept", "how", "said"),
+    [
+        (slice(3), {}, "another file follows at byte .*which the directory leaves out"),
+        (slice(27, None), {}, "it begins with a file that its directory leaves out"),
+        (slice(0, None, 2), {}, "another file follows"),
+        (slice(None), {"num_told": 3}, "lists 30 files, and says that there are 3"),
+        (slice(None), {"num_told": 31}, "lists 30 files, and says that there are 31"),
+        (slice(None), {"renamed": (b"a/05", b"b/05")}, "the file there is 'a/05.jpg'.*not what the directory says"),
+        (slice(None), {"renamed": (b"a/05.jpg", b"////////")}, "the name leads out of the archive|it has no name"),
+    ],
+)
+def test_an_archive_whose_directory_lies_is_refused(kept: slice, how: Any, said: str, tmp_path: Path) -> None:
+    """Three of thirty files were written with exit code 0, or a file into another class."""
+    bodies = {f"{'ab'[number % 2]}/{number:02d}.jpg": picture(number) for number in range(30)}
+    bodies = {name.replace("b/05", "a/05"): body for name, body in bodies.items()}
+    path = listing(archive(tmp_path / "all.zip", **bodies), kept, **how)
+    with pytest.raises(DataError, match=rf"all\.zip.*({said})"):
+        convert(str(path), str(tmp_path / "out"))
+    assert not [*(tmp_path / "out").glob("*.tar")]
+
+
+def test_a_flipped_byte_of_a_directory_gives_the_same_files_or_an_error_with_its_name(tmp_path: Path) -> None:
+    path, draw = archive(tmp_path / "all.zip", **{f"c/{n}.txt": b"%d" % n * 50 for n in range(9)}), random.Random(1)
+    whole = path.read_bytes()
+
+    def held() -> dict[str, bytes]:
+        storage = ZipStorage()
+        found = [one.url for one in storage.list(storage.root(str(path)))]
+        return {url: bytes(storage.read(url)) for url in found}
+
+    expected = held()
+    for _ in range(300):
+        data = bytearray(whole)
+        data[draw.randrange(whole.index(b"PK\1\2"), len(whole))] = draw.randrange(256)
+        path.write_bytes(data)
+        told = ""
+        try:
+            assert held() == expected
+        except DataError as error:
+            told = str(error)
+        assert not told or "all.zip" in told
 
 
 def test_a_real_bomb_inflates_to_no_more_than_it_says(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TransferError
-from streaming.storage import Storage, StoreWriter, join_url
+from streaming.storage import ChangedError, Storage, StoreWriter, join_url
 from streaming.storage.adapters import in_place
 from streaming.storage.adapters import object as object_adapter
 from streaming.storage.adapters.object import ObjectAdapter
@@ -107,6 +107,17 @@ class TestContract:
             store.storage.read(url, 5, 20)
         with pytest.raises(TransferError):
             store.storage.read(url, 50, 60)
+
+    def test_no_other_version_is_read_than_the_one_that_is_asked_for(self, store: Store) -> None:
+        url = join_url(store.base, "x.bin")
+        store.storage.put(url, b"one")
+        version = store.storage.info(url).version
+        assert bytes(store.storage.read(url, 0, 2, version=version)) == b"on"
+        store.storage.put(url, b"two")
+        if store.storage._store.adapter(url).keeps_versions and version is not None:
+            with pytest.raises(ChangedError):
+                store.storage.read(url, 0, 2, version=version)
+        assert bytes(store.storage.read(url, 0, 2)) == b"tw"
 
     def test_info_tells_size_and_a_version_that_changes_with_the_content(self, store: Store) -> None:
         url = join_url(store.base, "x.bin")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from shard_tools.convert.base.class_folders import KeyedFile, field_of, keyed
 from shard_tools.convert.base.files import SourceFile, identity_of, read_file
-from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
+from shard_tools.convert.base.identity import EVERYWHERE, Origins, origins_of
+from shard_tools.convert.base.records import Record, Skipped, SourceOptions, numbered, permutation
 from shard_tools.convert.base.rows import json_of
 from shard_tools.running.engine import map_sized
 from shard_tools.write.filetypes import ONE_FIELD
@@ -77,6 +78,7 @@ class AnnotatedImages:
         skipped: What is left out.
         storage: The store.
         options: The options of the source.
+        annotations: The files that hold what is noted about images.
 
     Raises:
         NotFoundError: There is no image.
@@ -92,8 +94,9 @@ class AnnotatedImages:
         skipped: Sequence[Skipped],
         storage: Storage,
         options: SourceOptions,
+        annotations: Sequence[SourceFile],
     ) -> None:
-        self.kind = kind
+        self.kind, self._annotations = kind, annotations
         self._storage, self._num_threads = storage, options.num_threads
         if not images:
             told = f"; of what it names, the first is {skipped[0].path}: {skipped[0].reason}" if skipped else ""
@@ -131,17 +134,25 @@ class AnnotatedImages:
         return {self._field: True, "json": True, **{name: name in self._always for name in sorted(self._beside)}}
 
     def identity(self) -> dict[str, object]:
-        """Return a digest of names, sizes and annotations, in order."""
+        """Return a digest of names and annotations, in order."""
         lines = []
         for one in self._images:
             told = hashlib.sha256(json_of(one.note)[0]).hexdigest()
-            files = "".join(f"\0{file.name}\0{file.size_bytes}" for file in (one.file, *one.beside.values()))
+            files = "".join(f"\0{file.name}" for file in (one.file, *one.beside.values()))
             lines.append(f"{one.key}{files}\0{told}")
         return identity_of(self.kind, lines)
 
+    def origins(self) -> Origins:
+        """Return the files of annotations, then those of images and masks in the order of their records."""
+        found = origins_of(self._annotations, self._storage, number=EVERYWHERE)
+        for number, one in enumerate(self._images):
+            found += origins_of([one.file, *one.beside.values()], self._storage, number=number)
+        return Origins(inputs=found, store=self._storage)
+
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the images from number ``start`` on, read by several threads."""
-        return map_sized(self._read, self._images[start:], lambda one: one.size_bytes, self._num_threads)
+        images = self._images[start:]
+        return numbered(map_sized(self._read, images, lambda one: one.size_bytes, self._num_threads), start)
 
     def _read(self, one: AnnotatedFile) -> Record:
         content, remark = json_of(one.note)

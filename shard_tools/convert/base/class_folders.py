@@ -14,12 +14,14 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from shard_tools.convert.base.files import SourceFile, identity_of, is_local, list_files, read_file
+from shard_tools.convert.base.identity import Origins, origins_of
 from shard_tools.convert.base.records import (
     NUMBER_KEYS,
     Record,
     Skipped,
     SourceOptions,
     number_key,
+    numbered,
     permutation,
 )
 from shard_tools.running.engine import map_sized
@@ -147,12 +149,18 @@ class ClassFolders(ABC):
         return {self._field: True, "json": True, **({"cls": classes == {True}} if True in classes else {})}
 
     def identity(self) -> dict[str, object]:
-        """Return a digest of names and sizes, in order."""
-        return identity_of(self.kind, [f"{one.key}\0{one.file.name}\0{one.file.size_bytes}" for one in self._files])
+        """Return a digest of names, in order."""
+        return identity_of(self.kind, [f"{one.key}\0{one.file.name}" for one in self._files])
+
+    def origins(self) -> Origins:
+        """Return the files, in the order of their records."""
+        inputs = origins_of([one.file for one in self._files], self._storage)
+        return Origins(inputs=inputs, store=self._storage)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the files from number ``start`` on, read by several threads."""
-        return map_sized(self._read, self._files[start:], lambda one: one.file.size_bytes, self._num_threads)
+        files = self._files[start:]
+        return numbered(map_sized(self._read, files, lambda one: one.file.size_bytes, self._num_threads), start)
 
     def _read(self, one: KeyedFile) -> Record:
         metadata: dict[str, object] = {"class": one.class_name, "path": one.file.name}

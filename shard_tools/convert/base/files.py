@@ -15,6 +15,13 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
+from shard_tools.convert.base.identity import (
+    EVERYWHERE,
+    Origins,
+    SourceStorage,
+    origins_of,
+    version_of_file,
+)
 from shard_tools.convert.base.records import FolderWalks, Skipped
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.urls import expand_urls
@@ -29,11 +36,12 @@ MEMBER = re.compile(r"zip://(.+?\.zip)!/(.*)", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """One file of a source: its location, its name within the source, and its size."""
+    """One file of a source: its location, its name within the source, its size, and what tells its version."""
 
     url: str
     name: str
     size_bytes: int
+    version: str | None = None
 
     @property
     def shown_url(self) -> str:
@@ -42,7 +50,15 @@ class SourceFile:
 
 
 class FileSource:
-    """Base class for sources of files whose records can only be counted by reading them."""
+    """Base class for sources of files whose records can only be counted by reading them.
+
+    Attributes:
+        in_order: Whether records come in the order of the files.
+        common: Files that every record may depend on.
+    """
+
+    in_order = True
+    common: Sequence[SourceFile] = ()
 
     def __init__(self, kind: str, files: Sequence[SourceFile], storage: Storage) -> None:
         self.kind = kind
@@ -70,8 +86,14 @@ class FileSource:
         return None
 
     def identity(self) -> dict[str, object]:
-        """Return the names and sizes of the files, as one digest."""
-        return identity_of(self.kind, [f"{file.name}\0{file.size_bytes}" for file in self.files])
+        """Return the names of the files, as one digest."""
+        return identity_of(self.kind, [file.name for file in self.files])
+
+    def origins(self) -> Origins:
+        """Return the files."""
+        common = origins_of(self.common, self._storage, number=EVERYWHERE)
+        own = origins_of(self.files, self._storage, number=None if self.in_order else EVERYWHERE)
+        return Origins(inputs=common + own, store=self._storage)
 
 
 def identity_of(kind: str, lines: Sequence[str]) -> dict[str, object]:
@@ -232,7 +254,7 @@ def _file_or_prefix(
             raise
         yield from below
         return
-    yield SourceFile(url=info.url, name=split_url(part)[1], size_bytes=info.size_bytes)
+    yield SourceFile(url=info.url, name=split_url(part)[1], size_bytes=info.size_bytes, version=info.version)
 
 
 def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFile]:
@@ -243,7 +265,7 @@ def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFi
     for info in storage.list(base):
         name = info.url.removeprefix(base)
         if "_shardstream/" not in name and not (exclude and info.url.startswith(exclude.rstrip("/") + "/")):
-            yield SourceFile(url=info.url, name=name, size_bytes=info.size_bytes)
+            yield SourceFile(url=info.url, name=name, size_bytes=info.size_bytes, version=info.version)
 
 
 def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile], list[Skipped]]:
@@ -273,7 +295,9 @@ def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile]
                     continue
                 reason = _why_not_read(entry, relative, inside)
                 if reason is None:
-                    files.append(SourceFile(url=entry.path, name=relative, size_bytes=entry.stat().st_size))
+                    status = entry.stat()
+                    size_bytes, version = status.st_size, version_of_file(status)
+                    files.append(SourceFile(url=entry.path, name=relative, size_bytes=size_bytes, version=version))
                 else:
                     skipped.append(Skipped(path=relative.encode(errors="backslashreplace").decode(), reason=reason))
     return files, skipped
@@ -299,10 +323,11 @@ def read_file(file: SourceFile, storage: Storage) -> bytes:
         StorageError: It cannot be read.
     """
     if is_local(file.url):
-        try:
-            return _read_local(local_path(file.url), file.size_bytes)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            data = _read_local(local_path(file.url), file.size_bytes)
+            if isinstance(storage, SourceStorage):
+                storage.was_read(file.url, 0, data, is_last=True)
+            return data
     return bytes(storage.read(file.url))  # which says what is wrong with a local one
 
 

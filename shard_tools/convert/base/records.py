@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from shard_tools.convert.base.identity import Origins
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.report import Report
 from shard_tools.write.keys import number_key as number_key  # noqa: PLC0414  sources take it from here
@@ -43,6 +44,8 @@ class Record:
         where: File and line or row, for messages.
         problem: Why it cannot be read; only in tolerant sources.
         remarks: What is odd about it though it is stored, in words that are the same for all such records.
+        left_out: Reasons why records right before it are left out, one for each.
+        origin: Number of the input that it is made of (:class:`~shard_tools.convert.base.identity.SourceIdentity`).
     """
 
     key: str
@@ -51,6 +54,8 @@ class Record:
     where: str = ""
     problem: DataError | None = None
     remarks: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    origin: int = 0
 
     @property
     def sample(self) -> dict[str, object]:
@@ -60,29 +65,40 @@ class Record:
 
 @dataclass(slots=True)
 class Remarks:
-    """Count what is odd about records, and keep the first of each kind; changed only by the thread that writes."""
+    """Count what is odd about records and what is left out; changed only by the thread that writes.
+
+    Attributes:
+        counts: Records by remark.
+        left_out: Records that are left out, by reason.
+        first: Where the first record of each remark comes from, if this run wrote it.
+        through: Number of the input that the last record is made of; -1: there is no record.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
+    through: int = -1
 
     def add(self, record: Record) -> None:
-        """Count the remarks of a record."""
+        """Count a record."""
+        self.through = record.origin
+        self.left_out.update(record.left_out)
         for remark in record.remarks:
             self.counts[remark] += 1
             self.first.setdefault(remark, record.where)
 
     def join(self, later: Remarks) -> None:
-        """Count the remarks of records that come after these."""
+        """Count records that come after these."""
         self.counts += later.counts
+        self.left_out += later.left_out
         self.first = later.first | self.first
+        self.through = later.through
 
-    def log(self, target: str, num_earlier: int) -> None:
-        """Log one warning for each kind, about other samples than so many that an earlier run wrote."""
-        others = f" (not counting the first {counted(num_earlier, 'sample')}, of an earlier run)" if num_earlier else ""
+    def log(self, target: str) -> None:
+        """Log one warning for each kind."""
         for remark, count in self.counts.items():
-            _log.warning(
-                "%s: %s: %s, the first from %s%s", target, remark, counted(count, "sample"), self.first[remark], others
-            )
+            where = self.first.get(remark, "a sample of an earlier run")
+            _log.warning("%s: %s: %s, the first from %s", target, remark, counted(count, "sample"), where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +209,16 @@ class Source(Protocol):
         """The fields of its samples, True for those that every sample has; None if only reading tells."""
 
     def identity(self) -> dict[str, object]:
-        """Return JSON-serializable facts that identify this source; a conversion continues only if they are equal."""
+        """Return JSON-serializable facts that identify this source; a conversion continues only if they are equal.
+
+        They hold what is decided once for all records, and names, but neither sizes nor contents of inputs.
+        """
+
+    def origins(self) -> Origins:
+        """Return the inputs that records are made of, with the checksums of those that were read.
+
+        Records come in the order of the inputs' numbers. None: :meth:`identity` tells all of the content.
+        """
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""
@@ -226,8 +251,19 @@ class Foreseeable(Protocol):
         """Return a source of records ``[start, stop)`` alone, which is sent to where they are written."""
 
 
+@runtime_checkable
+class LeavesOut(Protocol):
+    """A source that leaves out records."""
+
+    def left_out_last(self) -> Sequence[str]:
+        """Return the reasons for records that are left out after the last one."""
+
+
 class Standing(Protocol):
     """Where a source stands, if the number of samples does not tell from which record on to continue."""
+
+    def through(self) -> int:
+        """Return the number of the last input that is done with before the latest record."""
 
     def position(self) -> Mapping[str, Any]:
         """Return, JSON-serializable, where a run goes on that is interrupted right before the latest record."""
@@ -263,6 +299,13 @@ def runs_of(records: Iterable[Record], most: int = RUN_RECORDS) -> Iterator[list
         raise
     if run:
         yield run
+
+
+def numbered(records: Generator[Record, None, None], start: int) -> Generator[Record, None, None]:
+    """Say of the records from number ``start`` on that each is made of the input of its own number."""
+    with contextlib.closing(records):
+        for number, record in enumerate(records, start):
+            yield replace(record, origin=number)
 
 
 def later_wrong_names(records: Iterator[Record]) -> list[ConfigError]:

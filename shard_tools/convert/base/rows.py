@@ -159,6 +159,11 @@ class RowMapper:
         if len({*columns}) < len(columns) or len({*targets}) < len(targets):
             raise ConfigError("--field: a column or an extension is named twice; each may appear once")
 
+    def identity(self) -> dict[str, object]:
+        """Return which field each column becomes, as far as the content of a table decided that."""
+        parts = {"binary": self.binary, "arrays": self.arrays, "items": self.items}
+        return {name: dict(some) for name, some in parts.items() if some}
+
     def fields_of(self, everywhere: Collection[str], always: Collection[str]) -> dict[str, bool]:
         """Return the fields of the samples of a table, True for those that every sample has.
 
@@ -174,7 +179,9 @@ class RowMapper:
             fields["json"] = bool(rest) or not fields or fields.get("json", False)
         return fields
 
-    def record(self, row: Mapping[str, object], number: int, where: str, raw: bytes | None = None) -> Record:
+    def record(
+        self, row: Mapping[str, object], number: int, where: str, raw: bytes | None = None, *, origin: int = 0
+    ) -> Record:
         """Return the sample of ``row``.
 
         Args:
@@ -182,18 +189,20 @@ class RowMapper:
             number: The row's number in the source.
             where: File and line or row, for messages.
             raw: The row as JSON, where the source holds it so: kept byte for byte unless a column is taken out.
+            origin: Number of the input that holds it.
 
         Raises:
             DataError: If a value cannot be stored as asked; the message begins with ``where``.
         """
         try:
             fields, remarks = self._fields(row, raw)
-            return Record(key=self._key(row, number), fields=fields, metadata=row, where=where, remarks=remarks)
+            key = self._key(row, number)
+            return Record(key=key, fields=fields, metadata=row, where=where, remarks=remarks, origin=origin)
         except (DataError, UnicodeEncodeError) as error:
             told = (type(error) if isinstance(error, DataError) else DataError)(f"{where}: {error}")
             told.__cause__ = error
             if self.tolerant:
-                return unreadable(number, where, told)
+                return unreadable(number, where, told, origin)
             raise told from error
 
     def _key(self, row: Mapping[str, object], number: int) -> str:
@@ -330,9 +339,9 @@ class _NumberedFields(dict[str, str]):
         return f"{stem}{dot}{number[:-1]}.{extension}"
 
 
-def unreadable(number: int, where: str, problem: DataError) -> Record:
-    """Return the record that represents an unreadable line or row."""
-    return Record(key=number_key(number), fields={}, where=where, problem=problem)
+def unreadable(number: int, where: str, problem: DataError, origin: int) -> Record:
+    """Return the record that represents an unreadable line or row of an input."""
+    return Record(key=number_key(number), fields={}, where=where, problem=problem, origin=origin)
 
 
 def safe_extension(column: str) -> str:

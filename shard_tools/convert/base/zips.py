@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import io
 import itertools
+import lzma
 import stat
 import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 from shard_tools.convert.base.files import MEMBER, SourceFile, open_stored
-from streaming.errors import DataError, NotFoundError
+from shard_tools.convert.base.identity import SourceIdentity, SourceStorage
+from streaming.errors import DataError, NotFoundError, StorageError
 from streaming.storage import ObjectInfo, Storage, redact
 from streaming.tar.passed_over import in_side_folder
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -26,18 +28,30 @@ SUFFIX = ".zip"
 _HARMLESS_BYTES = 64 << 20  # inflated size that is accepted whatever the ratio, as of .tar.gz
 _HEADER_BYTES, _MORE_BYTES = 30, 256  # of a member: fixed part, and room for what only its own header holds
 _SCHEME = "zip://"
+_MEMBER, _UTF8, _DESCRIBED = b"PK\3\4", 0x800, 0x8  # what a member begins with, and flags of its header
+_ENDS = (0, 12, 16, 20, 24)  # bytes between a member and the next one: none, or a description of its sizes
+_DESCRIPTOR_BYTES = _ENDS[-1] + 4
+_END = struct.Struct("<4sHHHHLLH")  # of the directory; with more than 65,534 files or 4 GiB, the others hold numbers
+_LOCATOR, _LONG_END, _MANY = struct.Struct("<4sLQL"), struct.Struct("<4sQHHLLQQQQ"), 0xFFFF
+# What zipfile raises of a directory that is no directory.
+_DAMAGE = (
+    *(zipfile.BadZipFile, struct.error, zlib.error, lzma.LZMAError, EOFError, OSError, LookupError, OverflowError),
+    *(ValueError, NotImplementedError, AttributeError, TypeError, RuntimeError, MemoryError),
+)
 _METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Archive:
-    """An archive's size, and its files by name."""
+    """An archive's size and version, its files by name, and where the directory says that members begin."""
 
     size_bytes: int
+    version: str | None
     members: Mapping[str, zipfile.ZipInfo]
+    begins: frozenset[int]
 
 
-class ZipStorage(Storage):
+class ZipStorage(SourceStorage):
     """A store that also reads members of zip archives in it. Thread-safe and picklable.
 
     Args:
@@ -75,10 +89,19 @@ class ZipStorage(Storage):
         return f"{_SCHEME}{archive}!/" + (f"{top.pop()}/" if only else "")
 
     def info(self, url: str) -> ObjectInfo:
-        """Return the size of a member, or what the store says."""
+        """Return the size of a member and the version of its archive, or what the store says."""
         if not MEMBER.match(url):
             return super().info(url)
-        return ObjectInfo(url=url, size_bytes=self._member(url).file_size, version=None)
+        archive = super().info(_parted(url)[0])
+        return replace(archive, url=url, size_bytes=self._member(url).file_size)
+
+    def expect(self, inputs: Iterable[SourceIdentity]) -> None:
+        """Refuse, from now on, to read other versions of these inputs, or of the archives that hold them."""
+        archives = [
+            SourceIdentity(name=url, url=url, size_bytes=one.size_bytes, version=one.version)
+            for url, one in self._archives.items()
+        ]
+        super().expect([*inputs, *archives])
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """Yield the members below a folder of an archive, or what the store says."""
@@ -86,40 +109,59 @@ class ZipStorage(Storage):
             yield from super().list(url)
             return
         archive, prefix = _parted(url)
+        version = self._opened(archive).version
         for name, member in sorted(self._opened(archive).members.items()):
             if name.startswith(prefix):
-                yield ObjectInfo(url=f"{_SCHEME}{archive}!/{name}", size_bytes=member.file_size, version=None)
+                yield ObjectInfo(url=f"{_SCHEME}{archive}!/{name}", size_bytes=member.file_size, version=version)
 
-    def read(self, url: str, start: int = 0, stop: int | None = None) -> Any:
+    def read(self, url: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Any:
         """Return bytes of a member, whose checksum is compared, or what the store says.
 
         Raises:
-            DataError: The member is damaged.
+            DataError: The member is damaged, or the archive's directory contradicts what is there.
         """
         if not MEMBER.match(url):
-            return super().read(url, start, stop)
+            return super().read(url, start, stop, version=version)
         archive, _ = _parted(url)
         member = self._member(url)
         try:
             with zipfile.ZipExtFile(io.BytesIO(self._packed(archive, member)), "r", member) as stream:
                 content = stream.read()
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError) as error:
-            raise DataError(f"{redact(url)}: the member is damaged ({error}); fetch the archive again") from error
+        except (StorageError, DataError):
+            raise
+        except _DAMAGE as error:
+            raise DataError(
+                f"{redact(url)}: the member is damaged ({error}); fetch the archive again, or make it anew"
+            ) from error
         if len(content) != member.file_size:
             raise DataError(f"{redact(url)}: expected {member.file_size} bytes, got {len(content)}; it is damaged")
+        self.was_read(url, 0, content, is_last=True)
         return content if not start and stop is None else content[start:stop]
+
+    def _pins(self, url: str) -> bool:
+        return super()._pins(_parted(url)[0] if MEMBER.match(url) else url)
 
     def _packed(self, archive: str, member: zipfile.ZipInfo) -> bytes:
         """Return the stored bytes of a member, mostly by one request."""
-        begin, size = member.header_offset, member.compress_size
+        opened, begin, size = self._opened(archive), member.header_offset, member.compress_size
         guess = begin + _HEADER_BYTES + len(member.orig_filename.encode()) + len(member.extra) + size + _MORE_BYTES
-        data = bytes(super().read(archive, begin, min(guess, self._opened(archive).size_bytes)))
-        if len(data) < _HEADER_BYTES or data[:4] != b"PK\3\4":
+        data = bytes(super().read(archive, begin, min(guess, opened.size_bytes)))
+        if len(data) < _HEADER_BYTES or data[:4] != _MEMBER:
             raise zipfile.BadZipFile("no header where the directory says")
+        flags, method = struct.unpack("<HH", data[6:10])
         name_bytes, extra_bytes = struct.unpack("<HH", data[26:30])
         first = _HEADER_BYTES + name_bytes + extra_bytes
-        if len(data) < first + size:
-            data = bytes(super().read(archive, begin, begin + first + size))
+        if len(data) < first + size + _DESCRIPTOR_BYTES:
+            data = bytes(super().read(archive, begin, min(begin + first + size + _MORE_BYTES, opened.size_bytes)))
+        name = data[_HEADER_BYTES : _HEADER_BYTES + name_bytes].decode("utf-8" if flags & _UTF8 else "cp437")
+        if (name, method) != (member.orig_filename, member.compress_type):
+            raise zipfile.BadZipFile(
+                f"the file there is {name!r}, packed by method {method}, not what the directory says"
+            )
+        for at in _ENDS if member.flag_bits & _DESCRIBED else _ENDS[:1]:
+            end = first + size + at
+            if data[end : end + 4] == _MEMBER and begin + end not in opened.begins:
+                raise zipfile.BadZipFile(f"another file follows at byte {begin + end}, which the directory leaves out")
         return data[first : first + size]
 
     def _member(self, url: str) -> zipfile.ZipInfo:
@@ -136,18 +178,50 @@ class ZipStorage(Storage):
             if archive not in self._archives:
                 info = super().info(archive)
                 file = SourceFile(url=info.url, name=archive, size_bytes=info.size_bytes)
-                members = _checked(self._directory(file), info.size_bytes, archive, self._max_ratio)
-                self._archives[archive] = _Archive(size_bytes=info.size_bytes, members=members)
+                listed = self._directory(file)
+                members = _checked(listed, info.size_bytes, archive, self._max_ratio)
+                begins = frozenset(member.header_offset for member in listed)
+                self._archives[archive] = _Archive(
+                    size_bytes=info.size_bytes, version=info.version, members=members, begins=begins
+                )  # fmt: skip
             return self._archives[archive]
 
     def _directory(self, file: SourceFile) -> Sequence[zipfile.ZipInfo]:
         try:
             with open_stored(file, self, unzip=False) as stream, zipfile.ZipFile(stream) as archive:
-                return archive.infolist()
-        except (zipfile.BadZipFile, struct.error, UnicodeDecodeError, ValueError, NotImplementedError) as error:
+                listed = archive.infolist()
+                _check_count(stream, listed, file.size_bytes, archive.comment)
+                return listed
+        except (StorageError, DataError):
+            raise
+        except _DAMAGE as error:
             raise DataError(
-                f"{file.shown_url}: not a zip archive, or a damaged one: {error}; fetch it again"
+                f"{file.shown_url}: not a zip archive, or a damaged one: {error}; fetch it again, or make it anew"
             ) from error
+
+
+def _check_count(stream: BinaryIO, listed: Sequence[zipfile.ZipInfo], size_bytes: int, comment: bytes) -> None:
+    """Compare a directory with what stands around it: how many files there should be, and what the archive begins with.
+
+    Raises:
+        BadZipFile: It leaves files out.
+    """
+    end = size_bytes - _END.size - len(comment)
+    stream.seek(end)
+    mark, _, _, here, count, *_ = _END.unpack(stream.read(_END.size))
+    if mark != b"PK\5\6" or here != count:
+        raise zipfile.BadZipFile("no end of a directory where the archive ends, or an archive of several files")
+    if count == _MANY:
+        stream.seek(max(0, end - _LOCATOR.size))
+        mark, *_ = _LOCATOR.unpack(stream.read(_LOCATOR.size))
+        if mark == b"PK\6\7":
+            stream.seek(max(0, end - _LOCATOR.size - _LONG_END.size))
+            count = _LONG_END.unpack(stream.read(_LONG_END.size))[7]
+    if count != len(listed):
+        raise zipfile.BadZipFile(f"its directory lists {len(listed)} files, and says that there are {count}")
+    stream.seek(0)
+    if stream.read(4) == _MEMBER and all(member.header_offset for member in listed):
+        raise zipfile.BadZipFile("it begins with a file that its directory leaves out")
 
 
 def _anew(options: Mapping[str, object], max_ratio: float) -> ZipStorage:
@@ -177,7 +251,7 @@ def _checked(
             raise DataError(f"{redact(archive)}, member {name!r}: {why}; unpack the archive, and convert the folder")
         inflated += member.file_size
         _bound(member.file_size, member.compress_size, max_ratio, f"{redact(archive)}, member {name!r}")
-        if not member.is_dir():
+        if not name.endswith("/"):
             files[name] = member
     _bound(inflated, archive_bytes, max_ratio, redact(archive))
     placed = sorted(members, key=lambda member: member.header_offset)
@@ -192,6 +266,8 @@ def _checked(
 
 def _why_refused(member: zipfile.ZipInfo) -> str:
     name, mode = member.filename, member.external_attr >> 16
+    if not name.strip("/"):
+        return "it has no name"
     if name.startswith("/") or "\\" in name or ".." in name.split("/") or name[1:3] == ":/":
         return "the name leads out of the archive"
     if member.flag_bits & 0x1:

@@ -65,7 +65,7 @@ class CocoFolder(AnnotatedImages):
         self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
         self.classes_from = self.classes_from or "the categories in their order"
         images, missing = _found(notes, part, there, self.classes)
-        super().__init__("coco", images, [*skipped, *left_out, *missing], storage, options)
+        super().__init__("coco", images, [*skipped, *left_out, *missing], storage, options, parts[part])
 
 
 def _parts_of(files: Iterable[SourceFile], *, alone: bool) -> tuple[dict[str, list[SourceFile]], list[Skipped]]:

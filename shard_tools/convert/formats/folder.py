@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from shard_tools.convert.base.class_folders import KeyedFile, keyed, summary, why_left_out
 from shard_tools.convert.base.files import SourceFile, identity_of, list_files, read_file
-from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, permutation
+from shard_tools.convert.base.identity import Origins, origins_of
+from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, numbered, permutation
 from shard_tools.running.engine import map_sized
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError, first_of
 from streaming.storage import Storage, redact
@@ -92,15 +93,22 @@ class FolderFiles:
         return self._fields
 
     def identity(self) -> dict[str, object]:
-        """Return a digest of keys, names and sizes, in order."""
-        lines = [
-            f"{group.key}\0{file.name}\0{file.size_bytes}" for group in self._groups for file in group.files.values()
-        ]
+        """Return a digest of keys and names, in order."""
+        lines = [f"{group.key}\0{file.name}" for group in self._groups for file in group.files.values()]
         return identity_of(self.kind, lines)
+
+    def origins(self) -> Origins:
+        """Return the files, in the order of their records."""
+        each = (group.files.values() for group in self._groups)
+        inputs = [
+            one for number, files in enumerate(each) for one in origins_of([*files], self._storage, number=number)
+        ]
+        return Origins(inputs=inputs, store=self._storage)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the samples from number ``start`` on, read by several threads."""
-        return map_sized(self._read, self._groups[start:], lambda one: one.size_bytes, self._num_threads)
+        groups = self._groups[start:]
+        return numbered(map_sized(self._read, groups, lambda one: one.size_bytes, self._num_threads), start)
 
     def _read(self, group: _Group) -> Record:
         fields = {field: read_file(file, self._storage) for field, file in sorted(group.files.items())}

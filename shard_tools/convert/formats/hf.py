@@ -22,6 +22,7 @@ import pyarrow as pa
 from shard_tools.convert.base.annotated import choose_part
 from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import SourceFile, find_files, identity_of, is_folder, is_local, open_stored
+from shard_tools.convert.base.identity import EVERYWHERE, Origins, origins_of
 from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper
 from shard_tools.running.engine import ordered
@@ -59,6 +60,9 @@ class _Table(Protocol):
     def identity(self) -> dict[str, object]:
         """Return what identifies the table."""
 
+    def file_of(self, row: int) -> int:
+        """Return the number of the file that holds a row, in the table's order."""
+
     def full(self) -> set[str]:
         """Return the columns that are known to have a value in every row."""
 
@@ -85,6 +89,7 @@ class HfDataset:
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         self._table = table = _open(spec, storage, options)
         self._seed = options.shuffle_seed
+        self._in_order = self._seed is None and table.num_rows is not None
         if self._seed is not None and table.num_rows is None:
             raise ConfigError(
                 f"--shuffle: {redact(spec)} can only be read front to back; leave --shuffle out, or copy the set to "
@@ -139,16 +144,25 @@ class HfDataset:
         self._table = self._table.counted(executor)
 
     def identity(self) -> dict[str, object]:
-        """Return what identifies the table."""
-        return self._table.identity()
+        """Return what identifies the table, and which field each column becomes."""
+        return {**self._table.identity(), **self._mapper.identity()}
+
+    def origins(self) -> Origins:
+        """Return the table's files; none of a set that a builder made, whose fingerprint tells its content."""
+        if not isinstance(self._table, _Saved):
+            return Origins()
+        number = None if self._in_order else EVERYWHERE
+        inputs = origins_of(self._table.files, self._table.storage, number=number)
+        return Origins(inputs=inputs, store=self._table.storage)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the rows from number ``start`` on."""
         with contextlib.closing(self._table.batches(start, self._seed)) as batches:
             for first, batch in batches:
                 where = f"{self._table.where}, rows {first} to {first + batch.num_rows - 1}"
+                origin = self._table.file_of(first)
                 for number, row in enumerate(plain_rows(batch, where), first):
-                    yield self._mapper.record(row, number, f"{self._table.where}, row {number}")
+                    yield self._mapper.record(row, number, f"{self._table.where}, row {number}", origin=origin)
 
 
 def _open(spec: str, storage: Storage, options: SourceOptions) -> _Table:
@@ -193,7 +207,6 @@ class _Saved:
     schema: pa.Schema
     counts: tuple[tuple[int, ...], ...] | None
     full_columns: frozenset[str]
-    is_counted: bool = False
 
     @classmethod
     def of(cls, base: str, state: Mapping[str, Any], storage: Storage) -> _Saved:
@@ -243,14 +256,18 @@ class _Saved:
         return sum(file.size_bytes for file in self.files)
 
     def identity(self) -> dict[str, object]:
-        """Return names and sizes of the files, and the number of rows."""
-        lines = [f"{file.name}\0{file.size_bytes}" for file in self.files]
-        return {**identity_of("hf", lines), "num_rows": None if self.is_counted else self.num_rows}
+        """Return the names of the files, and the columns."""
+        return {**identity_of("hf", [file.name for file in self.files]), "schema": str(self.schema)}
+
+    def file_of(self, row: int) -> int:
+        """Return the number of the file that holds a row."""
+        ends = np.cumsum([sum(rows) for rows in self.counts or ()])
+        return int(np.searchsorted(ends, row, side="right"))
 
     def counted(self, executor: Executor) -> _Saved:
         """Count the rows of each file on the executor; identity and columns stay as they were."""
         looked = ordered(executor, partial(_looked_through, storage=self.storage), self.files, len(self.files))
-        return replace(self, counts=tuple(tuple(rows) for rows, _ in looked), is_counted=True)
+        return replace(self, counts=tuple(tuple(rows) for rows, _ in looked))
 
     def full(self) -> set[str]:
         """Return the columns that have a value in every row."""
@@ -394,6 +411,7 @@ class _Built:
         part = choose_part("hf", options.part, list(found), where)
         data = found[part].with_format("arrow")
         name = {"kind": "hf", "name": spec, "config": options.config, "split": part, "num_rows": len(data)}
+        name["fingerprint"] = str(data._fingerprint)  # of the files that it was built of
         return cls(where=f"{where}, split {part}", name=name, data=data, schema=data.features.arrow_schema)
 
     @property
@@ -427,6 +445,11 @@ class _Built:
         """Return name, configuration, split, and number of rows."""
         return {**self.name, "schema": str(self.schema.remove_metadata())}
 
+    def file_of(self, row: int) -> int:
+        """Return 0: files of the cache are no inputs."""
+        del row
+        return 0
+
     def full(self) -> set[str]:
         """Return nothing: only reading tells."""
         return set()
@@ -452,6 +475,11 @@ class _Cached:
     def identity(self) -> dict[str, object]:
         """Return what identifies the table that was built."""
         return dict(self.identified)
+
+    def file_of(self, row: int) -> int:
+        """Return 0: files of the cache are no inputs."""
+        del row
+        return 0
 
     def full(self) -> set[str]:
         """Return nothing: only reading tells."""

@@ -41,7 +41,8 @@ _MAX_INDEX_BYTES = 1 << 30
 _MAX_FILE_BYTES = 2**32  # places are uint32
 _LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20  # samples, to tell the types of bytes
 _AHEAD_BYTES = 256 << 20  # of unpacked files that are read ahead
-_Sample = tuple[int, "BinaryFile", int, "bytes | dict[str, object]"]  # number, file, number within it, its bytes or row
+# Number, number of its file, file, number within it, its bytes or row.
+_Sample = tuple[int, int, "BinaryFile", int, "bytes | dict[str, object]"]
 _WRONG_VALUE = (ValueError, ArithmeticError, LookupError, RecursionError, struct.error)  # DataError is a ValueError
 
 
@@ -251,8 +252,10 @@ class IndexedFiles(FileSource):
         self._seed, self._num_threads = options.shuffle_seed, options.num_threads
         max_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         parts: list[BinaryFile] = []
+        indexes: list[SourceFile] = []
         specs = (spec, *options.more)
         for folder in itertools.chain.from_iterable(_find_folders(one, storage, options.exclude) for one in specs):
+            indexes.append(folder.index)
             content, where = read_index(folder.index, storage), folder.index.shown_url
             other = kind_of_index(content)
             if other not in {None, kind}:
@@ -265,6 +268,7 @@ class IndexedFiles(FileSource):
                 told = f"{type(error).__name__}: {error}"
                 raise DataError(f"{where}: not an index of {kind} that can be read here ({told}); damaged?") from error
         super().__init__(kind, once([part.file for part in parts]), storage)
+        self.common, self.in_order = indexes, self._seed is None
         if self._seed is not None:
             parts = [parts[i] for i in permutation(len(parts), self._seed)]
         self._parts = parts
@@ -291,8 +295,8 @@ class IndexedFiles(FileSource):
         return self._mapper.fields_of(everywhere, {name for name in everywhere if not self._columns[name].nullable})
 
     def identity(self) -> dict[str, object]:
-        """Return the names and sizes of the files, and the number of samples."""
-        return {**super().identity(), "num_rows": self.num_records}
+        """Return the names of the files, and which field each column becomes."""
+        return {**super().identity(), **self._mapper.identity(), "lists": dict(self._lists)}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the samples from number ``start`` on; files before it are not read."""
@@ -301,15 +305,15 @@ class IndexedFiles(FileSource):
             yield from map_ordered(self._record, samples, self._num_threads if slow else 1)
 
     def _record(self, sample: _Sample) -> Record:
-        number, part, at, data = sample
+        number, which, part, at, data = sample
         where = f"{part.file.shown_url}, sample {at}"
         try:
             row = self._row(part.samples, data, where) if isinstance(data, bytes) else data
         except DataError as error:
             if self._mapper.tolerant:
-                return unreadable(number, where, error)
+                return unreadable(number, where, error, which)
             raise
-        return self._mapper.record(row, number, where)
+        return self._mapper.record(row, number, where, origin=which)
 
     def _row(self, samples: SampleFormat, data: bytes, where: str) -> dict[str, object]:
         name = ""
@@ -326,7 +330,7 @@ class IndexedFiles(FileSource):
         return row
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
-        """Yield (number, file, number within it, bytes) of each sample."""
+        """Yield (number, number of its file, file, number within it, bytes) of each sample."""
         ends = list(itertools.accumulate(part.num_samples for part in self._parts))
         first = bisect.bisect_right(ends, start)
         with contextlib.closing(self._opened(first)) as opened:
@@ -338,7 +342,7 @@ class IndexedFiles(FileSource):
                 if self._seed is not None:
                     order = permutation(part.num_samples, self._seed * 1_000_003 + which + 1).tolist()
                 for number in range(max(0, start - begin), part.num_samples):
-                    yield begin + number, part, order[number], read(order[number])
+                    yield begin + number, which, part, order[number], read(order[number])
 
     def _opened(self, first: int) -> Generator[BinaryIO, None, None]:
         """Open the files from number ``first`` on, each until the next one is asked for."""
@@ -423,7 +427,7 @@ class IndexedFiles(FileSource):
             return found
         num_bytes = 0
         with contextlib.closing(self._samples(0)) as samples:
-            for _, part, at, data in itertools.islice(samples, _LOOKED_AT):
+            for _, _, part, at, data in itertools.islice(samples, _LOOKED_AT):
                 try:
                     raws = _raw_values(part.samples, data)
                     for column in columns:

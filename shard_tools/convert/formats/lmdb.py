@@ -86,6 +86,8 @@ class LmdbFiles(FileSource):
         files = once([file for one in specs for file in _find(one, storage, options.exclude)])
         super().__init__("lmdb", files, storage)
         self._seed, self._numbered = options.shuffle_seed, options.key_field == NUMBER_KEYS
+        self.in_order = self._seed is None
+        self._numbers = {file.url: number for number, file in enumerate(self.files)}
         named = dict(options.fields)
         self._stores_pickles = VALUE in named
         fields = options.fields if KEY in named else (*options.fields, (KEY, DROP))
@@ -113,8 +115,8 @@ class LmdbFiles(FileSource):
         return self._mapper.fields_of((KEY, *self._columns), (KEY, *self._columns))
 
     def identity(self) -> dict[str, object]:
-        """Return the names and sizes of the files, and the number of entries."""
-        return {**super().identity(), "num_entries": self._num_records}
+        """Return the names of the files, and which field values become."""
+        return {**super().identity(), **self._mapper.identity()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the entries from number ``start`` on; the values of earlier ones are not read."""
@@ -187,9 +189,9 @@ class LmdbFiles(FileSource):
             told = error
         else:
             row = dict(zip(self._columns, map(self._value, values), strict=True))
-            return self._mapper.record({KEY: text, **row}, number, where)
+            return self._mapper.record({KEY: text, **row}, number, where, origin=self._numbers[file.url])
         if self._mapper.tolerant:
-            return unreadable(number, where, told)
+            return unreadable(number, where, told, self._numbers[file.url])
         raise told
 
     def _refuse_pickle(self, value: bytes, where: str) -> None:

@@ -13,7 +13,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import BinaryIO, cast
 
 import crc32c
@@ -68,10 +68,16 @@ class TfRecords(CountedFiles):
         super().__init__(kind, once([*itertools.chain(*each)]), storage, options.num_threads)
         self._max_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         self._seed, self._raw = options.shuffle_seed, raw
+        self.in_order = self._seed is None
         self._key_field = options.key_field
         self._mapper = RowMapper.of(options)
         self._columns: dict[str, _Column] = {}
         self._decide(tolerant=options.named_only)
+
+    def identity(self) -> dict[str, object]:
+        """Return the names of the files, and what each feature becomes."""
+        features = {name: " ".join(map(str, astuple(column))) for name, column in sorted(self._columns.items())}
+        return {**super().identity(), **self._mapper.identity(), "features": features}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""
@@ -79,23 +85,23 @@ class TfRecords(CountedFiles):
 
     def _in_order(self, start: int) -> Generator[Record, None, None]:
         with contextlib.closing(self._stored(start)) as stored:
-            for number, data, where in stored:
-                yield self._record(number, data, where)
+            for number, data, where, which in stored:
+                yield self._record(number, data, where, which)
 
-    def _stored(self, start: int) -> Generator[tuple[int, bytes, str], None, None]:
-        """Yield number, bytes and place of the records from number ``start`` on; earlier ones are passed over."""
+    def _stored(self, start: int) -> Generator[tuple[int, bytes, str, int], None, None]:
+        """Yield number, bytes, place and file of the records from number ``start`` on; earlier ones are passed over."""
         begin = self._beginning(start)
         number, at, number_in_file = begin.number, begin.at, begin.number_in_file
         files = self.files[begin.which :]
         with contextlib.closing(open_each(files, self._storage, self._num_threads, unzip=False)) as opened:
-            for file, stream in opened:
+            for which, (file, stream) in enumerate(opened, begin.which):
                 reader = _RecordReader(file, stream, self._max_ratio, at, number_in_file)
                 for place in itertools.count(number_in_file):
                     data = reader.read(skip=number < start)
                     if data is None:
                         break
                     if number >= start:
-                        yield number, data, f"{file.shown_url}, record {place}"
+                        yield number, data, f"{file.shown_url}, record {place}", which
                     number += 1
                 at = number_in_file = 0
 
@@ -136,19 +142,19 @@ class TfRecords(CountedFiles):
             begin, end = tables[which][at].tolist()
             stream = io.BytesIO(bytes(self._storage.read(file.url, begin, end)))
             data = _RecordReader(replace(file, size_bytes=end - begin), stream, self._max_ratio).read()
-            return self._record(number, data or b"", f"{file.shown_url}, record {at}")
+            return self._record(number, data or b"", f"{file.shown_url}, record {at}", which)
 
         order = permutation(int(first[-1]), seed)[start:]
         return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
 
-    def _record(self, number: int, data: bytes, where: str) -> Record:
+    def _record(self, number: int, data: bytes, where: str, which: int) -> Record:
         try:
             row = self._row(data, where)
         except DataError as error:
             if self._mapper.tolerant:
-                return unreadable(number, where, error)
+                return unreadable(number, where, error, which)
             raise
-        return self._mapper.record(row, number, where)
+        return self._mapper.record(row, number, where, origin=which)
 
     def _row(self, data: bytes, where: str) -> dict[str, object]:
         row: dict[str, object] = {}
@@ -192,7 +198,7 @@ class TfRecords(CountedFiles):
         seen: dict[str, _Seen] = {}
         num_bytes = 0
         with contextlib.closing(self._stored(0)) as stored:
-            for _, data, where in itertools.islice(stored, _LOOKED_AT):
+            for _, data, where, _ in itertools.islice(stored, _LOOKED_AT):
                 try:
                     features = self._features(data, where)
                 except DataError:

@@ -75,7 +75,8 @@ class VocFolder(AnnotatedImages):
             else:
                 why = "empty file" if stem in images else "no such image, though the split or a list names it"
                 skipped.append(Skipped(path=_IMAGES + stem, reason=why))
-        super().__init__("voc", chosen, skipped, storage, options)
+        annotations = [*below[_NOTES].values(), *below[_LISTS].values()]
+        super().__init__("voc", chosen, skipped, storage, options, annotations)
 
 
 def _by_stem(files: list[SourceFile], folder: str) -> dict[str, SourceFile]:

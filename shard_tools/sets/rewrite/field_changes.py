@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from shard_tools.convert.base.identity import Origins
 from shard_tools.convert.base.records import Record, Skipped
 from shard_tools.convert.base.rows import encode_value
 from shard_tools.sets.rewrite.shard_source import ShardSource
@@ -163,6 +164,10 @@ class ChangedSource:
     def identity(self) -> dict[str, object]:
         """As of the source: the changes belong to the options."""
         return self._source.identity()
+
+    def origins(self) -> Origins:
+        """As of the source."""
+        return self._source.origins()
 
     def outlines(self, start: int) -> Generator[Record, None, None]:
         """Return the changed records from number ``start`` on, with blank fields where the source's are copied."""

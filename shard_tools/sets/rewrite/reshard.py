@@ -125,6 +125,7 @@ class ReshardReport(Report):
         num_unreadable: Lines of the list that are not records.
         num_samples: Samples written, now and by an earlier run.
         num_resumed_samples: Samples that an earlier run had written.
+        was_complete: An earlier run had written everything, so that this one wrote nothing.
         num_shards: New shards.
         num_bytes: Their bytes.
         seconds: Wall time of this run.
@@ -141,6 +142,7 @@ class ReshardReport(Report):
     num_unreadable: int
     num_samples: int
     num_resumed_samples: int
+    was_complete: bool
     num_shards: int
     num_bytes: int
     seconds: float
@@ -222,6 +224,7 @@ def reshard(
         num_unreadable=drop.num_unreadable,
         num_samples=packed.num_samples,
         num_resumed_samples=packed.num_resumed_samples,
+        was_complete=packed.was_complete,
         num_shards=packed.num_shards,
         num_bytes=packed.num_bytes,
         seconds=time.monotonic() - started,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shard_tools.convert.base.identity import Origins
 from shard_tools.convert.base.records import Record, Skipped, number_key
 from shard_tools.running.engine import map_ordered
 from shard_tools.sets.open_set import READ_THREADS
@@ -127,6 +128,10 @@ class ShardSource:
     def identity(self) -> dict[str, object]:
         """Return the shards' content, and which of their samples are taken."""
         return dict(self._facts)
+
+    def origins(self) -> Origins:
+        """Return none: the fingerprint tells the content of all shards, with which every byte is compared."""
+        return Origins()
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the records from number ``start`` on; earlier ones are not read.

@@ -37,8 +37,9 @@ def tree(target: Path) -> dict[str, bytes]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder, but for what its inputs were like on this machine."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "sources.parquet")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def parquet_source(folder: Path, num_rows: int = 900) -> str:
