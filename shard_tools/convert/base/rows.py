@@ -161,7 +161,7 @@ class RowMapper:
 
     def identity(self) -> dict[str, object]:
         """Return which field each column becomes, as far as the content of a table decided that."""
-        parts = {"binary": self.binary, "arrays": self.arrays, "items": self.items}
+        parts = {"binary": self.binary, "arrays": self.arrays, "items": self.items, "lists": self.lists}
         return {name: dict(some) for name, some in parts.items() if some}
 
     def fields_of(self, everywhere: Collection[str], always: Collection[str]) -> dict[str, bool]:

@@ -296,7 +296,7 @@ class IndexedFiles(FileSource):
 
     def identity(self) -> dict[str, object]:
         """Return the names of the files, and which field each column becomes."""
-        return {**super().identity(), **self._mapper.identity(), "lists": dict(self._lists)}
+        return {**super().identity(), **self._mapper.identity()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the samples from number ``start`` on; files before it are not read."""
