@@ -36,7 +36,8 @@ def source_of(kind: str, tmp_path: Path) -> Path:
 
 
 def without_journal(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: body for name, body in files.items() if not name.endswith("convert.json")}
+    """Files but for those that say where the inputs lay, and in which version."""
+    return {name: body for name, body in files.items() if not name.endswith(("convert.json", "sources.parquet"))}
 
 
 @pytest.mark.thorough
