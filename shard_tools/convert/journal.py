@@ -7,21 +7,16 @@ the same conversion writes the same journal.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shard_tools.convert.base.class_folders import CLASSES
-from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
-from streaming.index.files import read_document, read_note, write_document
-from streaming.index.layout import TOKENS_FILE
+from streaming.errors import AccessDeniedError, IndexFormatError, ShardstreamError
+from streaming.index.files import read_document, write_document
 from streaming.storage import Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
 _VERSION = 1
 NAME = "_shardstream/convert.json"
-NOTES = (CLASSES, TOKENS_FILE)
-"""Files about a set that go along with it."""
 
 
 class TargetNotEmptyError(ShardstreamError, FileExistsError):
@@ -119,28 +114,3 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
     if journal.positions is not None:
         content["positions"] = {number: dict(position) for number, position in journal.positions.items()}
     storage.put(join_url(target, NAME), write_document(content))
-
-
-def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
-    """Copy the files about classes and tokens beside the index at ``home`` to ``directory``, if they exist.
-
-    Raises:
-        IndexFormatError: One is damaged.
-    """
-    for name in NOTES:
-        if (content := note_at(home, name, there)) is not None:
-            here.put(join_url(directory, name), content)
-
-
-def note_at(home: str, name: str, storage: Storage) -> bytes | None:
-    """Return one of these files, or None if there is none.
-
-    Raises:
-        IndexFormatError: It is damaged.
-    """
-    url = join_url(home, name)
-    with suppress(NotFoundError, AccessDeniedError):
-        content = bytes(storage.read(url))
-        read_note(content, redact(url))
-        return content
-    return None

@@ -44,9 +44,11 @@ from streaming.catalog.urls import is_shard
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, first_of
 from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_path
 from streaming.index.sample_table import SampleTable
+from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
 
+_SILENT = Schema()
 _SHARD_NAME = "{:06d}.tar"
 _POSITIONS = 3  # that the journal keeps
 _MAPPINGS = (dict, Mapping)  # the usual one first: the other takes longer to tell
@@ -87,7 +89,7 @@ class PackingRun:
         identity: JSON-serializable; everything that determines the bytes of the result, except the source and the names
             of the shards. Another run continues only if it is equal.
         columns: Metadata of the records to store in the sample table.
-        notes: Writes further files beside the index; called when all shards are there.
+        schema: What is known of the meaning of the samples; it is written with the index.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a
             sample; or, if not even that tells, where the source stands, which is noted in the journal after every
             shard. None: sample i is record i.
@@ -104,11 +106,11 @@ class PackingRun:
 
     def __init__(
         self, reader: Source, place: Destination, options: ShardOptions, *, command: tuple[str, str],
-        identity: Mapping[str, object], columns: tuple[str, ...], notes: Callable[[], None] = lambda: None,
+        identity: Mapping[str, object], columns: tuple[str, ...], schema: Schema = _SILENT,
         position: str | Standing | None = None, restart: str = "--overwrite",
         storage_options: Mapping[str, object] | None, executor: Executor | None = None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.place, self._notes, self._progress, self._executor = place, notes, progress, executor
+        self.place, self._progress, self._executor = place, progress, executor
         self._standing, self._restart = None if isinstance(position, str) else position, restart
         self._storage = Storage(storage_options)
         self._journal = Journal(
@@ -117,7 +119,7 @@ class PackingRun:
         self._reader = reader
         self._target = ShardTarget(
             pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
-            storage_options=storage_options,
+            storage_options=storage_options, schema=schema,
         )  # fmt: skip
         name, source = command
         self._mark = TargetMark(
@@ -189,7 +191,7 @@ class PackingRun:
                     self._mark.finish()
 
     def run(self) -> PackedTarget:
-        """Write what is not there yet, then the index, the notes, and the journal; then the target is whole."""
+        """Write what is not there yet, then the index and the journal; then the target is whole."""
         reader, earlier, storage, directory = self._reader, self._earlier, self._storage, self.place.directory
         remarks = Remarks()
         self._progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
@@ -213,7 +215,6 @@ class PackingRun:
                 f"{redact(directory)}: {counted(number, 'sample')} written, but {table.total_samples} are there as "
                 "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
             )
-        self._notes()
         if not earlier.complete:
             self._note_position(len(table.shards), complete=True, num_samples=table.total_samples)
         if self._mark.is_begun:

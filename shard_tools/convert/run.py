@@ -11,7 +11,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from shard_tools.convert.base.class_folders import save_classes
 from shard_tools.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.convert.pack import Destination, pack, refuse_overlap
 from shard_tools.convert.recode import ImageOptions, Reencoded
@@ -20,6 +19,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.arguments import did_you_mean
 from streaming.errors import ConfigError
+from streaming.schema.value import Schema
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
 
@@ -189,7 +189,7 @@ def convert(
         command=("convert", source if isinstance(source, str) else ", ".join(source)),
         identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
         columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *options.columns))),
-        notes=lambda: save_classes(place.directory, classes, storage) if classes else None,
+        schema=getattr(reader, "meaning", Schema()),
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),

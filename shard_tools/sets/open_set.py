@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
-from streaming.catalog.build import load_index, no_samples, samples_url
+from streaming.catalog.build import load_index, no_samples, read_schema, samples_url
 from streaming.catalog.open import OpenShards
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.unfinished import Mark, expand_whole
@@ -23,9 +24,12 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
 from streaming.index.sample_table import SampleTable
 from streaming.index.selection import Selection
+from streaming.schema.meeting import said
+from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, redact, split_query, split_url
 from streaming.types import SHARD_SUFFIXES, DuplicateKeys, Int64Array
 
+_log = logging.getLogger(__name__)
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
 _REQUESTS = 32  # for sizes; they wait for the store, not for the CPU
 _MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; beyond it, indexing once is the cure
@@ -60,6 +64,22 @@ class OpenSet:
     def homes(self) -> list[str]:
         """Directories of the indexes."""
         return homes_of(self.urls, self.index_url)
+
+    def schemas(self, storage: Storage) -> dict[str, Schema]:
+        """Return what the set of each directory says that it means.
+
+        Raises:
+            IndexFormatError: One of them is damaged.
+        """
+        found = map_ordered(lambda home: read_schema(storage, home), self.homes, READ_THREADS)
+        return dict(zip(self.homes, found, strict=True))
+
+    def contradictions(self, storage: Storage) -> list[str]:
+        """Return, in words, what the sets of several directories do not mean alike."""
+        found: list[str] = []
+        if len(self.homes) > 1:
+            said({redact(home): schema for home, schema in self.schemas(storage).items()}, log=found.append)
+        return found
 
     def kept(
         self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None
@@ -97,10 +117,13 @@ def open_set(
     exclude: str | None = None,
     duplicate_keys: DuplicateKeys = "keep",
     allow_unfinished: bool = False,
+    meets: bool = True,
 ) -> OpenSet:
     """Open the shards at ``urls``, except those below ``exclude``, with their index.
 
     Small sets without one are scanned.
+
+    What several sets among them do not mean alike is logged, unless the caller lets them meet itself.
 
     Duplicate keys are kept unless ``duplicate_keys`` says otherwise, so that inspection shows them.
 
@@ -111,12 +134,14 @@ def open_set(
     """
     shards, marks = shards_beside(urls, storage, exclude, allow_unfinished=allow_unfinished)
     try:
-        chunks = load_index(storage, shards, index_url)
-        return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url, marks=marks)
+        chunks, scanned = load_index(storage, shards, index_url), None
     except IndexMissingError as missing:
         scanned = _read_all(shards, storage, missing, duplicate_keys)
-    chunks = ChunkTable.concat([table.chunks for table in scanned])
-    return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url, marks=marks)
+        chunks = ChunkTable.concat([table.chunks for table in scanned])
+    opened = OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url, marks=marks)
+    for what in opened.contradictions(storage) if meets else ():
+        _log.warning("%s", what)
+    return opened
 
 
 def shards_beside(

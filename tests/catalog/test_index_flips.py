@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from index_files import flipped_bit, touch
+from meanings import say, schema_of
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
-from shard_tools.convert.base.class_folders import save_classes
-from shard_tools.convert.journal import Journal, carry_notes, load_journal, save_journal
+from shard_tools.convert.journal import Journal, load_journal, save_journal
 from shard_tools.plan.keys import keys_at
 from shard_tools.sets.reindex import index
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
@@ -29,8 +30,9 @@ from streaming.filters.late_columns import ColumnDocument
 from streaming.filters.views import View
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, read_column, read_sample_columns
-from streaming.index.files import read_document, read_facts, read_footer, read_note, write_document
+from streaming.index.files import read_document, read_facts, read_footer, read_note
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
+from streaming.schema.value import Field, Tokens
 from streaming.storage import Storage
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
@@ -43,8 +45,7 @@ KINDS = {
     "words": "columns/word/000002.tar.parquet",
     "column": "columns/quality/column.json",
     "view": "views/clean.json",
-    "tokens": "tokens.json",
-    "classes": "classes.json",
+    "schema": "schema.json",
     "journal": "convert.json",
 }
 """One file of each kind that may lie in ``_shardstream/``."""
@@ -66,10 +67,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.write({"__key__": f"{number:05d}", "cls": number, "tok": tokens.tobytes(),
                           "bin": draw.bytes(PICTURE_BYTES)})  # fmt: skip
     save_journal(str(target), Journal(source={"kind": "made"}, options={"seed": 1}, complete=True), Storage())
-    save_classes(str(target), {name: number for number, name in enumerate(LANGUAGES)}, Storage())
-    note = {"format": "shardstream-tokens", "version": 1, "field": "tok", "column": "tokens", "dtype": "uint16",
-            "vocab_size": 60_000, "bos": None, "eos": None, "mask": None}  # fmt: skip
-    (target / "_shardstream/tokens.json").write_bytes(write_document(note))
+    fields = schema_of(target).fields | {
+        "cls": Field(kind="integer", classes=tuple(LANGUAGES)),
+        "tok": Field(kind="tokens", dtype="uint16", tokens=Tokens(vocab_size=60_000, column="tokens")),
+    }
+    say(target, replace(schema_of(target), fields=fields))
     keys = [f"{number:05d}" for number in range(NUM_SAMPLES)]
     scores = pa.table({"key": keys, "quality": draw.random(NUM_SAMPLES), "word": [f"w{n % 5}" for n in range(48)]})
     pq.write_table(scores, target.parent / "scores.parquet")
@@ -138,10 +140,7 @@ def keys(folder: Path) -> object:
 
 
 def notes(folder: Path) -> object:
-    target = folder.parent / "notes"
-    carry_notes(str(folder), Storage(), str(target), Storage())
-    journal = load_journal(str(folder), Storage())
-    return journal, [json.loads((target / f"_shardstream/{name}.json").read_bytes()) for name in ("tokens", "classes")]
+    return load_journal(str(folder), Storage()), schema_of(folder)
 
 
 def verified(folder: Path) -> object:

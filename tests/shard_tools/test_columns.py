@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from index_files import change_document
+from meanings import say
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
@@ -25,8 +26,8 @@ from shard_tools.columns import join
 from shard_tools.columns import table as tables
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
-from streaming.index.files import write_document
 from streaming.index.sample_table import SampleTable
+from streaming.schema.value import Field, Schema, Tokens
 from streaming.storage import Storage
 
 NUM = 90
@@ -566,8 +567,7 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
     assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").source.weighing.units_per_sample == {
         "a": 40 / 9
     }
-    note = write_document({"field": "tok", "dtype": "uint16"})
-    (tmp_path / "tok/_shardstream/tokens.json").write_bytes(note)
+    say(tmp_path / "tok", Schema(fields={"tok": Field(kind="tokens", dtype="uint16", tokens=Tokens())}))
     added(data, "tokens", "--compute", "tokens", "--overwrite")
     assert kept(data, "tokens >= 12") == [6, 7, 8, 9]
     wrong = run("column", "add", data, "other", "--compute", "tokens", "--fields", "txt", "--dtype", "uint16")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from conversions import members
+from meanings import classes_of
 from source_sets import VOC, coco, picture, voc
 
 from shard_tools.cli import cli
@@ -28,8 +29,7 @@ def notes(target: Path) -> dict[str, Any]:
 
 
 def classes(target: Path) -> list[str]:
-    names: list[str] = json.loads((target / "_shardstream/classes.json").read_text())["classes"]
-    return names
+    return classes_of(target, "json:objects.label")
 
 
 # ----------------------------------------------------------------------------------------------------------- COCO

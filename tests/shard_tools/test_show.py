@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from meanings import say_classes
 from PIL import Image
 from servers import MiniS3Server, fresh_name
 from shown import Shown
@@ -30,7 +31,6 @@ from shard_tools.cli import cli
 from shard_tools.show.base import samples
 from shard_tools.show.data import columns, gallery
 from streaming import Schedule, StreamingDataset
-from streaming.index.files import write_document
 from streaming.storage import Storage
 
 COUNT = 300
@@ -84,8 +84,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ShardWriter(f"{folder}/{{:03d}}.tar", max_samples=64, columns=("tokens", "lang")) as writer:
         for number in range(COUNT):
             writer.write(one_of(number))
-    classes = {"format": "shardstream-classes", "version": 1, "classes": ["cat", "dog"]}
-    (folder / "_shardstream/classes.json").write_bytes(write_document(classes))
+    say_classes(folder, {"cls": ["cat", "dog"]})
     done = CliRunner().invoke(cli, ["column", "add", str(folder), "late", "--lift", "json.number"])
     assert done.exit_code == 0, done.output
     return folder

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from index_files import change_document
+from meanings import schema_of
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -101,8 +102,9 @@ def test_the_width_is_that_of_the_column_or_of_the_tokenizer(
     source = parquet(tmp_path / "in.parquet", kind)
     result = run("convert", source, tmp_path / "out", "--tokens-field", "input_ids", *named, *more)
     assert result.exit_code == 0, result.output
-    note = json.loads((tmp_path / "out" / "_shardstream" / "tokens.json").read_text())
-    assert (note["dtype"], note["tokenizer"] is None, note["mask"]) == (dtype, not named, None)
+    said = schema_of(tmp_path / "out").fields["tok"]
+    assert said.tokens
+    assert (said.dtype, said.tokens.tokenizer is None, said.tokens.mask) == (dtype, not named, "")
     assert tokens_of(tmp_path / "out") == [[*ids, 50_001] if named else [7, *ids] for ids in IDS]
 
 
