@@ -30,9 +30,9 @@ from streaming.filters.late_columns import ColumnDocument
 from streaming.filters.views import View
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, read_column, read_sample_columns
-from streaming.index.files import read_document, read_facts, read_footer, read_note
+from streaming.index.files import read_document, read_facts, read_footer
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
-from streaming.schema.value import Field, Tokens
+from streaming.schema.value import Field, Schema, Tokens
 from streaming.storage import Storage
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
@@ -171,9 +171,9 @@ TABLES = frozenset({"chunks", "samples"})
 LATE = frozenset({"values", "words", "column"})
 READ_BY = {
     "by_where": TABLES, "by_late_column": TABLES | LATE, "by_view": TABLES | LATE | {"view"},
-    "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"tokens"},
-    "one_by_one": TABLES | {"tokens"}, "slices": TABLES | {"tokens"}, "keys": TABLES,
-    "notes": {"tokens", "classes", "journal"}, "verified": ALL, "indexed_again": ALL,
+    "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"schema"},
+    "one_by_one": TABLES | {"schema"}, "slices": TABLES | {"schema"}, "keys": TABLES,
+    "notes": {"schema", "journal"}, "verified": ALL, "indexed_again": ALL,
 }  # fmt: skip
 NUM_CELLS = sum(map(len, READ_BY.values()))
 TENTHS = 1
@@ -238,8 +238,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], ...]] = {
     "words": (lambda data: read_column(data, "f"),),
     "column": (lambda data: ColumnDocument.from_bytes(data, "f"),),
     "view": (lambda data: View.from_bytes(data, "f"),),
-    "tokens": (lambda data: read_note(data, "f"),),
-    "classes": (lambda data: read_note(data, "f"),),
+    "schema": (lambda data: Schema.from_bytes(data, "f"),),
     "journal": (read_document,),
 }
 

@@ -128,7 +128,8 @@ def test_a_reader_finds_the_width_in_the_index_and_in_the_note(tmp_path: Path, l
     assert ids.tolist() == [largest]
     said = schema_of(tmp_path / "out").fields["tok"]
     assert (said.kind, said.dtype, said.tokens and said.tokens.column) == ("tokens", f"uint{8 * width}", "tokens")
-    assert said.tokens and said.tokens.tokenizer
+    assert said.tokens
+    assert said.tokens.tokenizer
     assert said.tokens.tokenizer.sha256 == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     copy(str(tmp_path / "out"), str(tmp_path / "copy"))
     assert schema_of(tmp_path / "copy") == schema_of(tmp_path / "out")
@@ -674,9 +675,9 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, bpe: Path, templ
         told = peer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
         assert (told["input_ids"], told["assistant_masks"]) == (tokens, mask)
     assert report.masked
-    said = schema_of(tmp_path / "a" / "out").fields["tok"].tokens
-    assert said
-    assert said.mask == "mask"
+    meant = schema_of(tmp_path / "a" / "out").fields["tok"].tokens
+    assert meant
+    assert meant.mask == "mask"
 
 
 def test_conversations_that_are_not_encoded_as_their_whole_text_are_counted(tmp_path: Path, bpe: Path) -> None:
