@@ -24,7 +24,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import read_column, read_sample_columns, write_column
 from streaming.index.layout import SCHEMA_FILE, checked_name, column_document_path, column_path, columns_directory
 from streaming.index.sample_table import SampleTable
-from streaming.schema.value import LATE, Column, Schema
+from streaming.schema.value import LATE, Schema, SchemaColumn
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
@@ -264,7 +264,7 @@ class ColumnTarget:
                 name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
                 num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
             )  # fmt: skip
-            told = Column(type=kind, origin=f"{LATE}, version {version}, from {redact(made_from)}")
+            told = SchemaColumn(type=kind, origin=f"{LATE}, version {version}, from {redact(made_from)}")
             _note_column(self.storage, home, self.name, told)
             self.storage.put(join_url(home, column_document_path(self.name)), document.to_bytes())
         num_samples, num_missing = sum(self.sizes), sum(missing)
@@ -340,7 +340,7 @@ def drop_column(
     return DropReport(name=name, num_files=len(files))
 
 
-def _note_column(storage: Storage, home: str, name: str, column: Column | None) -> None:
+def _note_column(storage: Storage, home: str, name: str, column: SchemaColumn | None) -> None:
     """Write what a set says of a column into its schema; None: there is no such column any more."""
     known = read_schema(storage, home)
     columns = {other: one for other, one in known.columns.items() if other != name}

@@ -22,7 +22,7 @@ from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nestin
 from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.open_set import relative_names, shards_beside
+from shard_tools.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.sets.target import TargetContents
 from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.catalog.build import (
@@ -50,7 +50,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.schema.joined import SchemaConflict, joined
-from streaming.schema.meeting import RESHARD, said
+from streaming.schema.meeting import RESHARD
 from streaming.schema.value import Schema
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 
@@ -254,7 +254,8 @@ def _meet(
     """
     homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
     sets = {directory: read_schema(there, home).without_late() for directory, home in homes.items()}
-    said({redact(homes[directory]): one for directory, one in sets.items()}, log=partial(_log.warning, "%s"))
+    for finding in unlike_sets([*dict.fromkeys(homes.values())], there):
+        _log.warning("%s; %s", finding.what, finding.cure)
     found = {}
     for directory, one in sets.items():
         has_schema = join_url(directory, SCHEMA_FILE) in contents.sizes

@@ -24,7 +24,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
 from streaming.index.sample_table import SampleTable
 from streaming.index.selection import Selection
-from streaming.schema.meeting import said
+from streaming.schema.meeting import RESHARD, contradiction, cure_of
 from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, redact, split_query, split_url
 from streaming.types import SHARD_SUFFIXES, DuplicateKeys, Int64Array
@@ -71,15 +71,11 @@ class OpenSet:
         Raises:
             IndexFormatError: One of them is damaged.
         """
-        found = map_ordered(lambda home: read_schema(storage, home), self.homes, READ_THREADS)
-        return dict(zip(self.homes, found, strict=True))
+        return {home: read_schema(storage, home) for home in self.homes}
 
-    def contradictions(self, storage: Storage) -> list[str]:
-        """Return, in words, what the sets of several directories do not mean alike."""
-        found: list[str] = []
-        if len(self.homes) > 1:
-            said({redact(home): schema for home, schema in self.schemas(storage).items()}, log=found.append)
-        return found
+    def unlike(self, storage: Storage) -> list[Finding]:
+        """See :func:`unlike_sets`."""
+        return unlike_sets(self.homes, storage)
 
     def kept(
         self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None
@@ -139,9 +135,24 @@ def open_set(
         scanned = _read_all(shards, storage, missing, duplicate_keys)
         chunks = ChunkTable.concat([table.chunks for table in scanned])
     opened = OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url, marks=marks)
-    for what in opened.contradictions(storage) if meets else ():
-        _log.warning("%s", what)
+    for finding in opened.unlike(storage) if meets else ():
+        _log.warning("%s; %s", finding.what, finding.cure)
     return opened
+
+
+def unlike_sets(homes: Sequence[str], storage: Storage) -> list[Finding]:
+    """Return a finding if sets, given by the directories of their indexes, do not mean the same.
+
+    What one of them does not say is logged.
+    """
+    if len(homes) < 2:
+        return []
+    found = map_ordered(lambda home: read_schema(storage, home), homes, READ_THREADS)
+    conflict = contradiction({redact(home): schema for home, schema in zip(homes, found, strict=True)})
+    if conflict is None:
+        return []
+    what = f"these sets do not mean the same: {conflict}"
+    return [Finding(kind="schema", shard=homes[0], what=what, cure=cure_of(conflict, RESHARD))]
 
 
 def shards_beside(

@@ -95,7 +95,7 @@ def stats(
     options = options or StatsOptions()
     progress = progress or NoProgress()
     _refuse_mixtures(urls)
-    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished, meets=False)
     kept = shards.kept(storage, where=options.where, view=options.view, subset=options.subset)
     late, beside = _late_columns(shards, storage)
     counts = _samples_of_shards(shards, kept)
@@ -115,6 +115,7 @@ def stats(
         chunk_bytes=rows.byte_end - rows.byte_start, chunk_samples=rows.num_samples,
         has_index=shards.scanned is None, unfinished=tuple(mark.state for mark in shards.marks),
         beside=(*beside, *totals.late_errors),
+        unlike=tuple(shards.unlike(storage)),
         gone=tuple(shards_unlike_index(shards, urls, storage)) if shards.scanned is None else (),
     )  # fmt: skip
     asked = {"where": options.where, "view": options.view, "subset": options.subset}

@@ -215,6 +215,15 @@ def unfinished_option(command: Command) -> Command:
     )(command)
 
 
+def union_option(command: Command) -> Command:
+    """Add ``--classes``, for commands that write several sets as one."""
+    return click.option(
+        "--classes",
+        type=click.Choice(["union"]),
+        help="Sets that number classes in different ways: write the numbers by name, as those of one set.",
+    )(command)
+
+
 def on_shards(command: Command) -> Command:
     """Add URL..., ``--index``, ``--allow-unfinished``, ``--json`` and the storage options.
 

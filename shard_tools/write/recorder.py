@@ -30,7 +30,7 @@ from streaming.index.spans import SpanCutter, spans_of
 from streaming.schema.joined import SchemaConflict, joined
 from streaming.schema.kinds import kind_by_name
 from streaming.schema.meeting import met
-from streaming.schema.value import Column, Field, Schema
+from streaming.schema.value import Schema, SchemaColumn, SchemaField
 from streaming.storage import Storage, join_url, redact
 from streaming.tar.group import check_density
 from streaming.types import Int64Array
@@ -356,10 +356,10 @@ class IndexRecorder:
         """Add to the schema what a shard has."""
         seen = Schema(
             fields={
-                name: Field(kind=kind) for name in fields
+                name: SchemaField(kind=kind) for name in fields
                 if (kind := kind_by_name(name)) and name not in self._schema.fields
             },
-            columns={name: Column(type=kind) for name, kind in columns.items()},
+            columns={name: SchemaColumn(type=kind) for name, kind in columns.items()},
         )  # fmt: skip
         both = joined({"": self._schema, "this shard": seen})
         self._schema = both.agreed if isinstance(both, SchemaConflict) else both

@@ -152,7 +152,7 @@ class ShardWriter:
         self._shard_samples = 0
         self._state = "open"
         self._maker = Maker("this ShardWriter", "Make one in this process, with shards of other numbers (start_shard)")
-        schema = _checked_schema(classes, columns) if self._schema is None else self._schema
+        schema = checked_schema(classes, columns) if self._schema is None else self._schema
         self._recorder = IndexRecorder.create(
             self._storage, self._pattern.directory, index=index, columns=columns, schema=schema
         )  # fmt: skip
@@ -394,7 +394,7 @@ class UnmarkedWriter(ShardWriter):
         self._num_samples += len(run.keys)
 
 
-def _checked_schema(classes: Any, columns: ColumnSpec) -> Schema:
+def checked_schema(classes: Any, columns: ColumnSpec) -> Schema:
     """Return the schema of a writer's classes.
 
     Raises:

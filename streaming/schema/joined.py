@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.errors import ConfigError
-from streaming.schema.value import TOKEN_TYPES, Column, Field, Schema, Tokens
+from streaming.schema.value import TOKEN_TYPES, Schema, SchemaColumn, SchemaField, TokenMeaning
 
 Classes: TypeAlias = Literal["union", "own"] | None
 """What becomes of numbers of unlike classes: ``"union"``: they are translated by name; ``"own"``: each set keeps its
@@ -109,7 +109,7 @@ def joined(sets: Mapping[str, Schema], *, classes: Classes = None) -> Schema | S
             columns.add(name, place, _facets_of_column(column))
     agreed = Schema(
         fields={name: _field_of(facets) for name, facets in fields.values().items()},
-        columns={name: Column(**facets) for name, facets in columns.values().items()},
+        columns={name: SchemaColumn(**facets) for name, facets in columns.values().items()},
     )
     differences = (*fields.differences, *columns.differences)
     return SchemaConflict(differences=differences, agreed=agreed) if differences else agreed
@@ -192,7 +192,7 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
 """How two values of a facet are joined that differ; those that are not here are contradictions."""
 
 
-def _facets_of_field(one: Field) -> dict[str, Any]:
+def _facets_of_field(one: SchemaField) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": one.kind, "classes": one.classes, "made_by": one.made_by}
     if one.tokens is None:
         return found | {"dtype": one.dtype}
@@ -203,16 +203,16 @@ def _facets_of_field(one: Field) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _field_of(facets: Mapping[str, Any]) -> Field:
+def _field_of(facets: Mapping[str, Any]) -> SchemaField:
     given = dict(facets)
     own = {name: given.pop(name) for name in ("kind", "classes", "made_by", "dtype") if name in given}
     width = given.pop("token type", "")
     if not width:
-        return Field(**own)
-    return Field(**own | {"dtype": width}, tokens=Tokens(**given))
+        return SchemaField(**own)
+    return SchemaField(**own | {"dtype": width}, tokens=TokenMeaning(**given))
 
 
-def _facets_of_column(one: Column) -> dict[str, Any]:
+def _facets_of_column(one: SchemaColumn) -> dict[str, Any]:
     return {"type": one.type, "origin": one.origin, "classes": one.classes}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from streaming.errors import ConfigError
@@ -32,12 +32,13 @@ class Meaning:
     schema: Schema = field(default_factory=Schema)
     unlike: frozenset[str] = frozenset()
 
-    def check_condition(self, names: Iterable[str] | None, text: str = "") -> None:
-        """Refuse a condition on numbers that mean one thing in one set, and another in another.
+    def check_condition(self, names: Iterable[str] | None, text: str = "", *, option: str = "where") -> None:
+        """Refuse to choose by numbers that mean one thing in one set, and another in another.
 
         Args:
             names: The columns that it uses; None: those whose names are in ``text``.
             text: The condition.
+            option: Where it was given, for the message.
 
         Raises:
             ConfigError: It is one.
@@ -45,9 +46,9 @@ class Meaning:
         used = {name for name in self.unlike if name in text} if names is None else {*names}
         for name in sorted(used & self.unlike):
             raise ConfigError(
-                f"where: the numbers of column {name!r} mean other classes in one of these sets than in another, and "
-                f"conditions see them as they are stored; ask for names, as in class = 'cat', where the sets have such "
-                f"a column. {RESHARD}, with which conditions on numbers work"
+                f"{option}: the numbers of column {name!r} mean other classes in one of these sets than in another; "
+                f"columns are seen as they are stored: ask for names, as in class = 'cat', where the sets have such "
+                f"a column. {RESHARD}, with which this works on numbers"
             )
 
 
@@ -98,6 +99,8 @@ def cure_of(conflict: SchemaConflict, cure: str) -> str:
         )
     if "classes" in facets:
         return cure
+    if conflict.of_columns:
+        return "A condition on it may fail: store it with one type in all sets, or leave it out of conditions"
     return f"Give decode={{{name!r}: …}} if both can be decoded alike, or leave the field out with fields="
 
 
@@ -113,12 +116,9 @@ def _said_or_refused(conflict: SchemaConflict, cure: str) -> Schema:
     return conflict.agreed
 
 
-def said(sets: Mapping[str, Schema], *, log: Callable[[str], None]) -> Schema:
-    """Return what sets agree in, and tell ``log`` what they contradict each other in, and what one does not say."""
-    found = joined(sets)
+def contradiction(sets: Mapping[str, Schema]) -> SchemaConflict | None:
+    """Return what sets contradict each other in; what one does not say is logged."""
     for remark in remarks(sets) if len(sets) > 1 else ():
-        log(remark)
-    if isinstance(found, SchemaConflict):
-        log(f"these sets do not mean the same: {found}. {cure_of(found, RESHARD)}")
-        return found.agreed
-    return found
+        _log.warning("%s", remark)
+    found = joined(sets)
+    return found if isinstance(found, SchemaConflict) else None

@@ -26,7 +26,7 @@ RESTORE = "restore it from a copy of the data set, or convert that again; or del
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenizer:
+class TokenizerKey:
     """What turned text into ids.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tokenizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class TokenMeaning:
     """What the ids of a field of tokens are.
 
     Attributes:
@@ -54,7 +54,7 @@ class Tokens:
         chat_templates: Templates by which conversations became text.
     """
 
-    tokenizer: Tokenizer | None = None
+    tokenizer: TokenizerKey | None = None
     vocab_size: int = 0
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class SchemaField:
     """What the values of a field are; whatever is empty is not said.
 
     Attributes:
@@ -78,12 +78,12 @@ class Field:
     kind: str = ""
     dtype: str = ""
     classes: tuple[str, ...] = ()
-    tokens: Tokens | None = None
+    tokens: TokenMeaning | None = None
     made_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class SchemaColumn:
     """What the values of a column are; whatever is empty is not said.
 
     Attributes:
@@ -111,8 +111,8 @@ class Schema:
         columns: By name.
     """
 
-    fields: Mapping[str, Field] = field(default_factory=dict)
-    columns: Mapping[str, Column] = field(default_factory=dict)
+    fields: Mapping[str, SchemaField] = field(default_factory=dict)
+    columns: Mapping[str, SchemaColumn] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.fields or self.columns)
@@ -123,7 +123,7 @@ class Schema:
         return {name: one.classes for name, one in self.fields.items() if one.classes}
 
     @property
-    def tokens(self) -> dict[str, Field]:
+    def tokens(self) -> dict[str, SchemaField]:
         """The fields of tokens whose width is known."""
         return {name: one for name, one in self.fields.items() if one.tokens is not None and one.dtype in TOKEN_TYPES}
 
@@ -212,8 +212,8 @@ def _of_this_version(content: dict[str, Any]) -> dict[str, Any]:
 def class_schema(fields: Mapping[str, Any], columns: Mapping[str, Any] | None = None) -> Schema:
     """Return the schema of fields, and columns, of classes, given their names in the order of their numbers."""
     return Schema(
-        fields={name: Field(kind="integer", classes=tuple(names)) for name, names in fields.items()},
-        columns={name: Column(classes=tuple(names)) for name, names in (columns or {}).items()},
+        fields={name: SchemaField(kind="integer", classes=tuple(names)) for name, names in fields.items()},
+        columns={name: SchemaColumn(classes=tuple(names)) for name, names in (columns or {}).items()},
     )
 
 
@@ -224,38 +224,38 @@ def _digest(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return the JSON-able form of a part of a schema, without what it does not say."""
     said = {one.name: getattr(value, one.name) for one in fields(value)}
-    nested = {name: _plain(one) if isinstance(one, (Tokens, Tokenizer)) else one for name, one in said.items()}
+    nested = {name: _plain(one) if isinstance(one, (TokenMeaning, TokenizerKey)) else one for name, one in said.items()}
     return {name: [*one] if isinstance(one, tuple) else one for name, one in nested.items() if one not in ("", (), 0)
             and one is not None}  # fmt: skip
 
 
-def _field(said: Mapping[str, Any]) -> Field:
+def _field(said: Mapping[str, Any]) -> SchemaField:
     kind, dtype = _text(said, "kind"), _text(said, "dtype")
     if kind and kind not in KINDS:
         raise ValueError(f"kind {kind!r}")
     tokens = said.get("tokens")
     if tokens is not None and dtype not in TOKEN_TYPES:
         raise ValueError(f"tokens of type {dtype!r}")
-    return Field(
+    return SchemaField(
         kind=kind, dtype=dtype, classes=_names(said, "classes"), made_by=_texts(said, "made_by"),
         tokens=None if tokens is None else _tokens(tokens),
     )  # fmt: skip
 
 
-def _tokens(said: Mapping[str, Any]) -> Tokens:
+def _tokens(said: Mapping[str, Any]) -> TokenMeaning:
     made = said.get("tokenizer")
-    tokenizer = made and Tokenizer(**{name: _text(made, name) for name in ("kind", "sha256", "pattern")})
+    tokenizer = made and TokenizerKey(**{name: _text(made, name) for name in ("kind", "sha256", "pattern")})
     size = said.get("vocab_size", 0)
     if not isinstance(size, int):
         raise TypeError(f"vocab_size {size!r}")
-    return Tokens(
+    return TokenMeaning(
         tokenizer=tokenizer, vocab_size=size, bos=_ids(said, "bos"), eos=_ids(said, "eos"),
         mask=_text(said, "mask"), column=_text(said, "column"), chat_templates=_texts(said, "chat_templates"),
     )  # fmt: skip
 
 
-def _column(said: Mapping[str, Any]) -> Column:
-    return Column(type=_text(said, "type"), origin=_text(said, "origin"), classes=_names(said, "classes"))
+def _column(said: Mapping[str, Any]) -> SchemaColumn:
+    return SchemaColumn(type=_text(said, "type"), origin=_text(said, "origin"), classes=_names(said, "classes"))
 
 
 def _text(said: Mapping[str, Any], name: str) -> str:

@@ -27,7 +27,7 @@ from streaming.job.unsharded_loader import tell_of_opening_alone
 from streaming.plan.settings import ShuffleConfig
 from streaming.plan.state import MEANING, filter_fingerprint, without_part
 from streaming.schema.joined import Classes, translation
-from streaming.schema.meeting import Meaning, met
+from streaming.schema.meeting import met
 from streaming.schema.value import WITHIN, Schema
 from streaming.sources.keys import KeysOfShards, TableKeys
 from streaming.sources.own import SampleRows
@@ -90,10 +90,7 @@ class SampleSource(ChunkSource, SampleRows):
         self.shards = open_shards(
             self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished
         )
-        self.classes = classes
-        self._undescribed = self.decoders
-        self.meaning = self._met(list(decode) if isinstance(decode, Mapping) else [])
-        self._speak(self.meaning.schema.classes)
+        self._meet(classes)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         if isinstance(decode, Mapping):
@@ -102,16 +99,16 @@ class SampleSource(ChunkSource, SampleRows):
         asked = asked_filter(
             self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
         )
+        self._asked = "" if asked is None else asked.words
         if asked is not None and asked.where is not None:
             self.meaning.check_condition(asked.where.names, asked.where.text)
-        self._asked = "" if asked is None else asked.words
         self._selection = narrowed(self.storage, self.shards, asked, peers)
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess()
 
-    def _met(self, stated: Sequence[str]) -> Meaning:
-        """Return what the sets mean whose shards are read as one, by their directories.
+    def _meet(self, classes: Classes) -> None:
+        """Find what the sets mean whose shards are read as one, by their directories, and decode by it.
 
         Raises:
             ConfigError: They contradict each other.
@@ -122,7 +119,10 @@ class SampleSource(ChunkSource, SampleRows):
             if place not in sets:
                 home = home_of(url, self.shards.index)
                 sets[place] = self.shards.schemas.get(home, Schema()).of_fields(self.fields)
-        return met(sets, classes=self.classes, stated=stated)
+        stated = list(self.decode) if isinstance(self.decode, Mapping) else []
+        self.meaning = met(sets, classes=classes, stated=stated)
+        self._undescribed = self.decoders
+        self._speak(self.meaning.schema.classes)
 
     def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
         """Decode as the sets say, with numbers of classes as these lists number them.

@@ -32,7 +32,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, read_column, read_sample_columns
 from streaming.index.files import read_document, read_facts, read_footer
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
-from streaming.schema.value import Field, Schema, Tokens
+from streaming.schema.value import Schema, SchemaField, TokenMeaning
 from streaming.storage import Storage
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
@@ -68,8 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                           "bin": draw.bytes(PICTURE_BYTES)})  # fmt: skip
     save_journal(str(target), Journal(source={"kind": "made"}, options={"seed": 1}, complete=True), Storage())
     fields = schema_of(target).fields | {
-        "cls": Field(kind="integer", classes=tuple(LANGUAGES)),
-        "tok": Field(kind="tokens", dtype="uint16", tokens=Tokens(vocab_size=60_000, column="tokens")),
+        "cls": SchemaField(kind="integer", classes=tuple(LANGUAGES)),
+        "tok": SchemaField(kind="tokens", dtype="uint16", tokens=TokenMeaning(vocab_size=60_000, column="tokens")),
     }
     say(target, replace(schema_of(target), fields=fields))
     keys = [f"{number:05d}" for number in range(NUM_SAMPLES)]

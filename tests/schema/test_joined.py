@@ -11,21 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.schema.joined import SchemaConflict, joined, remarks, translation
-from streaming.schema.value import TOKEN_TYPES, Column, Field, Schema, Tokenizer, Tokens, class_schema
+from streaming.schema.value import (
+    TOKEN_TYPES,
+    Schema,
+    SchemaColumn,
+    SchemaField,
+    TokenizerKey,
+    TokenMeaning,
+    class_schema,
+)
 
 NAMES = ("ant", "bee", "cat", "dog")
 class_lists = st.lists(st.sampled_from(NAMES), max_size=4, unique=True).map(tuple)
-tokenizers = st.none() | st.sampled_from([Tokenizer(kind="bytes", sha256=letter * 4) for letter in "ab"])
+tokenizers = st.none() | st.sampled_from([TokenizerKey(kind="bytes", sha256=letter * 4) for letter in "ab"])
 ids = st.frozensets(st.integers(0, 3), max_size=2).map(lambda found: tuple(sorted(found)))
 tokens = st.builds(
-    Tokens, tokenizer=tokenizers, vocab_size=st.integers(0, 3), bos=ids, eos=ids, mask=st.sampled_from(["", "m", "n"]),
+    TokenMeaning, tokenizer=tokenizers,
+    vocab_size=st.integers(0, 3), bos=ids, eos=ids, mask=st.sampled_from(["", "m", "n"]),
 )  # fmt: skip
 plain_fields = st.builds(
-    Field, kind=st.sampled_from(["", "integer", "json"]), dtype=st.sampled_from(["", "int64"]), classes=class_lists,
+    SchemaField, kind=st.sampled_from(["", "integer", "json"]),
+    dtype=st.sampled_from(["", "int64"]), classes=class_lists,
     made_by=st.frozensets(st.sampled_from("fg")).map(lambda found: tuple(sorted(found))),
 )  # fmt: skip
-token_fields = st.builds(Field, kind=st.just("tokens"), dtype=st.sampled_from(TOKEN_TYPES), tokens=tokens)
-columns = st.builds(Column, type=st.sampled_from(["", "int64", "double", "string", "null"]), classes=class_lists)
+token_fields = st.builds(SchemaField, kind=st.just("tokens"), dtype=st.sampled_from(TOKEN_TYPES), tokens=tokens)
+columns = st.builds(SchemaColumn, type=st.sampled_from(["", "int64", "double", "string", "null"]), classes=class_lists)
 schemas = st.builds(
     Schema, fields=st.dictionaries(st.sampled_from(["cls", "tok"]), plain_fields | token_fields, max_size=2),
     columns=st.dictionaries(st.just("c"), columns, max_size=1),
@@ -44,8 +54,8 @@ def both(one: Any, other: Any) -> Any:
 
 def said(schema: Schema) -> Schema:
     """Return a schema without fields and columns of which nothing is said."""
-    fields = {name: one for name, one in schema.fields.items() if one != Field()}
-    return Schema(fields=fields, columns={name: one for name, one in schema.columns.items() if one != Column()})
+    fields = {name: one for name, one in schema.fields.items() if one != SchemaField()}
+    return Schema(fields=fields, columns={name: one for name, one in schema.columns.items() if one != SchemaColumn()})
 
 
 @given(schemas, schemas)
@@ -122,8 +132,10 @@ def test_a_stamp_continues_while_numbers_mean_the_same(more: str) -> None:
     assert before.continues(now.stamp) == (not more)
     assert not class_schema({"cls": "ba"}).continues(before.stamp)
     assert not Schema().continues(before.stamp)
-    byte = Tokens(tokenizer=Tokenizer(kind="bytes", sha256="a"))
-    other = Tokens(tokenizer=Tokenizer(kind="bytes", sha256="b"))
-    one, two = (Schema(fields={"tok": Field(kind="tokens", dtype="uint16", tokens=said)}) for said in (byte, other))
+    byte = TokenMeaning(tokenizer=TokenizerKey(kind="bytes", sha256="a"))
+    other = TokenMeaning(tokenizer=TokenizerKey(kind="bytes", sha256="b"))
+    one, two = (
+        Schema(fields={"tok": SchemaField(kind="tokens", dtype="uint16", tokens=said)}) for said in (byte, other)
+    )
     assert one.continues(one.stamp)
     assert not two.continues(one.stamp)

@@ -134,7 +134,9 @@ def test_numbers_of_classes_at_the_target_are_not_replaced_unasked(data: Path, t
     note.parent.mkdir(parents=True)
     note.write_bytes(sealed)
     (data / "_shardstream" / "schema.json").write_bytes(class_schema({"cls": ["ape", "cat"]}).to_bytes())
-    with pytest.raises(TargetNotEmptyError, match=r"schema\.json belongs to another set.*0 is 'ape' in .* but 'cat' in"):
+    with pytest.raises(
+        TargetNotEmptyError, match=r"schema\.json belongs to another set.*0 is 'ape' in .* but 'cat' in"
+    ):
         run(data, tmp_path / "out")
     assert tree(tmp_path / "out") == {"_shardstream/schema.json": sealed}
     (data / "_shardstream" / "schema.json").write_bytes(sealed)

@@ -18,7 +18,7 @@ from streaming.errors import DataError
 from streaming.filters.views import asked_filter
 from streaming.schema.joined import Classes, translation
 from streaming.schema.meeting import Meaning, met
-from streaming.schema.value import WITHIN, Column, Field, Schema
+from streaming.schema.value import WITHIN, Schema, SchemaColumn, SchemaField
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -183,5 +183,5 @@ def _changes(own: Schema, wanted: Schema) -> SetChanges:
     return SetChanges(numbers=numbers, columns=columns, widened=widened)
 
 
-_COLUMN = Column()
-_INTEGER = Field(kind="integer")
+_COLUMN = SchemaColumn()
+_INTEGER = SchemaField(kind="integer")

@@ -189,19 +189,14 @@ def reshard(
         warn_of_nesting(one, place)
     source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
-    twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
-    shards = open_set(
-        sources, storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
-        allow_unfinished=options.allow_unfinished, meets=False,
-    )  # fmt: skip
+    shards = _opened(sources, place, options, storage)
     retold = Retold.of(shards, storage, classes=options.classes, fields=options.fields)
     wanted = {*options.columns, *(column for _, column in options.changes.add), *filter(None, [options.sort])}
     late = shards.late_columns(storage, wanted)
     selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
     known = _known_fields(shards, options, storage)
-    retold.check_selected(shards, storage, where=options.where, view=options.view)
-    _check_unlike(retold, options, foreseen=executor is not None)
+    _check_unlike(retold, shards, options, storage, foreseen=executor is not None)
     samples, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known, retold)
     reader = ChangedSource(samples, options.changes) if options.changes else samples
     versions = {name: column.version for name, column in sorted(late.items())}
@@ -210,8 +205,7 @@ def reshard(
         packed = pack(
             reader, place, options, command=("reshard", source),
             identity=options.identity() | ({"late": versions} if versions else {}) | retold.identity(),
-            columns=columns, storage_options=storage_options,
-            schema=retold.schema(columns, options.changes),
+            columns=columns, storage_options=storage_options, schema=retold.schema(columns, options.changes),
             executor=executor, progress=progress or NoProgress(),
         )  # fmt: skip
     except DuplicateKeyError as error:
@@ -233,6 +227,14 @@ def reshard(
         num_bytes=packed.num_bytes,
         seconds=time.monotonic() - started,
     )
+
+
+def _opened(sources: Sequence[str], place: Destination, options: ReshardOptions, storage: Storage) -> OpenSet:
+    twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
+    return open_set(
+        sources, storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
+        allow_unfinished=options.allow_unfinished, meets=False,
+    )  # fmt: skip
 
 
 def _selected(
@@ -291,17 +293,22 @@ def _reader(
     return reader, dedupe
 
 
-def _check_unlike(retold: Retold, options: ReshardOptions, *, foreseen: bool) -> None:
+def _check_unlike(
+    retold: Retold, shards: OpenSet, options: ReshardOptions, storage: Storage, *, foreseen: bool
+) -> None:  # fmt: skip
     """Refuse what sees numbers as they are stored, where they are written anew.
 
     Args:
         retold: How they are written.
+        shards: The sets.
         options: The options.
+        storage: The store.
         foreseen: Whether sizes must be known before samples are read.
 
     Raises:
         ConfigError: There is such a thing.
     """
+    retold.check_selected(shards, storage, where=options.where, view=options.view)
     if options.sort in retold.meaning.unlike:
         raise ConfigError(f"--sort {options.sort}: its numbers are written anew; reshard the result once more to sort")
     if foreseen and not retold.are_foreseen:

@@ -62,7 +62,7 @@ class _Outline:
         return cls(keys=keys_of(table).take(pa.array(part.rows)) if part.keys is None else part.keys, sizes=sizes)
 
 
-class Changes(Protocol):
+class SampleChanges(Protocol):
     """What becomes of the samples of a set."""
 
     def of_fields(self, fields: dict[str, bytes], key: str) -> dict[str, bytes]:
@@ -112,7 +112,7 @@ class ShardSource:
         firsts: npt.NDArray[np.bool_] | None = None,
         key_prefix: str = "",
         known_fields: Mapping[str, bool] | None = None,
-        changes: Callable[[str], Changes] | None = None,
+        changes: Callable[[str], SampleChanges] | None = None,
     ) -> None:
         self.skipped: tuple[Skipped, ...] = ()
         self.fields = known_fields

@@ -114,7 +114,7 @@ def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Sch
     lists = schema.classes
     classes = lists.get("cls") or next(iter(lists.values()), ())
     for name, one in schema.tokens.items():
-        told = one.tokens or meant.Tokens()
+        told = one.tokens or meant.TokenMeaning()
         file, why = _at_hand(subject, within, home, told.tokenizer)
         tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why)
         return Notes(classes=classes, tokens=tokens)
@@ -122,7 +122,7 @@ def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Sch
 
 
 def _at_hand(
-    subject: Subject, within: SampleSet, home: str, given: meant.Tokenizer | None
+    subject: Subject, within: SampleSet, home: str, given: meant.TokenizerKey | None
 ) -> tuple[TokenizerFile | None, str]:
     """Return the tokenizer that a set names by its digest, from ``--tokenizer`` or beside it; or why there is none."""
     if given is None:
