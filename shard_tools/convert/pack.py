@@ -35,6 +35,7 @@ from shard_tools.convert.base.rows import plain_value
 from shard_tools.convert.elsewhere import ShardTarget, write_elsewhere
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.running.progress import Progress
+from shard_tools.write.above import meet_above, tell_above
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from shard_tools.write.writer import UnmarkedWriter
@@ -100,6 +101,7 @@ class PackingRun:
 
     Raises:
         TargetNotEmptyError: The target holds shards of other work.
+        ConfigError: The samples contradict a set above the target.
         DataError: A record cannot be read or stored, or there are none.
         StorageError: A store failed.
     """
@@ -125,6 +127,7 @@ class PackingRun:
         self._mark = TargetMark(
             self._storage, [place.directory], command=name, work=digest_of_work("pack"), what=redact(source)
         )
+        meet_above(place.directory, schema, self._storage)
         self._there = _contents(place, self._storage)
         if not options.overwrite:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
@@ -219,6 +222,8 @@ class PackingRun:
             self._note_position(len(table.shards), complete=True, num_samples=table.total_samples)
         if self._mark.is_begun:
             self._mark.finish()
+        if not earlier.complete:
+            tell_above(directory, storage)
         return PackedTarget(
             num_shards=len(table.shards),
             num_samples=table.total_samples,

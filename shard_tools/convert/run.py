@@ -41,6 +41,7 @@ class RecordOptions(ShardOptions):
         allow_unfinished: Take what is there of shards that are still being written.
         part: The split to take, of a source that has several.
         config: The configuration to take, of a source that has several.
+        unlike_columns: Take files of unlike columns as they are, and log it.
     """
 
     kind: str = "auto"
@@ -52,6 +53,7 @@ class RecordOptions(ShardOptions):
     allow_unfinished: bool = False
     part: str | None = None
     config: str | None = None
+    unlike_columns: bool = False
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -80,7 +82,8 @@ class RecordOptions(ShardOptions):
         options = SourceOptions(
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
             num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
-            allow_unfinished=self.allow_unfinished, part=self.part, config=self.config, **how,
+            allow_unfinished=self.allow_unfinished, part=self.part, config=self.config,
+            unlike_columns=self.unlike_columns, **how,
         )  # fmt: skip
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)

@@ -24,6 +24,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.sets.target import TargetContents
+from shard_tools.write.above import meet_above
 from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.catalog.build import (
     home_of,
@@ -42,7 +43,6 @@ from streaming.errors import (
     IndexFormatError,
     IndexMismatchError,
     NotFoundError,
-    StorageError,
     TransferError,
 )
 from streaming.fetch.read import FetchRange, fetch_range
@@ -50,7 +50,6 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.schema.joined import SchemaConflict, joined
-from streaming.schema.meeting import RESHARD
 from streaming.schema.value import Schema
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 
@@ -251,6 +250,7 @@ def _meet(
 
     Raises:
         TargetNotEmptyError: The target numbers classes, or describes tokens, in another way than the source.
+        ConfigError: A set above the target does.
     """
     homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
     sets = {directory: read_schema(there, home).without_late() for directory, home in homes.items()}
@@ -267,32 +267,8 @@ def _meet(
                 "replace it with --overwrite"
             )
         found[directory] = both
-    _meet_above(sets, here)
+        meet_above(directory, both, here)
     return found
-
-
-def _meet_above(sets: Mapping[str, Schema], here: Storage) -> None:
-    """Compare copies with the set in the directory above them, of which they become a part.
-
-    Raises:
-        TargetNotEmptyError: It contradicts one of them.
-    """
-    for directory, one in sets.items():
-        above = split_url(directory)[0]
-        known = Schema() if above in ("", directory) or above.endswith(":/") else _schema_if_there(here, above)
-        both = joined({redact(above): known, redact(directory): one})
-        if isinstance(both, SchemaConflict) and not both.of_columns:
-            raise TargetNotEmptyError(
-                f"{redact(directory)}: it would be read as a part of {redact(above)}, which means something else: "
-                f"{both}. Give another target; {RESHARD}"
-            )
-
-
-def _schema_if_there(storage: Storage, home: str) -> Schema:
-    try:
-        return read_schema(storage, home)
-    except StorageError:  # what a store says of a place above its buckets
-        return Schema()
 
 
 def _find_right(

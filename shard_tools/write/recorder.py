@@ -15,6 +15,7 @@ import crc32c
 import numpy as np
 import pyarrow as pa
 
+from shard_tools.write.above import meet_above
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, follow, parse_columns
 from shard_tools.write.encode import Buffers
 from shard_tools.write.sample_runs import SampleRun
@@ -250,12 +251,13 @@ class IndexRecorder:
         return cls(storage, directory, index=os.fspath(index), columns=columns, schema=schema)
 
     def check_beside(self) -> None:
-        """Compare what is going to be written with what the index says of shards that it has.
+        """Compare what is going to be written with what the index says of shards that it has, and with sets above.
 
         Raises:
             ConfigError: They do not mean the same.
         """
         self._beside()
+        meet_above(self._index, self._schema, self._storage)
 
     def _beside(self) -> Schema:
         """Return what this writer's shards mean together with those that are there."""

@@ -66,8 +66,13 @@ class SchemaConflict:
     agreed: Schema
 
     def __str__(self) -> str:
-        shown = "; ".join(map(str, self.differences[:_SHOWN]))
-        more = len(self.differences) - _SHOWN
+        of_fields = {(one.name, one.meaning, one.other_meaning) for one in self.differences if one.of == "field"}
+        told = [  # a column that holds the numbers of a field is not told again
+            one for one in self.differences
+            if one.of == "field" or (one.name, one.meaning, one.other_meaning) not in of_fields
+        ]  # fmt: skip
+        shown = "; ".join(map(str, told[:_SHOWN]))
+        more = len(told) - _SHOWN
         return f"{shown}; and {more} more" if more > 0 else shown
 
     @property
@@ -115,32 +120,41 @@ def joined(sets: Mapping[str, Schema], *, classes: Classes = None) -> Schema | S
     return SchemaConflict(differences=differences, agreed=agreed) if differences else agreed
 
 
-def remarks(sets: Mapping[str, Schema]) -> list[str]:
-    """Return, in words, where sets say less than others that they meet: nothing, fewer classes, no tokenizer."""
-    found = []
-    said: dict[tuple[str, str], dict[str, Any]] = {}
-    for place, schema in sets.items():
-        for name, names in schema.classes.items():
-            said.setdefault((name, "classes"), {})[place] = names
-        for name, one in schema.tokens.items():
-            if one.tokens is not None and one.tokens.tokenizer is not None:
-                said.setdefault((name, "tokenizer"), {})[place] = one.tokens.tokenizer
-            said.setdefault((name, "type of tokens"), {})[place] = one.dtype
-        for name, one in schema.fields.items():
-            if one.made_by:
-                said.setdefault((name, "function that made it"), {})[place] = one.made_by
-    for (name, what), by_place in said.items():
+def remarks(sets: Mapping[str, Schema], besides: SchemaConflict | None = None) -> list[str]:
+    """Return, in words, where sets say less than others that they meet: nothing, fewer classes, no tokenizer.
+
+    What they contradict each other in (``besides``) is not told again.
+    """
+    told = {(one.name, one.facet) for one in besides.differences} if besides is not None else set()
+    found: list[str] = []
+    for (name, what), by_place in _said_by(sets).items():
+        if (name, what) in told:
+            continue
         silent = [place for place in sets if place not in by_place]
         if silent:
             known, more = next(iter(by_place)), f" and {len(silent) - 1} more" if len(silent) > 1 else ""
             found.append(
                 f"{silent[0]}{more} does not say the {what} of field {name!r}, which {known} says: taken to be the same"
             )
-        distinct = {**{value: place for place, value in by_place.items()}}
+        distinct = {value: place for place, value in by_place.items()}
         if len(distinct) > 1:
             (one, here), (other, there), *_ = distinct.items()
-            found.append(f"field {name!r}: {what} is {_shown(one)} in {here}, {_shown(other)} in {there}")
+            found.append(f"field {name!r}: the {what} is {_shown(one)} in {here}, but {_shown(other)} in {there}")
     return found
+
+
+def _said_by(sets: Mapping[str, Schema]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return what sets say, by field and facet, then by set."""
+    said: dict[tuple[str, str], dict[str, Any]] = {}
+    for place, schema in sets.items():
+        for name, one in schema.fields.items():
+            facets: dict[str, Any] = {"classes": one.classes, "function that made it": one.made_by, "dtype": one.dtype}
+            if one.tokens is not None:
+                facets["tokenizer"] = one.tokens.tokenizer
+            for what, value in facets.items():
+                if value:
+                    said.setdefault((name, what), {})[place] = value
+    return said
 
 
 def translation(own: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[int, ...] | None:

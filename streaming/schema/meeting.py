@@ -75,11 +75,10 @@ def met(
         found = without(found, stated)
     if isinstance(found, SchemaConflict):
         found = _said_or_refused(found, cure)
-    if len(sets) > 1:
-        for remark in remarks(sets):
-            _log.warning("%s", remark)
-        if classes == "own" and isinstance(plain, SchemaConflict):
-            _log.warning('classes="own": %s; a number means what its own set says', plain)
+    _tell(sets, plain)
+    if classes is not None and isinstance(plain, SchemaConflict):
+        what = "numbers are translated by name" if classes == "union" else "a number means what its own set says"
+        _log.warning("classes=%r: %s; %s", classes, plain, what)
     return Meaning(sets=dict(sets), schema=found, unlike=unlike)
 
 
@@ -118,7 +117,12 @@ def _said_or_refused(conflict: SchemaConflict, cure: str) -> Schema:
 
 def contradiction(sets: Mapping[str, Schema]) -> SchemaConflict | None:
     """Return what sets contradict each other in; what one does not say is logged."""
-    for remark in remarks(sets) if len(sets) > 1 else ():
-        _log.warning("%s", remark)
     found = joined(sets)
+    _tell(sets, found)
     return found if isinstance(found, SchemaConflict) else None
+
+
+def _tell(sets: Mapping[str, Schema], found: Schema | SchemaConflict) -> None:
+    """Log where sets say less than others."""
+    for remark in remarks(sets, found if isinstance(found, SchemaConflict) else None) if len(sets) > 1 else ():
+        _log.warning("%s", remark)

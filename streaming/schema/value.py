@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from streaming.index.files import damaged, read_document, write_document
-from streaming.schema.kinds import KINDS
+from streaming.schema.kinds import KINDS, kind_by_name
 
 FORMAT = "shardstream-schema"
 VERSION = 1
@@ -137,24 +137,32 @@ class Schema:
     @property
     def stamp(self) -> str:
         """Distinguishes what numbers and ids mean; "" if nothing is said of them. See :func:`continues`."""
-        said = {name: f"{len(names)}.{_digest(list(names))}" for name, names in self.classes.items()}
-        for name, one in self.tokens.items():
-            if one.tokens is not None and one.tokens.tokenizer is not None:
-                said[name] = _digest(_plain(one.tokens.tokenizer))
-        return ", ".join(f"{name} {text}" for name, text in sorted(said.items()))
+        return ", ".join(f"{name} {text}" for name, text in self._stamps.items())
+
+    @property
+    def _stamps(self) -> dict[str, str]:
+        """What distinguishes the meaning of each field, but for those of which only what the name says is said."""
+        said = {}
+        for name, one in sorted(self.fields.items()):
+            rest = replace(one, classes=(), kind="" if one.kind == kind_by_name(name) else one.kind)
+            tokens = one.tokens and replace(TokenMeaning(), tokenizer=one.tokens.tokenizer)
+            count = f"{len(one.classes)}.{_digest(list(one.classes))}" if one.classes else "0."
+            more = _digest(_plain(replace(rest, tokens=tokens))) if rest != SchemaField() else ""
+            if one.classes or more:
+                said[name] = f"{count}.{more}"
+        return said
 
     def continues(self, stamp: str) -> bool:
         """Tell whether every number and id means what it meant under an earlier stamp; there may be more classes."""
-        was = dict(part.rpartition(" ")[::2] for part in stamp.split(", ")) if stamp else {}
-        for name, text in was.items():
-            count, dot, digest = text.partition(".")
-            names = self.classes.get(name, ())
-            if dot and (not count.isdecimal() or _digest(list(names[: int(count)])) != digest):
+        now = self._stamps
+        for part in stamp.split(", ") if stamp else ():
+            name, _, text = part.rpartition(" ")
+            count, digest, more = text.split(".")
+            names = self.classes.get(name, ())[: int(count)]
+            same = not int(count) or (len(names) == int(count) and _digest(list(names)) == digest)
+            if name not in now or not same or now[name].split(".")[2] != more:
                 return False
-        now = dict(part.rpartition(" ")[::2] for part in self.stamp.split(", ")) if self.stamp else {}
-        return {name: text for name, text in was.items() if "." not in text} == {
-            name: text for name, text in now.items() if "." not in text
-        }
+        return True
 
     def of_fields(self, names: Collection[str] | None) -> Self:
         """Return what is said of these fields, and of all columns; None: of all fields."""

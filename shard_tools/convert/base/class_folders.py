@@ -23,6 +23,7 @@ from shard_tools.convert.base.records import (
     permutation,
 )
 from shard_tools.running.engine import map_sized
+from shard_tools.write.above import sets_above
 from shard_tools.write.filetypes import plain_extension
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from streaming.catalog.build import read_schema
@@ -31,17 +32,16 @@ from streaming.errors import (
     ConfigError,
     DuplicateKeyError,
     NotFoundError,
-    StorageError,
     first_of,
 )
 from streaming.index.layout import SCHEMA_FILE
-from streaming.schema.value import Schema, class_schema
+from streaming.schema.joined import SchemaConflict, joined
+from streaming.schema.value import Schema, SchemaField, class_schema
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 
 HIDDEN = "hidden: a name that starts with a dot"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
-_ABOVE = 4  # folders above a target that may be a set of which it becomes a part
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _log = logging.getLogger(__name__)
 
@@ -209,6 +209,34 @@ def why_left_out(file: SourceFile) -> str:
 def numbered_classes(
     names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
+    """Return the number of each class, and where the numbers come from: see :func:`_numbered`.
+
+    A set beside the target that numbers its classes in another way is named in the log: read together, as one parent
+    folder, both are refused.
+    """
+    numbers, place = _numbered(names, given, source, target, storage)
+    if numbers and target is not None and is_local(target):
+        _tell_of_neighbors(sorted(numbers, key=numbers.__getitem__), local_path(target), storage)
+    return numbers, place
+
+
+def _tell_of_neighbors(names: Sequence[str], target: str, storage: Storage) -> None:
+    own = class_schema({"cls": names})
+    folder = os.path.dirname(os.path.abspath(target))
+    for neighbor in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        place = f"{folder}/{neighbor}"
+        if os.path.abspath(target) == place or not os.path.exists(f"{place}/{SCHEMA_FILE}"):
+            continue
+        known = read_schema(storage, place)
+        conflict = joined({place: Schema(fields={"cls": known.fields.get("cls", SchemaField())}), target: own})
+        if isinstance(conflict, SchemaConflict):
+            _log.warning("%s. To number classes as there, give --classes %s", conflict, place)
+            return
+
+
+def _numbered(
+    names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
+) -> tuple[dict[str, int], str]:
     """Return the number of each class, and where the numbers come from; "" if from this folder alone.
 
     Args:
@@ -270,21 +298,10 @@ def _last(folder: str) -> str:
     return folder.rstrip("/").rpartition("/")[2]
 
 
-def _set_above(target: str, storage: Storage) -> tuple[str, tuple[str, ...]] | None:
-    """Return the nearest set that shards in ``target`` will be read with, as they lie below it, and its classes."""
-    place = os.path.abspath(local_path(target)) if is_local(target) else target.rstrip("/")
-    for _ in range(_ABOVE):
-        above = split_url(place)[0]
-        if above in ("", place) or above.endswith(":/"):
-            return None
-        place = above
-        try:
-            names = _names_in(read_schema(storage, place), place)
-        except StorageError:  # what a store says of a place above its buckets
-            return None
-        if names:
-            return place, tuple(names)
-    return None
+def _set_above(target: str, storage: Storage) -> tuple[str, list[str]] | None:
+    """Return the nearest set with classes that shards in ``target`` will be read with, as they lie below it."""
+    named = ((place, _names_in(schema, place)) for place, schema in sets_above(target, storage))
+    return next((one for one in named if one[1]), None)
 
 
 def _names_in(schema: Schema, place: str) -> list[str]:
