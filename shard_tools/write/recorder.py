@@ -358,8 +358,8 @@ class IndexRecorder:
         """Add to the schema what a shard has."""
         seen = Schema(
             fields={
-                name: SchemaField(kind=kind) for name in fields
-                if (kind := kind_by_name(name)) and name not in self._schema.fields
+                name: SchemaField(kind=kind_by_name(name)) for name in fields
+                if name not in self._schema.fields
             },
             columns={name: SchemaColumn(type=kind) for name, kind in columns.items()},
         )  # fmt: skip

@@ -123,6 +123,8 @@ def joined(sets: Mapping[str, Schema], *, classes: Classes = None) -> Schema | S
 def remarks(sets: Mapping[str, Schema], besides: SchemaConflict | None = None) -> list[str]:
     """Return, in words, where sets say less than others that they meet: nothing, fewer classes, no tokenizer.
 
+    A set that says something, but not of this field, does not have it.
+
     What they contradict each other in (``besides``) is not told again.
     """
     told = {(one.name, one.facet) for one in besides.differences} if besides is not None else set()
@@ -130,7 +132,9 @@ def remarks(sets: Mapping[str, Schema], besides: SchemaConflict | None = None) -
     for (name, what), by_place in _said_by(sets).items():
         if (name, what) in told:
             continue
-        silent = [place for place in sets if place not in by_place]
+        silent = [
+            place for place, schema in sets.items() if place not in by_place and (not schema or name in schema.fields)
+        ]
         if silent:
             known, more = next(iter(by_place)), f" and {len(silent) - 1} more" if len(silent) > 1 else ""
             found.append(
@@ -139,7 +143,7 @@ def remarks(sets: Mapping[str, Schema], besides: SchemaConflict | None = None) -
         distinct = {value: place for place, value in by_place.items()}
         if len(distinct) > 1:
             (one, here), (other, there), *_ = distinct.items()
-            found.append(f"field {name!r}: the {what} is {_shown(one)} in {here}, but {_shown(other)} in {there}")
+            found.append(f"field {name!r}: {what} {_shown(one)} in {here}, but {_shown(other)} in {there}")
     return found
 
 
