@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from conversions import tree
+from executors import Sending
 from meanings import classes_of, schema_of
 from source_sets import picture
 
@@ -291,7 +291,7 @@ def test_other_processes_write_the_same_bytes(sets: tuple[Path, Path], tmp_path:
         ("classes", [str(one) for one in sets], ReshardOptions(classes="union")),
     ):
         reshard(urls, str(tmp_path / name / "here"), options=options)
-        with ThreadPoolExecutor(2) as executor:
+        with Sending() as executor:
             reshard(urls, str(tmp_path / name / "there"), options=options, executor=executor)
         made = tree(tmp_path / name / "here")
         assert tree(tmp_path / name / "there") == made
