@@ -59,6 +59,7 @@ from shard_tools.terminal.options import (
     source_options,
     typed_option,
     unfinished_option,
+    union_option,
     with_storage_options,
     writing_options,
 )
@@ -70,7 +71,7 @@ from streaming.types import VERSION, DuplicateKeys
 
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
 _RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
-_RESHARD_OPTIONS += ("allow_unfinished",)
+_RESHARD_OPTIONS += ("allow_unfinished", "classes")
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
@@ -317,6 +318,7 @@ def verify_command(
 @click.option(
     "--drop-missing", type=names, default=(), metavar="EXT,...", help="Leave out samples that lack one of these fields."
 )
+@union_option
 @click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
 @click.option("--drop-fields", type=names, default=(), metavar="EXT,...", help="Leave out these fields.")
 @click.option("--rename", type=PAIR, multiple=True, metavar="EXT=NEW", help="Give a field another name.")

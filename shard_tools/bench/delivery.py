@@ -61,7 +61,7 @@ def measure(
 
     dataset = StreamingDataset(
         list(urls), index=index_url, subset=part, storage_options=dict(storage_options), max_bad_samples=1.0,
-        decode=dict.fromkeys(not_decoded) or "auto",
+        decode=dict.fromkeys(not_decoded) or "auto", classes="own",
     )  # fmt: skip
     try:
         with DataLoader(dataset, last_batch="partial", agreement_timeout=None, **settings) as loader:

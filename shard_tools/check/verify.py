@@ -15,7 +15,7 @@ from shard_tools.running.engine import DEFAULT_WORKERS, Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
-from shard_tools.sets.open_set import keys_again, load_samples, names_shards, place_of, unfinished
+from shard_tools.sets.open_set import keys_again, load_samples, names_shards, place_of, unfinished, unlike_sets
 from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.unfinished import expand_whole
 from streaming.decode import FieldDecoder, resolve_decoders
@@ -66,6 +66,7 @@ def verify(
     archive's end, that no shard is missing, and (for a folder or prefix) that none is missing in the index; with
     ``decode`` also that every field can be decoded. Every file of the index is read whole: values that are not in the
     shards, such as columns, are compared with the checksum that each file carries.
+    That several sets do not mean the same is a finding.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -102,6 +103,8 @@ def verify(
     for outcome in outcomes:
         findings += _named(outcome, owners)
     findings += check_beside({task.url: task.chunks for task in tasks}, storage=storage, index_url=index_url)
+    with suppress(IndexFormatError):  # which check_beside has found
+        findings += unlike_sets([*dict.fromkeys(home_of(url, index_url) for url in shards)], storage)
     if duplicate_keys == "error":
         findings += repeated_keys(tasks, outcomes, storage)
     passed_over = sum((outcome.passed_over for outcome in outcomes), PassedOver())

@@ -19,10 +19,9 @@ from shard_tools.running.functions import imported, source_digest
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
-from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, ShardstreamError
-from streaming.index.files import is_sealed, read_note
-from streaming.index.layout import TOKENS_FILE
-from streaming.storage import join_url, redact
+from streaming.errors import ConfigError, DataError, DecodeError, ShardstreamError
+from streaming.index.layout import SCHEMA_FILE
+from streaming.storage import redact
 
 TOKENS = "tokens"
 """Value of ``--compute`` that is not a function: count the tokens of a field, by its size, without reading shards."""
@@ -40,7 +39,7 @@ class ComputeOptions:
 
     Attributes:
         fields: Fields that the function gets; None: all. Other large fields are not read. For tokens: the one field.
-        dtype: For tokens: ``"uint16"`` or ``"uint32"``; None: as recorded in ``_shardstream/tokens.json``.
+        dtype: For tokens: ``"uint16"`` or ``"uint32"``; None: as recorded in ``_shardstream/schema.json``.
         workers: Shards in parallel.
     """
 
@@ -95,22 +94,32 @@ def _array(values: Values, shard: ColumnShard) -> pa.Array:
 
 
 def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
-    """Return a function that counts the tokens of a shard's samples, and an identifier of this way of counting."""
-    described = {} if options.fields and options.dtype else _described(target)
-    fields = options.fields or (described.get("field", "tok"),)
-    dtype = options.dtype or described.get("dtype")
-    if len(fields) != 1 or dtype not in _WIDTHS:
-        raise ConfigError(
-            f"--compute tokens: expected one field and its --dtype ({' or '.join(_WIDTHS)}), got {', '.join(fields)} "
-            f"and {dtype!r}; beside token sets that convert wrote, {TOKENS_FILE} says both"
-        )
+    """Return a function that counts the tokens of a shard's samples, and an identifier of this way of counting.
+
+    Each set has its own width.
+    """
+    said = {} if options.fields and options.dtype else target.schemas
+    names = {name for schema in said.values() for name in schema.tokens}
+    fields = options.fields or (tuple(names) if len(names) == 1 else ("tok",))
+    if len(fields) != 1:
+        raise ConfigError(f"--compute tokens: expected one field, got {', '.join(fields)}")
     (field,) = fields
-    return partial(_counts, field, _WIDTHS[dtype]), {"dtype": dtype, "field": field}
+    by_home = {home: schema.tokens[field].dtype for home, schema in said.items() if field in schema.tokens}
+    dtypes = {home: options.dtype or by_home.get(home) for home in target.homes}
+    for home, dtype in dtypes.items():
+        if dtype not in _WIDTHS:
+            raise ConfigError(
+                f"--compute tokens: field {field!r} of {redact(home)}: expected its --dtype ({' or '.join(_WIDTHS)}), "
+                f"got {dtype!r}; beside token sets that convert wrote, {SCHEMA_FILE} says it"
+            )
+    widths = {home: _WIDTHS[str(dtype)] for home, dtype in dtypes.items()}
+    distinct = sorted({str(dtype) for dtype in dtypes.values()})
+    return partial(_counts, field, widths), {"dtype": distinct[0] if len(distinct) == 1 else distinct, "field": field}
 
 
-def _counts(field: str, width: int, shard: ColumnShard) -> Sequence[ColumnValue]:
-    """Return how many tokens each sample of a shard has."""
-    table = shard.table()
+def _counts(field: str, widths: Mapping[str, int], shard: ColumnShard) -> Sequence[ColumnValue]:
+    """Return how many tokens each sample of a shard has, by the width of its set."""
+    table, width = shard.table(), widths[shard.home]
     if field not in table.fields:
         return [None] * table.num_samples
     starts, sizes = table.fields[field]
@@ -121,21 +130,6 @@ def _counts(field: str, width: int, shard: ColumnShard) -> Sequence[ColumnValue]
             f"bytes are not a whole number of tokens of {width} bytes"
         )
     return [size // width if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-
-
-def _described(target: ColumnTarget) -> dict[str, str]:
-    """Return the content of ``tokens.json`` if all directories agree; {} if there is none."""
-    found = []
-    for home in target.homes:
-        url = join_url(home, TOKENS_FILE)
-        try:
-            content = target.storage.read_parsed(url, read_note, is_sealed)
-            found.append({name: str(content[name]) for name in ("field", "dtype")})
-        except NotFoundError:
-            return {}
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{redact(url)}: no description of tokens ({error}); give --fields and --dtype") from error
-    return found[0] if found and all(one == found[0] for one in found) else {}
 
 
 def _imported(spec: str) -> Function:

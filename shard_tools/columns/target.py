@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -17,14 +17,15 @@ from shard_tools.running.engine import Calls, map_ordered
 from shard_tools.running.progress import Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import needed_samples, open_set
-from streaming.catalog.build import home_of, no_samples, samples_url, shard_name
+from streaming.catalog.build import home_of, no_samples, read_schema, samples_url, shard_name
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import joined_type, read_column, read_sample_columns, write_column
 from streaming.index.files import is_sealed
-from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory
+from streaming.index.layout import SCHEMA_FILE, checked_name, column_document_path, column_path, columns_directory
 from streaming.index.sample_table import SampleTable
+from streaming.schema.value import LATE, Schema, SchemaColumn
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
@@ -89,10 +90,14 @@ class ColumnShard:
     storage: Storage
 
     @property
+    def home(self) -> str:
+        """Directory of the index."""
+        return home_of(self.url, self.index_url)
+
+    @property
     def path(self) -> str:
         """Where the values are stored."""
-        name = shard_name(self.url, self.index_url)
-        return join_url(home_of(self.url, self.index_url), column_path(self.column, name))
+        return join_url(self.home, column_path(self.column, shard_name(self.url, self.index_url)))
 
     def table(self) -> SampleTable:
         """Return the sample table.
@@ -156,6 +161,11 @@ class ColumnTarget:
     def homes(self) -> list[str]:
         """Directories of the indexes."""
         return homes_of(self.urls, self.index_url)
+
+    @property
+    def schemas(self) -> dict[str, Schema]:
+        """What the set of each index says that it means."""
+        return {home: read_schema(self.storage, home) for home in self.homes}
 
     def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
         """Return the columns of one sample table."""
@@ -258,6 +268,8 @@ class ColumnTarget:
                 name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
                 num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
             )  # fmt: skip
+            told = SchemaColumn(type=kind, origin=f"{LATE}, version {version}, from {redact(made_from)}")
+            _note_column(self.storage, home, self.name, told)
             self.storage.put(join_url(home, column_document_path(self.name)), document.to_bytes())
         num_samples, num_missing = sum(self.sizes), sum(missing)
         return AddReport(
@@ -327,7 +339,18 @@ def drop_column(
     for url in document:  # first: a column without its document does not exist
         storage.delete(url)
     list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
+    for home in homes:
+        _note_column(storage, home, name, None)
     return DropReport(name=name, num_files=len(files))
+
+
+def _note_column(storage: Storage, home: str, name: str, column: SchemaColumn | None) -> None:
+    """Write what a set says of a column into its schema; None: there is no such column any more."""
+    known = read_schema(storage, home)
+    columns = {other: one for other, one in known.columns.items() if other != name}
+    new = replace(known, columns=columns if column is None else {**columns, name: column})
+    if new != known:
+        storage.put(join_url(home, SCHEMA_FILE), new.to_bytes())
 
 
 def _files_of(storage: Storage, homes: Sequence[str], name: str) -> list[str]:

@@ -91,6 +91,8 @@ def _show(report: DiffReport) -> None:
             click.echo(f"only in {name}: {_listed(keys, total)}")
     if report.changed:
         click.echo(f"changed: {_listed([_changed(one) for one in report.changed], report.num_changed)}")
+    for told in report.schema:
+        click.echo(f"other meaning: {told}")
     for line in _shard_lines(report):
         click.echo(line)
     for name, count in zip("AB", report.repeated, strict=True):

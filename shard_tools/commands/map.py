@@ -21,6 +21,7 @@ from shard_tools.terminal.options import (
     names,
     places_and_target,
     unfinished_option,
+    union_option,
     with_storage_options,
     writing_options,
 )
@@ -37,6 +38,7 @@ from shard_tools.write.writer import DEFAULT_MAX_BYTES
 @click.option("--where", metavar="CONDITION", help='Take only samples that match, such as "tokens >= 512".')
 @click.option("--view", metavar="NAME", help="Take only the samples of a saved view.")
 @click.option("--columns", type=names, default=(), metavar="A,B", help="Late columns to keep, in the sample tables.")
+@union_option
 @click.option(
     "--on-error",
     type=click.Choice(ON_ERROR),

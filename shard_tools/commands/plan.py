@@ -29,6 +29,7 @@ from streaming.arguments import DEFAULT_MEMORY_LIMIT
 from streaming.errors import ConfigError
 from streaming.plan.schedule import Schedule
 from streaming.plan.sizes import Sizes
+from streaming.schema.joined import CLASSES
 from streaming.storage import Storage
 from streaming.types import LastBatch
 
@@ -103,6 +104,11 @@ def described_options(command: Command) -> Command:
         click.option("--view", metavar="NAME", help="Only the samples of a saved view."),
         click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line."),
         click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000."),
+        click.option(
+            "--classes",
+            type=click.Choice(CLASSES),
+            help="Sets that number classes in different ways: as classes= of StreamingDataset.",
+        ),
     )
     for decorate in reversed(decorators):
         command = decorate(command)
@@ -250,7 +256,7 @@ def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: Options of packs contradict each other.
     """
-    names = ("where", "view", "subset", "exclude", "balanced", "curriculum")
+    names = ("where", "view", "subset", "exclude", "balanced", "curriculum", "classes")
     described = {name: arguments.pop(name) for name in names}
     described["index"] = arguments.pop("index_url")
     described["allow_unfinished"] = arguments.pop("allow_unfinished") or None

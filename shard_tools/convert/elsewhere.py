@@ -33,6 +33,7 @@ from shard_tools.write.keys import WRONG_NAMES, SeenKeys, check_key
 from shard_tools.write.writer import UnmarkedWriter, is_full, make_record
 from streaming.errors import ConfigError, DataError, first_of
 from streaming.index.layout import UNFINISHED_FILE
+from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, split_url
 
 OnShard = Callable[[int, Remarks, int], None]
@@ -51,12 +52,14 @@ class ShardTarget:
         options: Size of shards.
         columns: Names and functions of the sample table's columns.
         storage_options: Options of the target's store.
+        schema: What is known of the meaning of the samples before they are written.
     """
 
     pattern: str
     options: ShardOptions
     columns: Mapping[str, Callable[[Mapping[str, object]], object]]
     storage_options: Mapping[str, object] | None
+    schema: Schema
 
     def writer(self, shard: int, on_shard: Callable[[int, int, int], None] | None = None) -> UnmarkedWriter:
         """Return a writer that begins with this shard, and tells of each (``UnmarkedWriter.on_shard``)."""
@@ -68,6 +71,7 @@ class ShardTarget:
             columns=self.columns,
             overwrite=True,  # whatever is there belongs to this conversion and is unfinished
             start_shard=shard,
+            schema=self.schema,
         )
         writer.on_shard = on_shard
         return writer

@@ -8,25 +8,21 @@ were made of, with what tells whether they changed. That file is of this place a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from shard_tools.convert.base.class_folders import CLASSES
 from shard_tools.convert.base.identity import SourceIdentity
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.index.files import (
     SOURCES_KIND,
     is_sealed,
     read_document,
-    read_note,
     read_table,
     write_document,
     write_table,
 )
-from streaming.index.layout import TOKENS_FILE
 from streaming.storage import ReadBuffer, Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
@@ -36,8 +32,6 @@ _COLUMNS = {
 }  # fmt: skip
 NAME = "_shardstream/convert.json"
 SOURCES = "_shardstream/sources.parquet"
-NOTES = (CLASSES, TOKENS_FILE)
-"""Files about a set that go along with it."""
 
 
 class TargetNotEmptyError(ShardstreamError, FileExistsError):
@@ -191,32 +185,3 @@ def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
 def _identities(data: ReadBuffer, source: str) -> list[SourceIdentity]:
     table, _ = read_table(data, SOURCES_KIND, source, lambda _: list(_COLUMNS))
     return [SourceIdentity(**row) for row in table.to_pylist()]
-
-
-def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
-    """Copy the files about classes and tokens beside the index at ``home`` to ``directory``, if they exist.
-
-    Raises:
-        IndexFormatError: One is damaged.
-    """
-    for name in NOTES:
-        if (content := note_at(home, name, there)) is not None:
-            here.put(join_url(directory, name), content)
-
-
-def note_at(home: str, name: str, storage: Storage) -> bytes | None:
-    """Return one of these files, or None if there is none.
-
-    Raises:
-        IndexFormatError: It is damaged.
-    """
-    url = join_url(home, name)
-    with suppress(NotFoundError, AccessDeniedError):
-        return storage.read_parsed(url, _checked, is_sealed)
-    return None
-
-
-def _checked(data: ReadBuffer, source: str) -> bytes:
-    """Return the bytes of one of these files as they are, if they are right."""
-    read_note(data, source)
-    return bytes(data)

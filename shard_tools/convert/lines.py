@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from shard_tools.convert.base.columns_met import meet_heads
 from shard_tools.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.convert.base.files import SourceFile, find_files, open_each, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
@@ -52,6 +53,8 @@ class LineFiles(CountedFiles):
         self._unit = options.unit if kind == "text" else "line"
         if self._seed is not None and self._unit != "line":
             raise ConfigError(f"--shuffle: documents that are not lines ({self._unit}) can only be read front to back")
+        if kind == "jsonl" and not options.named_only:
+            meet_heads(self.files, storage, options.num_threads, _json_rows, allowed=options.unlike_columns)
         zipped = next(filter(_is_packed, self.files), None)
         if self._seed is not None and zipped is not None:
             raise ConfigError(f"--shuffle: {zipped.shown_url} is compressed and cannot be read out of order; unpack it")
@@ -180,6 +183,11 @@ def _units(lines: Iterator[bytes], unit: str, num_before: int = 0) -> Iterator[t
         yield first, bytes(text)
 
 
+def _json_rows(file: SourceFile, stream: BinaryIO) -> Iterator[Mapping[str, object]]:
+    lines = (text for text in read_lines(stream, file.shown_url) if text.strip())
+    return (json_line(text, file.shown_url)[0] for text in lines)
+
+
 def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
     """Yield the lines of ``stream``, including line endings.
 
@@ -255,6 +263,12 @@ class CsvFiles(CountedFiles):
         files = find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude, more=options.more)
         super().__init__("csv", files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
+        if not options.named_only:
+            meet_heads(self.files, storage, options.num_threads, self._head, allowed=options.unlike_columns)
+
+    def _head(self, file: SourceFile, stream: BinaryIO) -> Iterator[Mapping[str, object]]:
+        rows = self._rows(_TextLines(stream, file.url, self._errors), file)
+        return (row for row, _ in rows if not isinstance(row, DataError))
 
     @property
     def fields(self) -> Mapping[str, bool]:

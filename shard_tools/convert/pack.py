@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ from shard_tools.convert.journal import (
 )
 from shard_tools.running.progress import Progress
 from shard_tools.running.report import plain
+from shard_tools.write.above import meet_above, tell_above
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from shard_tools.write.writer import UnmarkedWriter
@@ -59,9 +60,11 @@ from streaming.catalog.build import read_chunks
 from streaming.catalog.urls import is_shard
 from streaming.errors import ConfigError, DataError, ShardstreamError, first_of
 from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_directory, samples_path
+from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
 
+_SILENT = Schema()
 _SHARD_NAME = "{:06d}.tar"
 _THREADS = 16  # that ask for versions of inputs
 # The file of inputs is written after each shard while it is small, later after 64 times its size of shards.
@@ -120,7 +123,7 @@ class PackingRun:
         identity: JSON-serializable; everything that determines the bytes of the result, except the source and the names
             of the shards. Another run continues only if it is equal.
         columns: Metadata of the records to store in the sample table.
-        notes: Writes further files beside the index; called when all shards are there.
+        schema: What is known of the meaning of the samples; it is written with the index.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a
             sample; or, if not even that tells, where the source stands. None: sample i is record i.
         restart: How users ask to overwrite, for errors.
@@ -130,17 +133,18 @@ class PackingRun:
 
     Raises:
         TargetNotEmptyError: The target holds shards of other work.
+        ConfigError: The samples contradict a set above the target.
         DataError: A record cannot be read or stored, or there are none.
         StorageError: A store failed.
     """
 
     def __init__(
         self, reader: Source, place: Destination, options: ShardOptions, *, command: tuple[str, str],
-        identity: Mapping[str, object], columns: tuple[str, ...], notes: Callable[[], None] = lambda: None,
+        identity: Mapping[str, object], columns: tuple[str, ...], schema: Schema = _SILENT,
         position: str | Standing | None = None, restart: str = "--overwrite",
         storage_options: Mapping[str, object] | None, executor: Executor | None = None, progress: Progress,
     ) -> None:  # fmt: skip
-        self.place, self._notes, self._progress, self._executor = place, notes, progress, executor
+        self.place, self._progress, self._executor = place, progress, executor
         self._standing, self._restart = None if isinstance(position, str) else position, restart
         self._storage = Storage(storage_options)
         self._journal = Journal(
@@ -151,12 +155,13 @@ class PackingRun:
         settle(self._origins.inputs)
         self._target = ShardTarget(
             pattern=place.pattern, options=options, columns={name: Lift(name) for name in columns},
-            storage_options=storage_options,
+            storage_options=storage_options, schema=schema,
         )  # fmt: skip
         name, source = command
         self._mark = TargetMark(
             self._storage, [place.directory], command=name, work=digest_of_work("pack"), what=redact(source)
         )
+        meet_above(place.directory, schema, self._storage)
         self._there = _contents(place, self._storage)
         if not options.overwrite:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
@@ -266,7 +271,7 @@ class PackingRun:
                     self._mark.finish()
 
     def run(self) -> PackedTarget:
-        """Write what is not there yet, then the index, the notes, and the journal; then the target is whole."""
+        """Write what is not there yet, then the index and the journal; then the target is whole."""
         reader, earlier, storage, directory = self._reader, self._earlier, self._storage, self.place.directory
         at = earlier.position
         remarks = Remarks(counts=Counter(at.remarks), left_out=Counter(at.left_out), through=at.through)
@@ -293,13 +298,14 @@ class PackingRun:
                 f"{redact(directory)}: {counted(number, 'sample')} written, but {table.total_samples} are there as "
                 "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
             )
-        self._notes()
         if earlier.complete and not all(map(SourceIdentity.is_surely, self._noted, self._origins.inputs)):
             self._note_sources()  # written anew with the same content, which need not be read once more
         if not earlier.complete:
             self._note_end(len(table.shards), table.total_samples, remarks)
         if self._mark.is_begun:
             self._mark.finish()
+        if not earlier.complete:
+            tell_above(directory, storage)
         return PackedTarget(
             num_shards=len(table.shards),
             num_samples=table.total_samples,

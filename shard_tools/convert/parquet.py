@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
+from shard_tools.convert.base.columns_met import FileColumns, meet_columns
 from shard_tools.convert.base.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.convert.base.rows import RowMapper
@@ -42,6 +43,7 @@ class ParquetFiles(FileSource):
         self._numbers = {file.url: number for number, file in enumerate(self.files)}
         self._groups: list[tuple[SourceFile, int, int]] = []  # file, row group, rows
         columns = ArrowColumns([column for column, _ in options.fields])
+        met: list[FileColumns] = []
         everywhere: list[set[str]] = []
         always: list[set[str]] = []  # by file, as above: columns that have a value in every row
         for file in self.files:
@@ -51,7 +53,11 @@ class ParquetFiles(FileSource):
                 self._groups += [(file, group, num_rows) for group, num_rows in enumerate(counts)]
                 columns.add(parquet.schema_arrow, file.shown_url)
                 everywhere.append({*parquet.schema_arrow.names})
+                kinds = {one.name: _kind_of(one.type) for one in parquet.schema_arrow}
+                met.append(FileColumns(where=file.shown_url, always=kinds))
                 always.append(_columns_without_null(parquet) & everywhere[-1])
+        if not options.named_only:
+            meet_columns(met, allowed=options.unlike_columns)
         if self._seed is not None:
             self._groups = [self._groups[i] for i in permutation(len(self._groups), self._seed)]
         self.item_types = columns.item_types
@@ -112,6 +118,15 @@ class ParquetFiles(FileSource):
 
     def _open(self, file: SourceFile) -> pq.ParquetFile:
         return open_parquet(file, self._storage)
+
+
+def _kind_of(kind: pa.DataType) -> str:
+    """Return what a column holds, for comparing files; "" where its values become bytes of a field, or are all NULL."""
+    kinds = {
+        "number": (pa.types.is_integer, pa.types.is_floating), "boolean": (pa.types.is_boolean,),
+        "text": (pa.types.is_string, pa.types.is_large_string), "list": (pa.types.is_list, pa.types.is_large_list),
+    }  # fmt: skip
+    return next((name for name, checks in kinds.items() if any(check(kind) for check in checks)), "")
 
 
 def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:

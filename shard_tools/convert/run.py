@@ -11,7 +11,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from shard_tools.convert.base.class_folders import save_classes
 from shard_tools.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.convert.pack import Destination, pack, refuse_overlap
 from shard_tools.convert.recode import ImageOptions, Reencoded
@@ -20,6 +19,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.arguments import did_you_mean
 from streaming.errors import ConfigError
+from streaming.schema.value import Schema
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
 
@@ -41,6 +41,7 @@ class RecordOptions(ShardOptions):
         allow_unfinished: Take what is there of shards that are still being written.
         part: The split to take, of a source that has several.
         config: The configuration to take, of a source that has several.
+        unlike_columns: Take files of unlike columns as they are, and log it.
     """
 
     kind: str = "auto"
@@ -52,6 +53,7 @@ class RecordOptions(ShardOptions):
     allow_unfinished: bool = False
     part: str | None = None
     config: str | None = None
+    unlike_columns: bool = False
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -80,7 +82,8 @@ class RecordOptions(ShardOptions):
         options = SourceOptions(
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
             num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
-            allow_unfinished=self.allow_unfinished, part=self.part, config=self.config, **how,
+            allow_unfinished=self.allow_unfinished, part=self.part, config=self.config,
+            unlike_columns=self.unlike_columns, **how,
         )  # fmt: skip
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
@@ -193,7 +196,7 @@ def convert(
         command=("convert", source if isinstance(source, str) else ", ".join(source)),
         identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
         columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *options.columns))),
-        notes=lambda: save_classes(place.directory, classes, storage) if classes else None,
+        schema=getattr(reader, "meaning", Schema()),
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),

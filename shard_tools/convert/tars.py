@@ -7,17 +7,21 @@ import contextlib
 import itertools
 from collections.abc import Generator, Iterator
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 
 from shard_tools.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.convert.base.files import SourceFile, find_files, is_folder
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
+from streaming.catalog.build import read_schema
 from streaming.catalog.listing import StorageAhead
 from streaming.catalog.unfinished import Marks
 from streaming.catalog.urls import folders_of
 from streaming.errors import ConfigError
-from streaming.storage import Storage
+from streaming.schema.meeting import RESHARD, met
+from streaming.schema.value import Schema
+from streaming.storage import Storage, redact, split_url
 from streaming.tar.passed_over import is_note, why_no_sample
 from streaming.tar.samples import iter_samples
 from streaming.tar.scanner import TarScanner
@@ -50,6 +54,17 @@ class TarFiles(CountedFiles):
         self._max_gzip_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         self._numbered = options.key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}
+
+    @property
+    def meaning(self) -> Schema:
+        """What the sets mean whose shards are read; their bytes are copied, so they must mean the same.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        homes = dict.fromkeys(split_url(file.url)[0] for file in self.files)
+        found = {redact(home): read_schema(self._storage, home).without_late() for home in homes}
+        return replace(met(found, cure=RESHARD).schema, columns={})
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

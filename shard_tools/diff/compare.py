@@ -29,6 +29,7 @@ from shard_tools.diff.sides import IndexedSide, Side, open_side
 from shard_tools.diff.spill import KeyedRows
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
+from streaming.schema.meeting import contradiction
 from streaming.storage import Storage
 from streaming.types import Int64Array
 
@@ -57,6 +58,7 @@ class DiffReport(Report):
         num_only_b: Number of samples that only B has.
         num_changed: Number of samples with other content.
         fields: Number of changed samples by field.
+        schema: What the sets do not mean alike, though their bytes may be the same.
         columns: How columns differ; None: a set without an index has none to compare.
         shards: How the shards differ, which is no difference by itself.
         repeated: Samples of A and of B whose key occurs more than once in their set, as far as they were looked at.
@@ -80,6 +82,7 @@ class DiffReport(Report):
     unindexed: tuple[str, ...]
     num_read_bytes: int
     seconds: float
+    schema: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +279,11 @@ class _Comparison:
         a, b = self._sides
         columns = None if self._indexed is None else ColumnChanges.of(self._columns)
         only_a, only_b = self._only
+        schema = _unlike(a, b)
         is_same = not (only_a.total or only_b.total or self._changed.total)
         return DiffReport(
-            equal=is_same and (columns is None or columns.is_none),
+            equal=is_same and (columns is None or columns.is_none) and not schema,
+            schema=schema,
             only_a=tuple(_keys(only_a)),
             only_b=tuple(_keys(only_b)),
             changed=tuple(ChangedSample(key=key, fields=names) for _, (key, names) in self._changed.entries),
@@ -296,6 +301,13 @@ class _Comparison:
             num_read_bytes=self._num_read_bytes,
             seconds=seconds,
         )
+
+
+def _unlike(a: Side, b: Side) -> tuple[str, ...]:
+    """Return, in words, what two sets do not mean alike."""
+    sets = {f"{name} ({home})": schema for name, side in (("A", a), ("B", b)) for home, schema in side.schemas.items()}
+    conflict = contradiction(sets)
+    return () if conflict is None else tuple(map(str, conflict.differences))
 
 
 def _keys(listed: _Listed) -> Iterator[str]:

@@ -21,6 +21,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values
 from streaming.index.files import is_sealed, read_footer
 from streaming.index.sample_table import SampleTable, Spans
+from streaming.schema.value import Schema
 from streaming.storage import Storage, redact
 from streaming.tar.samples import iter_samples
 from streaming.types import Int64Array
@@ -48,12 +49,14 @@ class Side:
         storage: Their store.
         sizes: Bytes of each shard.
         late: Its late columns: none without an index.
+        schemas: What it says that it means, by directory of the index as shown.
     """
 
     urls: tuple[str, ...]
     storage: Storage
     sizes: tuple[int, ...]
     late: Mapping[str, LateColumn] = field(default_factory=dict)
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -179,4 +182,5 @@ def open_side(url: str, storage: Storage, index_url: str | None, *, allow_unfini
         late = opened.late_columns(storage)
     except StorageError:  # a store that cannot list
         late = {}
-    return IndexedSide(urls=shards, storage=storage, sizes=sizes, late=late, opened=opened)
+    schemas = {redact(home): schema for home, schema in opened.schemas(storage).items()}
+    return IndexedSide(urls=shards, storage=storage, sizes=sizes, late=late, opened=opened, schemas=schemas)

@@ -16,6 +16,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import open_set
 from streaming.errors import ConfigError, NotFoundError
+from streaming.schema.meeting import RESHARD, met
 from streaming.storage import Storage, join_url, redact
 
 Files: TypeAlias = "Callable[[ExportJob, Progress], Iterator[tuple[str, bytes]]]"
@@ -105,7 +106,8 @@ def export(
             f"with `shard_tools reshard … {name} …`"
         )
     storage = Storage(storage_options)
-    opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished)
+    opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished, meets=False)
+    met({redact(home): schema for home, schema in opened.schemas(storage).items()}, cure=RESHARD)
     job = ExportJob(opened=opened, storage=storage, target=target.rstrip("/") or target, options=options)
     progress.start(total_bytes=None, total=len(opened.urls))
     if chosen.files is not None:

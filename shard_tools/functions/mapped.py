@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from shard_tools.convert.base.identity import Origins, SourceIdentity, SourceStorage
 from shard_tools.convert.base.records import Record, ShardOptions
-from shard_tools.convert.journal import carry_notes
 from shard_tools.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
 from shard_tools.functions.produce import Given, Produce
 from shard_tools.functions.run import FunctionReport, Running, pack_made
@@ -23,16 +22,17 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import BadList
 from shard_tools.sets.open_set import READ_THREADS, open_set, table_of_shard
 from shard_tools.sets.pieces import ShardPieces
+from shard_tools.sets.rewrite.meaning import Retold
 from shard_tools.sets.rewrite.selection import ShardPart, Taken, select
 from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.batches.bad_file import shown_url
-from streaming.catalog.build import home_of
 from streaming.decode import decode_field, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError
 from streaming.filters.select import late_names
 from streaming.index.columns import KEY
 from streaming.index.sample_table import SampleTable
 from streaming.index.where import unknown_column
+from streaming.schema.joined import Classes
 from streaming.storage import Storage, redact, split_url
 from streaming.tar.blocks import is_meta
 from streaming.types import Int64Array
@@ -53,6 +53,7 @@ class MapOptions(ShardOptions):
         columns: Late columns that the new sample tables hold, beside the columns of the old ones.
         index_url: Location of the source's index, if not beside its shards.
         allow_unfinished: Take what is there of a source that is not whole.
+        classes: ``"union"``: write the numbers of classes of several sets by name.
     """
 
     fields: tuple[str, ...] | None = None
@@ -61,6 +62,7 @@ class MapOptions(ShardOptions):
     columns: tuple[str, ...] = ()
     index_url: str | None = None
     allow_unfinished: bool = False
+    classes: Classes = None
 
 
 def map_set(
@@ -105,7 +107,7 @@ def map_set(
     for one in sources:
         refuse_overlap(one, place)
         warn_of_nesting(one, place)
-    inputs, versions = _selected(sources, place, options, storage, storage_options)
+    inputs, versions, retold = _selected(sources, place, options, storage, storage_options)
     names = tuple(dict.fromkeys((*inputs.taken.columns, *options.columns)))
     work = Produce(
         function=MapCall(function=function, fields=options.fields), read=inputs.read,
@@ -113,24 +115,26 @@ def map_set(
     )  # fmt: skip
     identity = {
         **options.identity(), "function": identity_of(function), "columns": list(names), "late": versions,
-        "fields": None if options.fields is None else sorted(options.fields),
+        "fields": None if options.fields is None else sorted(options.fields), **retold.identity(),
     }  # fmt: skip
-    home = home_of(inputs.urls[0], options.index_url)
     return pack_made(
         work, inputs, place, options, running=running or Running(), progress=progress or NoProgress(),
         command=("map", " ".join(sources)), identity=identity, storage_options=storage_options,
-        notes=lambda: carry_notes(home, storage, place.directory, storage),
+        schema=retold.schema(names),
     )  # fmt: skip
 
 
 def _selected(
     sources: list[str], place: Destination, options: MapOptions, storage: Storage,
     storage_options: Mapping[str, object] | None,
-) -> tuple[SampleInputs, dict[str, str]]:  # fmt: skip
-    """Return the samples that are taken, and the versions of late columns that are kept."""
+) -> tuple[SampleInputs, dict[str, str], Retold]:  # fmt: skip
+    """Return the samples that are taken, the versions of late columns that are kept, and what they mean."""
     shards = open_set(
-        sources, storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished
+        sources, storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished,
+        meets=False,
     )  # fmt: skip
+    retold = Retold.of(shards, storage, classes=options.classes, fields=None)
+    retold.check_selected(shards, storage, where=options.where, view=options.view)
     late = shards.late_columns(storage, options.columns)
     taken = select(
         shards, storage, kept=shards.kept(storage, where=options.where, view=options.view), late=[*late.values()],
@@ -146,12 +150,12 @@ def _selected(
         )
     read = _ReadShards(
         urls=shards.urls, index_url=options.index_url, storage_options=storage_options,
-        scanned=shards.scanned is not None,
+        scanned=shards.scanned is not None, retold=retold,
     )  # fmt: skip
     inputs = SampleInputs(
         taken=taken, urls=shards.urls, fingerprint=shards.chunks.fingerprint, read=read, storage=storage
     )
-    return inputs, {name: column.version for name, column in sorted(late.items())}
+    return inputs, {name: column.version for name, column in sorted(late.items())}, retold
 
 
 _Rows = tuple[int, Int64Array, dict[str, pa.Array]]
@@ -227,6 +231,7 @@ class _ReadShards:
     index_url: str | None
     storage_options: Mapping[str, object] | None
     scanned: bool
+    retold: Retold
 
     def __call__(self, part: list[_Rows]) -> Iterator[Given]:
         storage = Storage(self.storage_options)
@@ -237,7 +242,7 @@ class _ReadShards:
                 pieces=ShardPieces.of(url, table), rows=rows, sizes=np.diff(table.record_starts)[rows], columns=columns,
                 keys=None, present=None, first=0, samples=partial(_itself, table),
             )  # fmt: skip
-            for row, found in zip(rows.tolist(), _records(whole, storage), strict=True):
+            for row, found in zip(rows.tolist(), _records(whole, storage, self.retold), strict=True):
                 error = found if isinstance(found, DataError) else None
                 yield Given(
                     value=(url, found), error=error, url=shown_url(url), key=table.keys[row], number_in_shard=row
@@ -248,7 +253,7 @@ def _itself(table: SampleTable) -> SampleTable:
     return table
 
 
-def _records(part: ShardPart, storage: Storage) -> Iterator[Record | DataError]:
+def _records(part: ShardPart, storage: Storage, retold: Retold) -> Iterator[Record | DataError]:
     """Yield the record of each row; where a row is damaged, its error."""
     done = 0
     while done < part.rows.size:
@@ -257,7 +262,8 @@ def _records(part: ShardPart, storage: Storage) -> Iterator[Record | DataError]:
             num_filtered=0, not_found=(),
         )  # fmt: skip
         source = ShardSource(
-            taken, None, storage, fingerprint="", fields=None, window_bytes=_WINDOW_BYTES, num_threads=1
+            taken, None, storage, fingerprint="", fields=None, window_bytes=_WINDOW_BYTES, num_threads=1,
+            changes=retold.of_shard if retold.by_home else None,
         )  # fmt: skip
         try:
             for record in source.records(0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from shard_tools.running.processes import DEFAULT_MEMORY_BYTES, ProcessRunner
 from shard_tools.running.progress import NoProgress, Progress, progress_bar
 from shard_tools.running.report import Report
 from shard_tools.write.columns import ColumnSpec, parse_columns
-from shard_tools.write.writer import DEFAULT_MAX_BYTES
+from shard_tools.write.writer import DEFAULT_MAX_BYTES, checked_schema
 from streaming.arguments import (
     check_choice,
     checked_count,
@@ -170,6 +170,7 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
     target: str | os.PathLike[str],
     *,
     columns: ColumnSpec = None,
+    classes: Mapping[str, Sequence[str]] | None = None,
     workers: int | None = None,
     engine: str = "local",
     max_bytes: int | str = DEFAULT_MAX_BYTES,
@@ -203,6 +204,7 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
             ends in ``.txt`` or ``.jsonl``, or ``shard_tools.lines(path)``). Samples come decoded, as from the dataset.
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         columns: Values for the sample table, as for ``ShardWriter``, taken from what ``fn`` returns.
+        classes: Names of classes by field, as for ``ShardWriter``. Default: those of the set that the inputs are.
         workers: Processes (default: one per core), or calls in progress on Ray (64). 0: in this process, for debuggers.
         engine: ``"local"`` or ``"ray"``. The process that calls this writes.
         max_bytes: Maximum size of a shard.
@@ -254,10 +256,11 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
         work = Produce(function=fn, read=given.read, columns=sources, name=name_of(fn))
         told = {name: one if isinstance(one, str) else identity_of(one) for name, one in sources.items()}
         identity = {**options.identity(), "function": identity_of(fn), "columns": told}
+        schema = checked_schema(getattr(given, "classes", {}) if classes is None else classes, columns)
         return pack_made(
             work, given, Destination.of(os.fspath(target)), options, running=running, progress=progress,
             command=("optimize", work.name), identity=identity, restart="overwrite=True",
-            storage_options=storage_options,
+            storage_options=storage_options, schema=schema,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,12 @@ class SetInputs:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    @property
+    def classes(self) -> Mapping[str, Sequence[str]]:
+        """The names of its classes by field, if it says any: a function that keeps a number keeps its meaning."""
+        names: Mapping[str, Sequence[str]] = getattr(self._dataset, "class_names", {})
+        return names
 
     def identity(self) -> dict[str, object]:
         """Return the set's fingerprint."""

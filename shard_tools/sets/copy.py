@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -13,10 +14,7 @@ import crc32c
 import numpy as np
 
 from shard_tools.convert.journal import (
-    NOTES,
     TargetNotEmptyError,
-    carry_notes,
-    note_at,
     save_journal,
     whole_journal,
 )
@@ -24,10 +22,20 @@ from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nestin
 from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.open_set import relative_names, shards_beside
+from shard_tools.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.sets.target import TargetContents
+from shard_tools.write.above import meet_above
 from shard_tools.write.mark import TargetMark, digest_of_work
-from streaming.catalog.build import home_of, in_order, load_tables, read_chunks, samples_url, shard_name
+from streaming.catalog.build import (
+    home_of,
+    in_order,
+    load_tables,
+    read_chunks,
+    read_schema,
+    samples_url,
+    shard_name,
+    write_schema,
+)
 from streaming.errors import (
     ChecksumError,
     ConfigError,
@@ -40,10 +48,13 @@ from streaming.errors import (
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import is_sealed
-from streaming.index.layout import UNFINISHED_FILE, chunks_path, samples_path
+from streaming.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
+from streaming.schema.joined import SchemaConflict, joined
+from streaming.schema.value import Schema
 from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 
+_log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20  # read at a time after the last chunk: the end-of-archive mark, usually one or a few KiB
 _TABLE_THREADS = 16  # at least: sample tables are small files
 
@@ -154,8 +165,7 @@ def copy(
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
     mark = _mark_of(shards, here, " ".join(sources), None if marks else len(shards))
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
-    if not overwrite:
-        _check_notes(shards, there, here, index_url, contents)
+    meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
     calls = Calls(workers=workers, executor=executor, progress=progress)
     right = _find_right(shards, contents, here, calls, overwrite=overwrite)
     missing = [shard for shard in shards if shard.target not in right]
@@ -164,7 +174,7 @@ def copy(
     marked = join_url(split_url(shards[0].target)[0] or ".", UNFINISHED_FILE)
     shared = [(there, shards[0].source), (here, marked)]
     list(calls.map(partial(_bring, there, here), missing, shared=shared))
-    num_without = _copy_index(shards, there, here, index_url, calls)
+    num_without = _copy_index(shards, meanings, there, here, index_url, calls)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
         mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
@@ -181,15 +191,16 @@ def copy(
 
 
 def _copy_index(
-    shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, calls: Calls
+    shards: Sequence[_Shard], meanings: Mapping[str, Schema], there: Storage, here: Storage, index_url: str | None,
+    calls: Calls,
 ) -> int:  # fmt: skip
-    """Write sample tables, then notes, then the chunk tables; return how many shards have no sample table."""
+    """Write sample tables, what the sets mean, and the chunk tables; return how many shards have no sample table."""
     small = Calls(workers=max(calls.workers, _TABLE_THREADS), executor=calls.executor)
     shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
     num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
     homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
     for home, directory in homes.items():
-        carry_notes(home, there, directory, here)
+        write_schema(here, directory, meanings[directory])
         mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
         with suppress(IndexFormatError):  # which `verify` of the source reports
             journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))
@@ -230,24 +241,35 @@ def _mark_of(shards: Sequence[_Shard], here: Storage, source: str, num_shards: i
     )  # fmt: skip
 
 
-def _check_notes(
-    shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, contents: TargetContents
-) -> None:
-    """Refuse a target that numbers classes, or describes tokens, in another way than the source.
+def _meet(
+    shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, contents: TargetContents, *,
+    overwrite: bool,
+) -> dict[str, Schema]:  # fmt: skip
+    """Return what is to be written of the meaning of each directory at the target.
+
+    Whatever else the copies will be read with, since it lies above them, must not mean something else.
 
     Raises:
-        TargetNotEmptyError: It does.
+        TargetNotEmptyError: The target numbers classes, or describes tokens, in another way than the source.
+        ConfigError: A set above the target does.
     """
-    for shard in {split_url(shard.target)[0]: shard for shard in shards}.values():
-        for name in NOTES:
-            url = join_url(split_url(shard.target)[0], name)
-            if url in contents.sizes and bytes(here.read(url)) != note_at(
-                home_of(shard.source, index_url), name, there
-            ):
-                raise TargetNotEmptyError(
-                    f"{redact(url)} belongs to another set: the source has none, or a different one; give another "
-                    "target, or replace it with --overwrite"
-                )
+    homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
+    sets = {directory: read_schema(there, home).without_late() for directory, home in homes.items()}
+    for finding in unlike_sets([*dict.fromkeys(homes.values())], there):
+        _log.warning("%s; %s", finding.what, finding.cure)
+    found = {}
+    for directory, one in sets.items():
+        has_schema = join_url(directory, SCHEMA_FILE) in contents.sizes
+        known = read_schema(here, directory) if has_schema and not overwrite else Schema()
+        both = joined({redact(homes[directory]): one, redact(directory): known})
+        if isinstance(both, SchemaConflict):
+            raise TargetNotEmptyError(
+                f"{redact(join_url(directory, SCHEMA_FILE))} belongs to another set: {both}; give another target, or "
+                "replace it with --overwrite"
+            )
+        found[directory] = both
+        meet_above(directory, both, here)
+    return found
 
 
 def _find_right(

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from shard_tools.convert.base.class_folders import CLASSES
 from shard_tools.convert.journal import NAME, SOURCES, load_journal, load_sources
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
-from streaming.catalog.build import home_of
+from streaming.catalog.build import home_of, read_schema
 from streaming.errors import AccessDeniedError, DataError, IndexFormatError, NotFoundError, StorageError
 from streaming.filters.late_columns import ColumnDocument, LateColumn, read_values
 from streaming.filters.views import View
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import is_sealed, read_note
+from streaming.index.files import is_sealed
 from streaming.index.layout import (
-    TOKENS_FILE,
+    SCHEMA_FILE,
     column_document_path,
     column_of_document_path,
     columns_directory,
@@ -71,16 +70,11 @@ def _finding(kind: str, url: str, error: Exception) -> Finding:
 
 def _documents(storage: Storage, home: str) -> list[tuple[str, _Check]]:
     """Return the checks of JSON documents, but for those of late columns."""
-    notes = [join_url(home, name) for name in (TOKENS_FILE, CLASSES)]
-    checks: list[tuple[str, _Check]] = [(url, partial(_check_note, storage, url)) for url in notes]
+    checks: list[tuple[str, _Check]] = [(join_url(home, SCHEMA_FILE), partial(read_schema, storage, home))]
     checks.append((join_url(home, NAME), partial(load_journal, home, storage)))
     checks.append((join_url(home, SOURCES), partial(load_sources, home, storage)))
     views = [url for url in _listed(storage, join_url(home, views_directory())) if url.endswith(".json")]
     return checks + [(url, partial(_check_view, storage, url)) for url in views]
-
-
-def _check_note(storage: Storage, url: str) -> None:
-    storage.read_parsed(url, read_note, is_sealed)
 
 
 def _check_view(storage: Storage, url: str) -> None:

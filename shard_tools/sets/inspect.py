@@ -180,7 +180,7 @@ def info(
         NotFoundError: Nothing matches ``urls``.
     """
     progress = progress or NoProgress()
-    shards = open_set(urls, storage, index_url, allow_unfinished=True)
+    shards = open_set(urls, storage, index_url, allow_unfinished=True, meets=False)
     chunks = shards.chunks
     findings = [] if allow_unfinished else unfinished(shards.marks)
     progress.start(total_bytes=None, total=len(shards.urls))
@@ -207,7 +207,7 @@ def info(
         index=_where(shards, urls),
         has_index=shards.scanned is None,
         fingerprint=chunks.fingerprint,
-        findings=(*findings, *broken, *unlike),
+        findings=(*findings, *broken, *unlike, *shards.unlike(storage)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
-from streaming.catalog.build import load_index, no_samples, samples_url
+from streaming.catalog.build import load_index, no_samples, read_schema, samples_url
 from streaming.catalog.open import OpenShards
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.unfinished import Mark, expand_whole
@@ -24,9 +25,12 @@ from streaming.index.columns import Values
 from streaming.index.files import is_sealed
 from streaming.index.sample_table import SampleTable
 from streaming.index.selection import Selection
+from streaming.schema.meeting import RESHARD, contradiction, cure_of
+from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, redact, split_query, split_url
 from streaming.types import SHARD_SUFFIXES, DuplicateKeys, Int64Array
 
+_log = logging.getLogger(__name__)
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
 _REQUESTS = 32  # for sizes; they wait for the store, not for the CPU
 _MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; beyond it, indexing once is the cure
@@ -61,6 +65,18 @@ class OpenSet:
     def homes(self) -> list[str]:
         """Directories of the indexes."""
         return homes_of(self.urls, self.index_url)
+
+    def schemas(self, storage: Storage) -> dict[str, Schema]:
+        """Return what the set of each directory says that it means.
+
+        Raises:
+            IndexFormatError: One of them is damaged.
+        """
+        return {home: read_schema(storage, home) for home in self.homes}
+
+    def unlike(self, storage: Storage) -> list[Finding]:
+        """See :func:`unlike_sets`."""
+        return unlike_sets(self.homes, storage)
 
     def kept(
         self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None
@@ -98,10 +114,13 @@ def open_set(
     exclude: str | None = None,
     duplicate_keys: DuplicateKeys = "keep",
     allow_unfinished: bool = False,
+    meets: bool = True,
 ) -> OpenSet:
     """Open the shards at ``urls``, except those below ``exclude``, with their index.
 
     Small sets without one are scanned.
+
+    What several sets among them do not mean alike is logged, unless the caller lets them meet itself.
 
     Duplicate keys are kept unless ``duplicate_keys`` says otherwise, so that inspection shows them.
 
@@ -112,12 +131,29 @@ def open_set(
     """
     shards, marks = shards_beside(urls, storage, exclude, allow_unfinished=allow_unfinished)
     try:
-        chunks = load_index(storage, shards, index_url)
-        return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url, marks=marks)
+        chunks, scanned = load_index(storage, shards, index_url), None
     except IndexMissingError as missing:
         scanned = _read_all(shards, storage, missing, duplicate_keys)
-    chunks = ChunkTable.concat([table.chunks for table in scanned])
-    return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url, marks=marks)
+        chunks = ChunkTable.concat([table.chunks for table in scanned])
+    opened = OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url, marks=marks)
+    for finding in opened.unlike(storage) if meets else ():
+        _log.warning("%s; %s", finding.what, finding.cure)
+    return opened
+
+
+def unlike_sets(homes: Sequence[str], storage: Storage) -> list[Finding]:
+    """Return a finding if sets, given by the directories of their indexes, do not mean the same.
+
+    What one of them does not say is logged.
+    """
+    if len(homes) < 2:
+        return []
+    found = map_ordered(lambda home: read_schema(storage, home), homes, READ_THREADS)
+    conflict = contradiction({redact(home): schema for home, schema in zip(homes, found, strict=True)})
+    if conflict is None:
+        return []
+    what = f"these sets do not mean the same: {conflict}"
+    return [Finding(kind="schema", shard=homes[0], what=what, cure=cure_of(conflict, RESHARD))]
 
 
 def shards_beside(

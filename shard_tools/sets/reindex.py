@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -15,18 +16,29 @@ from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from shard_tools.sets.index_files import check_beside
-from shard_tools.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of
+from shard_tools.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of, unlike_sets
 from shard_tools.write.mark import unmark
-from streaming.catalog.build import home_of, index_shards, read_chunks, samples_url, shard_name
+from streaming.catalog.build import (
+    home_of,
+    index_shards,
+    read_chunks,
+    read_schema,
+    samples_url,
+    shard_name,
+    write_schema,
+)
 from streaming.catalog.unfinished import expand_whole
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
 from streaming.index.files import is_sealed
 from streaming.index.layout import chunks_path, samples_path
+from streaming.schema.meeting import RESHARD, met
+from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.tar.passed_over import PassedOver
 from streaming.types import DuplicateKeys, Int64Array
 
+_log = logging.getLogger(__name__)
 _MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
 _SHOWN = 5
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
@@ -133,12 +145,14 @@ def index(
     Raises:
         UnfinishedError: The shards are those of a set that is not whole.
         DataError: A shard is damaged; the others are indexed, and the next run reads only what is missing.
-        ConfigError: A shard is compressed, or the index at ``index_url`` is that of another folder.
+        ConfigError: A shard is compressed; sets that get one index contradict each other; or the index at
+            ``index_url`` is that of another folder.
         StorageError: A store failed.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
     shards, marks = expand_whole(urls, storage, allow_unfinished=allow_unfinished)
+    schema = _meet(shards, storage, index_url)
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
@@ -159,6 +173,8 @@ def index(
         {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
         damage_only=True,
     )  # fmt: skip
+    if index_url is not None and schema != read_schema(storage, index_url):
+        write_schema(storage, index_url, schema)
     for mark in marks if index_url is None else ():
         unmark(storage, mark.directory, also_writers=True)
     columns, num_again, first_again = _compare_tables(
@@ -183,6 +199,22 @@ def index(
         num_passed_over=told.passed_over.num_files,
         first_passed_over=told.passed_over.first,
     )
+
+
+def _meet(shards: Sequence[str], storage: Storage, index_url: str | None) -> Schema:
+    """Return what sets mean that get one index, with what that index says; of sets with their own there is a warning.
+
+    Raises:
+        ConfigError: Sets that get one index contradict each other.
+    """
+    folders = [*dict.fromkeys(split_url(url)[0] for url in shards)]
+    if index_url is None:
+        for finding in unlike_sets(folders, storage):
+            _log.warning("%s; %s", finding.what, finding.cure)
+        return Schema()
+    sets = {redact(folder): read_schema(storage, folder) for folder in [index_url, *folders]}
+    said = {place: schema for place, schema in sets.items() if schema}
+    return met(said, cure=RESHARD).schema
 
 
 def _compare_tables(

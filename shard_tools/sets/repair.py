@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +16,9 @@ from shard_tools.sets.open_set import load_samples, relative_names, sizes_of
 from shard_tools.sets.target import TargetContents
 from shard_tools.write.mark import TargetMark, digest_of_work
 from streaming.arguments import counted
-from streaming.catalog.build import index_shards
+from streaming.catalog.build import home_of, index_shards, read_schema, write_schema
 from streaming.catalog.unfinished import expand_whole
-from streaming.errors import ConfigError, DataError, TarError
+from streaming.errors import ConfigError, DataError, IndexFormatError, TarError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.blocks import (
@@ -42,6 +43,7 @@ from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 from streaming.tar.walk import plain_name
 
 _WINDOW_BYTES = 8 << 20  # read at once
+_log = logging.getLogger(__name__)
 _HARD_LINK = ord("1")
 
 
@@ -159,8 +161,18 @@ def repair(
     if written:
         mark.begin_once()
         index_shards(storage, written, force=True, duplicate_keys="keep")
+        _carry_schemas({split_url(goal)[0]: home_of(url, index_url) for url, goal, _ in todo}, storage)
         mark.finish()
     return RepairReport(target=folder, shards=tuple(done[url] for url in shards))
+
+
+def _carry_schemas(homes: Mapping[str, str], storage: Storage) -> None:
+    """Write what sets mean beside what is left of them, by the directories of both; one that is damaged is lost."""
+    for directory, home in homes.items():
+        try:
+            write_schema(storage, directory, read_schema(storage, home).without_late())
+        except IndexFormatError as error:
+            _log.warning("%s; what the set means is lost: number its classes, or describe its tokens, again", error)
 
 
 def _goals(shards: Sequence[str], folder: str) -> list[str]:

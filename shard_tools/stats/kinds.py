@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import Final
 
 from shard_tools.write.filetypes import file_type
+from streaming.schema.kinds import kind_by_name
 
-_BY_KIND: Final = {
-    "image": "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 jxl",
-    "audio": "wav flac mp3 ogg opus m4a aac",
-    "video": "mp4 webm mkv avi mov m4v mpg mpeg",
-    "text": "txt text transcript",
-    "json": "json jsn",
-    "tensor": "npy npz safetensors sft",
-    "class": "cls cls2",
-    "number": "index inx id int float",
-    "tokens": "tok",
-    "msgpack": "msgpack mp msg",
-    "pickle": "pyd pickle pkl pth pt",
+_WORDS: Final = {"array": "tensor", "integer": "number", "float": "number"}
+"""Kinds that are called by other names here than in a schema."""
+_OTHERS: Final = {
+    **dict.fromkeys(("cls", "cls2"), "class"),
+    "tok": "tokens",
+    **dict.fromkeys(("msgpack", "mp", "msg"), "msgpack"),
+    **dict.fromkeys(("pyd", "pickle", "pkl", "pth", "pt"), "pickle"),
 }
-_BY_EXTENSION: Final = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
+"""Extensions whose kind is told more closely here, or which a schema does not tell."""
 CLASS_NAMES: Final = frozenset(
     {"cls", "cls2", "class", "class_name", "classes", "label", "labels", "category", "target"}
 )
@@ -29,14 +25,16 @@ UNKNOWN: Final = "bytes"
 
 def kind_of(field: str) -> str:
     """Return the kind that the name of a field says; ``"bytes"`` if none."""
-    return _BY_EXTENSION.get(field.lower().rpartition(".")[2], UNKNOWN)
+    extension = field.lower().rpartition(".")[2]
+    kind = kind_by_name(extension)
+    return _OTHERS.get(extension) or _WORDS.get(kind, kind) or UNKNOWN
 
 
 def kind_of_value(data: bytes, *, is_cut: bool) -> str:
     """Return the kind that a value of no known name looks like, from its beginning."""
     found = file_type(data)
     if found:
-        return _BY_EXTENSION.get(found, UNKNOWN)
+        return kind_of(found)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_tools.convert.journal import note_at
 from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.inspect import shards_unlike_index
@@ -22,8 +21,7 @@ from shard_tools.stats.totals import Totals
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import Subset
-from streaming.index.files import read_note
-from streaming.index.layout import TOKENS_FILE, chunks_path
+from streaming.index.layout import chunks_path
 from streaming.index.selection import Selection
 from streaming.storage import Storage, join_url, redact
 from streaming.types import Int64Array
@@ -97,7 +95,7 @@ def stats(
     options = options or StatsOptions()
     progress = progress or NoProgress()
     _refuse_mixtures(urls)
-    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished, meets=False)
     kept = shards.kept(storage, where=options.where, view=options.view, subset=options.subset)
     late, beside = _late_columns(shards, storage)
     counts = _samples_of_shards(shards, kept)
@@ -117,6 +115,7 @@ def stats(
         chunk_bytes=rows.byte_end - rows.byte_start, chunk_samples=rows.num_samples,
         has_index=shards.scanned is None, unfinished=tuple(mark.state for mark in shards.marks),
         beside=(*beside, *totals.late_errors),
+        unlike=tuple(shards.unlike(storage)),
         gone=tuple(shards_unlike_index(shards, urls, storage)) if shards.scanned is None else (),
     )  # fmt: skip
     asked = {"where": options.where, "view": options.view, "subset": options.subset}
@@ -172,14 +171,12 @@ def _late_columns(shards: OpenSet, storage: Storage) -> tuple[list[LateColumn], 
         return [], ()
 
 
-def _token_bytes(shards: OpenSet, storage: Storage) -> Mapping[str, int]:
-    """Return the width of the tokens of a field, as ``tokens.json`` beside the index says it."""
-    content = note_at(shards.homes[0], TOKENS_FILE, storage)
-    if content is None:
-        return {}
-    note = read_note(content, redact(join_url(shards.homes[0], TOKENS_FILE)))
-    width = _WIDTHS.get(str(note.get("dtype")))
-    return {str(note.get("field")): width} if width else {}
+def _token_bytes(shards: OpenSet, storage: Storage) -> Mapping[str, Mapping[str, int]]:
+    """Return the width of the tokens of each field, by directory of the index."""
+    return {
+        home: {name: _WIDTHS[one.dtype] for name, one in schema.tokens.items()}
+        for home, schema in shards.schemas(storage).items()
+    }
 
 
 def _samples_of_shards(shards: OpenSet, kept: Selection | None) -> Int64Array:

@@ -16,6 +16,7 @@ from shard_tools.stats.kinds import kind_of
 from shard_tools.stats.looks import CutError, head_bytes, look
 from shard_tools.stats.sketches import Distribution
 from shard_tools.stats.totals import EXAMPLES, ColumnTotals, FieldTotals, Looked, Totals
+from streaming.catalog.build import home_of
 from streaming.errors import AccessDeniedError, DataError, NotFoundError, StorageError
 from streaming.filters.late_columns import LateColumn, read_values
 from streaming.index.chunk_table import ChunkTable
@@ -64,7 +65,7 @@ class ShardReader:
         storage: Store of the set.
         index_url: Location of its index, if not beside the shards.
         late: Late columns.
-        token_bytes: Width of the tokens of a field, where the set says it.
+        token_bytes: Width of the tokens of a field, where the set says it, by directory of the index.
         reads_all: Whether the bytes of all samples are read, and so small values are compared.
         seed: Seed of all that is random.
     """
@@ -72,7 +73,7 @@ class ShardReader:
     storage: Storage
     index_url: str | None
     late: Sequence[LateColumn]
-    token_bytes: Mapping[str, int]
+    token_bytes: Mapping[str, Mapping[str, int]]
     reads_all: bool
     seed: int
 
@@ -131,14 +132,15 @@ class ShardReader:
             if sums is not None:
                 known = there[sums[there] >= 0]
                 one.add_checksums(all_sizes[known], sums[known])
-            width = self._token_bytes(name, table, there)
+            width = self._token_bytes(name, part.url, table, there)
             if width:
                 one.numbers.setdefault("tokens", Distribution()).add(of_field // width, draw)
 
-    def _token_bytes(self, field: str, table: SampleTable, rows: Int64Array) -> int:
+    def _token_bytes(self, field: str, url: str, table: SampleTable, rows: Int64Array) -> int:
         """Return the width of the tokens of a field; 0: it holds none, or nothing says."""
-        if field in self.token_bytes or kind_of(field) != "tokens" or "tokens" not in table.columns:
-            return self.token_bytes.get(field, 0)
+        said = self.token_bytes.get(home_of(url, self.index_url), {})
+        if field in said or kind_of(field) != "tokens" or "tokens" not in table.columns:
+            return said.get(field, 0)
         counts = table.columns["tokens"].take(pa.array(rows)).fill_null(0).to_numpy(zero_copy_only=False)
         some = int(np.argmax(counts))
         width = int(table.fields[field][1][rows[some]]) // int(counts[some]) if counts[some] > 0 else 0

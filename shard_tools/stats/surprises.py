@@ -60,6 +60,7 @@ class Facts:
         has_index: Whether there is a stored index.
         unfinished: Why the set is not whole, if it is not.
         beside: What cannot be read beside the index.
+        unlike: What several sets among them do not mean alike.
         gone: Shards that are missing, or have another size than the index says.
     """
 
@@ -73,6 +74,7 @@ class Facts:
     unfinished: tuple[str, ...]
     beside: tuple[str, ...]
     gone: tuple[Finding, ...] = ()
+    unlike: tuple[Finding, ...] = ()
 
     @property
     def place(self) -> str:
@@ -113,6 +115,10 @@ def _not_whole(facts: Facts) -> Iterator[Surprise]:
             what=f"{counted(len(facts.gone), 'shard')} not as the index says: {redact(first.shard)}: {first.what}",
             why="training refuses such a set, or passes over the samples of a shard that was cut off", cure=first.cure,
         )  # fmt: skip
+    for one in facts.unlike:
+        yield Surprise(
+            kind="schema", what=one.what, why="numbers of one set mean something else in another", cure=one.cure
+        )
     for what in facts.beside:
         yield Surprise(
             kind="beside", what=f"late columns cannot be read: {what}", why="filters and views that use them will fail",

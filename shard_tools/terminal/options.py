@@ -182,6 +182,7 @@ def source_options(command: Command) -> Command:
     decorators = (
         option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
         option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
+        option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
         option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
         option("--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."),
         option("--quality", type=click.IntRange(1, 100), help="Quality of re-encoded jpg and webp.  [default: 90]"),
@@ -212,6 +213,15 @@ def unfinished_option(command: Command) -> Command:
         "--allow-unfinished",
         is_flag=True,
         help="Take what is there of a set that is still being written, or whose writing was interrupted.",
+    )(command)
+
+
+def union_option(command: Command) -> Command:
+    """Add ``--classes``, for commands that write several sets as one."""
+    return click.option(
+        "--classes",
+        type=click.Choice(["union"]),
+        help="Sets that number classes in different ways: write the numbers by name, as those of one set.",
     )(command)
 
 

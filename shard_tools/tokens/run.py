@@ -21,7 +21,15 @@ from shard_tools.tokens.chat import ChatTemplate
 from shard_tools.tokens.documents import Reading, SetTally, Share, parse_shares
 from shard_tools.tokens.encode import DocumentEncoder, Encoder
 from shard_tools.tokens.ids import IdEncoder
-from shard_tools.tokens.source import FIELDS_ALONE, POSITION_COLUMN, TOKENS_COLUMN, TokenSource, check_kept, describe
+from shard_tools.tokens.source import (
+    FIELDS_ALONE,
+    POSITION_COLUMN,
+    TOKENS_COLUMN,
+    TokenSource,
+    check_kept,
+    describe,
+    meaning_of,
+)
 from shard_tools.tokens.tokenizer import (
     BYTES,
     Ends,
@@ -35,8 +43,8 @@ from shard_tools.tokens.tokenizer import (
 )
 from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, NotFoundError
-from streaming.index.files import is_sealed, write_document
-from streaming.index.layout import TOKENS_FILE, samples_path
+from streaming.index.files import is_sealed
+from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
 
@@ -358,11 +366,9 @@ def _packing(
     documents: TokenSource, place: Destination, source: str | Sequence[str], options: TokenizeOptions,
     storage_options: Mapping[str, object] | None,
 ) -> PackingRun:  # fmt: skip
-    """Look at the target of one set, whose index gets a note that describes its tokens."""
+    """Look at the target of one set, whose schema describes its tokens."""
     tokens = describe(documents.encoder)
     share = documents.reading.share
-    note = {"format": "shardstream-tokens", "version": 1, **tokens}
-    content = write_document(note)
     return PackingRun(
         documents,
         place,
@@ -382,7 +388,7 @@ def _packing(
             **tokens,
         },
         columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
-        notes=lambda: Storage(storage_options).put(join_url(place.directory, TOKENS_FILE), content),
+        schema=meaning_of(documents.encoder),
         position=POSITION_COLUMN,
         storage_options=storage_options,
         progress=_OwnCounts(documents.progress),

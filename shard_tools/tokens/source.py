@@ -19,6 +19,7 @@ from shard_tools.tokens.encode import DocumentEncoder, Encoded
 from shard_tools.tokens.messages import Conversation, RejectedError
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
+from streaming.schema.value import Schema, SchemaField, TokenizerKey, TokenMeaning
 
 TOKENS_FIELD, MASK_FIELD = "tok", "mask"
 FIELDS_ALONE = ("tars", "files")  # kinds whose records have fields, and no columns of a table
@@ -239,3 +240,15 @@ def describe(encoder: DocumentEncoder) -> dict[str, object]:
         "tokenizer": None if file is None else {"kind": file.kind, "sha256": file.sha256, "pattern": file.pattern},
         "chat_template": None if template is None else template.source,
     }
+
+
+def meaning_of(encoder: DocumentEncoder) -> Schema:
+    """Return what the tokens mean, as the schema of a set says it."""
+    template, file, ends = encoder.template, encoder.file, encoder.ends
+    made = None if file is None else TokenizerKey(kind=file.kind, sha256=file.sha256, pattern=file.pattern or "")
+    tokens = TokenMeaning(
+        tokenizer=made, vocab_size=ends.vocab_size, bos=() if ends.bos is None else (ends.bos,),
+        eos=() if ends.eos is None else (ends.eos,), mask=MASK_FIELD if encoder.masked else "", column=TOKENS_COLUMN,
+        chat_templates=() if template is None else (template.source,),
+    )  # fmt: skip
+    return Schema(fields={TOKENS_FIELD: SchemaField(kind="tokens", dtype=ends.dtype, tokens=tokens)})

@@ -14,19 +14,24 @@ import crc32c
 import numpy as np
 import pyarrow as pa
 
+from shard_tools.write.above import meet_above
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_array, column_value, follow, parse_columns
 from shard_tools.write.encode import Buffers
 from shard_tools.write.sample_runs import SampleRun
-from streaming.catalog.build import read_chunks, read_footer_of, shard_name
+from streaming.catalog.build import read_chunks, read_footer_of, read_schema, shard_name, write_schema
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import joined_type
 from streaming.index.cutter import ChunkCutter
 from streaming.index.large_members import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
+from streaming.index.sample_table import SampleTable, chunk_rows_from_footer, contents_from_footer
 from streaming.index.spans import SpanCutter, spans_of
-from streaming.storage import Storage, join_url
+from streaming.schema.joined import SchemaConflict, joined
+from streaming.schema.kinds import kind_by_name
+from streaming.schema.meeting import met
+from streaming.schema.value import Schema, SchemaColumn, SchemaField
+from streaming.storage import Storage, join_url, redact
 from streaming.tar.group import check_density
 from streaming.types import Int64Array
 
@@ -36,6 +41,7 @@ _log = logging.getLogger(__name__)
 _NUM_THREADS = 16
 _Types = Mapping[str, tuple[pa.DataType, str]]
 """The type of each column, and a shard that has it."""
+_SILENT = Schema()
 _PLAIN_TYPES = {bool, int, float, str, type(None)}
 
 
@@ -203,9 +209,12 @@ class IndexRecorder:
         directory: The shards' directory; empty for the working directory.
         index: Directory of the index (``streaming.index.layout``); None: the shards' own.
         columns: See ``ShardWriter``.
+        schema: What the writer is told of the meaning of what it writes; fields and types of columns are added.
     """
 
-    def __init__(self, storage: Storage, directory: str, *, index: str | None, columns: ColumnSpec) -> None:
+    def __init__(
+        self, storage: Storage, directory: str, *, index: str | None, columns: ColumnSpec, schema: Schema = _SILENT
+    ) -> None:
         self._storage = storage
         self._directory = directory or "."
         self._elsewhere = index
@@ -216,22 +225,43 @@ class IndexRecorder:
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
         self._tables: dict[str, ChunkTable] = {}
+        self._schema = schema
         ShardRecorder("", self._columns).table(0)  # refuses column names that the format reserves
 
     @classmethod
     def create(
-        cls, storage: Storage, directory: str, *, index: bool | str | os.PathLike[str], columns: ColumnSpec
-    ) -> Self | None:
+        cls, storage: Storage, directory: str, *, index: bool | str | os.PathLike[str], columns: ColumnSpec,
+        schema: Schema = _SILENT,
+    ) -> Self | None:  # fmt: skip
         """Return a recorder, or None if no index is wanted."""
         if index is False:
             if parse_columns(columns):
                 raise ConfigError("columns: they live in the sample table, which index=False leaves out")
+            if schema:
+                raise ConfigError("classes: their names are a part of the index, which index=False leaves out")
             return None
         if index is True:
-            return cls(storage, directory, index=None, columns=columns)
+            return cls(storage, directory, index=None, columns=columns, schema=schema)
         if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
             raise ConfigError(f"index: expected True, False or a URL, got {index!r}")
-        return cls(storage, directory, index=os.fspath(index), columns=columns)
+        return cls(storage, directory, index=os.fspath(index), columns=columns, schema=schema)
+
+    def check_beside(self) -> None:
+        """Compare what is going to be written with what the index says of shards that it has, and with sets above.
+
+        Raises:
+            ConfigError: They do not mean the same.
+        """
+        self._beside()
+        meet_above(self._index, self._schema, self._storage)
+
+    def _beside(self) -> Schema:
+        """Return what this writer's shards mean together with those that are there."""
+        there = read_schema(self._storage, self._index)
+        if not there:
+            return self._schema
+        both = {f"the set in {redact(self._index)}": there, "what is written into it": self._schema}
+        return met(both, cure="Number the classes as there, or write to a directory of their own").schema
 
     def column_values(self, sample: Mapping[str, object], key: str) -> tuple[ColumnValue, ...]:
         """Return the values of all columns for one sample."""
@@ -279,6 +309,7 @@ class IndexRecorder:
             return
         self._sealed = self._shard.table(size_bytes)
         self._types = _joined_types(self._types, self._sealed)
+        self._saw(list(self._sealed.fields), {name: str(one.type) for name, one in self._sealed.columns.items()})
         self._tell_of_empty(self._shard)
         self._shard = None
         if replaces:
@@ -310,11 +341,27 @@ class IndexRecorder:
             for name, size_bytes in self._sizes_below(self._directory, ".tar").items()
         }
         tables = dict(self._tables)
-        tables |= self._from_chunk_table(sizes, known=tables.keys())
+        beside = self._from_chunk_table(sizes, known=tables.keys())
+        tables |= beside
         tables |= self._from_sample_tables(sizes, known=tables.keys())
         if not tables:
             return
+        if beside:
+            self._schema = self._beside()
+        write_schema(self._storage, self._index, self._schema)  # first: whoever sees the shards sees what they mean
         self._storage.put(join_url(self._index, chunks_path()), ChunkTable.merged(tables).to_parquet())
+
+    def _saw(self, fields: Sequence[str], columns: Mapping[str, str]) -> None:
+        """Add to the schema what a shard has."""
+        seen = Schema(
+            fields={
+                name: SchemaField(kind=kind_by_name(name)) for name in fields
+                if name not in self._schema.fields
+            },
+            columns={name: SchemaColumn(type=kind) for name, kind in columns.items()},
+        )  # fmt: skip
+        both = joined({"": self._schema, "this shard": seen})
+        self._schema = both.agreed if isinstance(both, SchemaConflict) else both
 
     def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
         try:
@@ -336,17 +383,18 @@ class IndexRecorder:
         if not names:
             return {}
         with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
-            tables = dict(zip(names, pool.map(lambda name: self._footer(name, wanted[name]), names), strict=True))
-        return {
-            name: table
-            for name, table in tables.items()
-            if table is not None and table.shards[0].size_bytes == sizes[name]
-        }
+            footers = dict(zip(names, pool.map(lambda name: self._footer(name, wanted[name]), names), strict=True))
+        tables: dict[str, ChunkTable] = {}
+        for name, footer in footers.items():
+            if footer is not None and footer[0].shards[0].size_bytes == sizes[name]:
+                tables[name] = footer[0]
+                self._saw(*footer[1])
+        return tables
 
-    def _footer(self, name: str, num_bytes: int) -> ChunkTable | None:
+    def _footer(self, name: str, num_bytes: int) -> tuple[ChunkTable, tuple[list[str], dict[str, str]]] | None:
         url = self._samples_url(name)
         try:
-            return read_footer_of(self._storage, url, chunk_rows_from_footer, num_bytes)
+            return read_footer_of(self._storage, url, _rows_and_contents, num_bytes)
         except (
             IndexFormatError,
             NotFoundError,
@@ -364,6 +412,11 @@ class IndexRecorder:
 
     def _samples_url(self, name: str) -> str:
         return join_url(self._index, samples_path(name))
+
+
+def _rows_and_contents(tail: bytes, source: str) -> tuple[ChunkTable, tuple[list[str], dict[str, str]]]:
+    """Return the chunks of a sample file, its fields, and its columns with their types, from a tail of it."""
+    return chunk_rows_from_footer(tail, source), contents_from_footer(tail, source)
 
 
 def _joined_types(

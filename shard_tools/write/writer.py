@@ -13,16 +13,17 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from shard_tools.write.columns import ColumnSpec, ColumnValue
+from shard_tools.write.columns import ColumnSpec, ColumnValue, parse_columns
 from shard_tools.write.encode import Buffers, encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key
 from shard_tools.write.mark import TargetMark, digest_of_work
 from shard_tools.write.recorder import IndexRecorder, TarRecord
 from shard_tools.write.sample_runs import SampleRun, sample_run
-from streaming.arguments import checks_names, is_whole, parse_bytes
+from streaming.arguments import checks_names, is_list, is_whole, parse_bytes
 from streaming.catalog.unfinished import WRITER
 from streaming.errors import ConfigError, ShardstreamError, StorageError
 from streaming.forks import Maker
+from streaming.schema.value import Schema, class_schema
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.blocks import is_meta
 from streaming.tar.group import MAX_FIELDS
@@ -31,6 +32,7 @@ from streaming.types import override
 
 DEFAULT_MAX_BYTES = "256MB"
 """Of a shard: takes one connection a few seconds; 100 TB make 400,000 objects."""
+_SILENT: Final = Schema()
 _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")
 # A sample's pieces are joined into one buffer up to this size: fewer calls for small samples, no copies of large ones.
@@ -110,12 +112,16 @@ class ShardWriter:
         overwrite: Replace existing shards, which are refused otherwise. Shards with higher numbers from an earlier,
             longer run are not deleted: delete them, or write to an empty directory.
         start_shard: Number of the first shard.
+        classes: Names of classes in the order of their numbers, by field, such as ``{"cls": ["cat", "dog"]}``; where a
+            column has the field's name, its numbers mean the same. Readers get them, and compare them where this set
+            meets another one. Writers of one directory give the same.
 
     Raises:
         ConfigError: An argument is invalid.
     """
 
     _marks = True
+    _schema: Schema | None = None
 
     def __init__(
         self,
@@ -128,6 +134,7 @@ class ShardWriter:
         columns: ColumnSpec = None,
         overwrite: bool = False,
         start_shard: int = 0,
+        classes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._pattern = _parse_pattern(pattern)
         self._max_bytes = parse_bytes(max_bytes, name="max_bytes")
@@ -146,7 +153,10 @@ class ShardWriter:
         self._shard_samples = 0
         self._state = "open"
         self._maker = Maker("this ShardWriter", "Make one in this process, with shards of other numbers (start_shard)")
-        self._recorder = IndexRecorder.create(self._storage, self._pattern.directory, index=index, columns=columns)
+        schema = checked_schema(classes, columns) if self._schema is None else self._schema
+        self._recorder = IndexRecorder.create(
+            self._storage, self._pattern.directory, index=index, columns=columns, schema=schema
+        )  # fmt: skip
         self._mark = self._pattern.mark(self._storage, start_shard) if self._marks else None
         self._may_differ = False  # whether something in the directory is not as it was
 
@@ -265,6 +275,8 @@ class ShardWriter:
                 f"another pattern or a start_shard beyond {self._next_shard}"
             )
         if self._mark is not None and not self._mark.is_begun:
+            if self._recorder is not None and not self._overwrite:
+                self._recorder.check_beside()
             self._begin(self._mark)
         self._next_shard += 1
         self._url = url
@@ -319,6 +331,10 @@ class UnmarkedWriter(ShardWriter):
 
     on_shard: Callable[[int, int, int], None] | None = None
     """Called after each shard: with the number of shards so far, of their samples, and of the bytes of this one."""
+
+    def __init__(self, pattern: str, *, schema: Schema = _SILENT, **options: Any) -> None:
+        self._schema = schema
+        super().__init__(pattern, **options)
 
     @override
     def _finish_shard(self) -> None:
@@ -387,6 +403,23 @@ class UnmarkedWriter(ShardWriter):
         self._shard_bytes += len(content)
         self._shard_samples += len(run.keys)
         self._num_samples += len(run.keys)
+
+
+def checked_schema(classes: Any, columns: ColumnSpec) -> Schema:
+    """Return the schema of a writer's classes.
+
+    Raises:
+        ConfigError: They are not lists of different names, by field.
+    """
+    given = {} if classes is None else classes
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'classes: expected names by field, such as {{"cls": ["cat", "dog"]}}, got {classes!r}')
+    for name, names in given.items():
+        is_names = is_list(names) and all(isinstance(one, str) and one for one in names)
+        if not isinstance(name, str) or not is_names or len({*names}) < len(names):
+            raise ConfigError(f"classes[{name!r}]: expected a list of different names, got {names!r}")
+    of_columns = {name: names for name, names in given.items() if name in parse_columns(columns)}
+    return class_schema(given, of_columns)
 
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:

@@ -31,6 +31,7 @@ from streaming.decode import (
     decode_member,
     hands_out_views,
     is_ours,
+    of_shard,
     raw,
     runs_code_of_user,
     together,
@@ -580,7 +581,7 @@ class BatchBuilder:
                 member = rows.member(where, i)
                 if member is None:
                     continue
-                decoder = self.recipe.part_of(rows, i).decoders.decoder_for(name)
+                decoder = of_shard(self.recipe.part_of(rows, i).decoders.decoder_for(name), rows.urls[i])
                 if is_ours(decoder):
                     of = {"url": rows.urls[i], "key": rows.keys[i], "field": name}
                     jobs[id(rows), i, name] = partial(decode_member, self._draws.bound(decoder), member, **of)
@@ -683,7 +684,7 @@ class BatchBuilder:
             if size < 0:
                 continue
             start = int(where.starts[i])
-            decoder = self._draws.bound(part.decoders.decoder_for(name))
+            decoder = self._draws.bound(of_shard(part.decoders.decoder_for(name), url))
             member = None if start >= 0 or decoder is view else rows.member(where, i)
             try:
                 if decoder is view:

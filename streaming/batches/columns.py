@@ -21,11 +21,13 @@ from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import (
     ArrayDecoder,
+    BySet,
     FieldDecoder,
     ImageDecoder,
     RandomCropDecoder,
     draws_numbers,
     has_one_shape,
+    of_shard,
     raw,
     view,
 )
@@ -134,9 +136,10 @@ class _Turn:
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
-    """Return the decoder of a field; if the sources of the rows differ in it, one for each row."""
+    """Return the decoder of a field; if the sources or sets of the rows differ in it, one for each row."""
     if rows.sources is None or len(decoders) == 1:
-        return decoders[0].decoder_for(name)
+        only = decoders[0].decoder_for(name)
+        return [only.of_shard(url) for url in rows.urls] if isinstance(only, BySet) else only
     # A source whose samples lack the field need not have a decoder for it.
     having = rows.sources[where.sizes >= 0]
     there = np.flatnonzero(np.bincount(having)).tolist()
@@ -144,9 +147,9 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
     if not known:
         return raw
     first, *others = known.values()
-    if all(one == first for one in others):
+    if all(one == first for one in others) and not isinstance(first, BySet):
         return first
-    return [known.get(source, raw) for source in rows.sources.tolist()]
+    return [of_shard(known.get(source, raw), url) for source, url in zip(rows.sources.tolist(), rows.urls, strict=True)]
 
 
 def _cut_of(

@@ -29,9 +29,10 @@ from streaming.errors import (
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import is_sealed, read_footer
-from streaming.index.layout import chunks_path, samples_path
+from streaming.index.layout import SCHEMA_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.platforms import num_cores
+from streaming.schema.value import Schema
 from streaming.storage import Reader, Storage, WrongBytesError, join_url, redact, split_url
 from streaming.tar.passed_over import OnPassedOver, PassedOver
 from streaming.types import DuplicateKeys
@@ -80,6 +81,26 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
     """
     url = join_url(home, chunks_path())
     return storage.read_parsed(url, ChunkTable.from_parquet, is_sealed)
+
+
+def read_schema(storage: Storage, home: str) -> Schema:
+    """Return what the set whose index is in ``home`` says that it means; an empty schema if it says nothing.
+
+    Raises:
+        IndexFormatError: Its ``schema.json`` is damaged, or of another version.
+        StorageError: The store failed.
+    """
+    url = join_url(home, SCHEMA_FILE)
+    try:
+        return storage.read_parsed(url, Schema.from_bytes, is_sealed)
+    except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
+        return Schema()
+
+
+def write_schema(storage: Storage, home: str, schema: Schema) -> None:
+    """Write what the set whose index is in ``home`` means, if it says anything."""
+    if schema:
+        storage.put(join_url(home, SCHEMA_FILE), schema.to_bytes())
 
 
 def no_samples(url: str, why: str = "") -> IndexMissingError:

@@ -11,6 +11,7 @@ import numpy as np
 
 from streaming.index.chunk_table import ChunkTable, shard_rows, shards_of_rows
 from streaming.job.shared_results import framed, unframed
+from streaming.schema.value import Schema
 from streaming.storage import ObjectInfo, ReadBuffer, Reader, Storage, WrongBytesError
 
 _COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")
@@ -27,19 +28,19 @@ class FoundShards:
         table: The chunk table over them; None if there is no index (for a large set, permanently).
         sizes: Size of each shard, if there is no index.
         missing_index: Why there is no index, and what to do; "" if there is one.
-        types: How to decode the fields described in ``tokens.json`` beside the index, in the form of ``decode=``.
+        schemas: What the sets say that they mean, by directory of the index; those that say nothing are empty.
     """
 
     urls: tuple[str, ...]
     table: ChunkTable | None
     sizes: tuple[int, ...] = ()
     missing_index: str = ""
-    types: Mapping[str, str] = field(default_factory=dict)
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return all of it; the columns as they lie in memory, little-endian."""
         head: dict[str, Any] = {"urls": self.urls, "sizes": self.sizes, "missing_index": self.missing_index,
-                                "types": dict(self.types)}  # fmt: skip
+                                "schemas": {home: one.as_dict() for home, one in self.schemas.items()}}  # fmt: skip
         columns = []
         if self.table is not None:
             head["shards"] = shard_rows(self.table.shards)
@@ -61,7 +62,7 @@ class FoundShards:
             table = ChunkTable(shards=shards_of_rows(head["shards"]), **columns)
         return cls(
             urls=tuple(head["urls"]), table=table, sizes=tuple(head["sizes"]), missing_index=head["missing_index"],
-            types=head["types"],
+            schemas={home: Schema.from_dict(one) for home, one in head["schemas"].items()},
         )  # fmt: skip
 
 

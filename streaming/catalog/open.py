@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from streaming.catalog.build import (
     load_index,
     load_tables,
     read_footer_of,
+    read_schema,
     samples_url,
     shard_name,
 )
@@ -32,7 +33,6 @@ from streaming.catalog.scan import scan_shard
 from streaming.catalog.unfinished import expand_ahead
 from streaming.catalog.urls import folders_of
 from streaming.errors import (
-    AccessDeniedError,
     ConfigError,
     IndexFormatError,
     IndexMismatchError,
@@ -41,10 +41,11 @@ from streaming.errors import (
     StorageError,
 )
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import is_sealed, read_facts, read_note
-from streaming.index.layout import TOKENS_FILE, chunks_path
+from streaming.index.files import is_sealed, read_facts
+from streaming.index.layout import SCHEMA_FILE, chunks_path
 from streaming.index.sample_table import Records, SampleTable, Spans
 from streaming.job.shared_results import PEER_WAIT_S, Peers, shared
+from streaming.schema.value import Schema
 from streaming.storage import ReadBuffer, Storage, join_url, redact, scheme_of, split_url
 from streaming.types import DuplicateKeys
 
@@ -130,12 +131,14 @@ def open_shards(
     if not found.sizes:
         return OpenShards(
             urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None,
-            types=found.types,
+            schemas=found.schemas,
         )  # fmt: skip
     with ThreadPoolExecutor(min(16, len(found.urls)), "shardstream-open") as threads:
         scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, threads, duplicate_keys))
     table = ChunkTable.concat([samples.chunks for samples in scanned])
-    return OpenShards(urls=found.urls, table=table, missing_index="", index=index, scanned=scanned)
+    return OpenShards(
+        urls=found.urls, table=table, missing_index="", index=index, scanned=scanned, schemas=found.schemas
+    )
 
 
 def digest_of(value: Any) -> str:
@@ -154,6 +157,7 @@ def _find(
         shards, marks = expand_ahead(urls, storage)
         homes = _homes(shards, index)
         _read_ahead(storage, homes)  # beside the marks: one round trip for both
+        telling = _telling(storage, homes, folders)
         marks.check(allow_unfinished=allow_unfinished)
         if len(shards) <= CHECKED_AT_OPEN:
             for url in shards:  # that no listing told of
@@ -162,7 +166,7 @@ def _find(
             tables = load_tables(storage, shards, index)
         except IndexMissingError as missing:
             _check_no_index(storage, shards, index, missing)
-            return _without_index(lasting, shards, missing)
+            return replace(_without_index(lasting, shards, missing), schemas=_schemas(storage, homes, telling))
         table = in_order(shards, index, tables)
         if index is None and folders:
             _check_all_listed(tables, folders, shards)
@@ -174,8 +178,7 @@ def _find(
                     f"the index lists a shard that the store does not have: {error}. Restore it, leave it out of "
                     f"the URLs, or rebuild the index: shard_tools index <urls of the shards that exist>"
                 ) from error
-        types = _token_types(storage, homes, folders)
-        return FoundShards(urls=shards, table=table, types=types)
+        return FoundShards(urls=shards, table=table, schemas=_schemas(storage, homes, telling))
 
 
 def _homes(shards: Sequence[str], index: str | None) -> list[str]:
@@ -190,51 +193,36 @@ def _read_ahead(storage: StorageAhead, homes: Sequence[str]) -> None:
             storage.will_read(join_url(home, chunks_path()))
 
 
-def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
-    """Return how to decode the fields that ``tokens.json`` describes; {} if a directory has none, or they differ.
+def _telling(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Return the directories of which it is not known that they say nothing of what they mean, and begin to read it.
 
-    For directories that were listed it is known whether they have one; for others it takes one request each. Of a store
-    that fails, and of descriptions that this release does not know, there is a warning: the fields then stay bytes.
+    For directories that were listed it is known; for others it takes one request each.
+    """
+    urls = {home: join_url(home, SCHEMA_FILE) for home in homes}
+    seen = {home: any(f"{url}/".startswith(f"{folder}/") for folder in folders) for home, url in urls.items()}
+    telling = [home for home, url in urls.items() if storage.was_listed(url) or not seen[home]]
+    for home in telling:
+        if scheme_of(home) != "file":
+            storage.will_read(urls[home])
+    return telling
+
+
+def _schemas(storage: StorageAhead, homes: Sequence[str], telling: Sequence[str]) -> dict[str, Schema]:
+    """Return what the set of each directory says that it means; of a store that fails there is a warning.
 
     Raises:
         IndexFormatError: A description is damaged.
     """
-    urls = [join_url(home, TOKENS_FILE) for home in homes]
-    seen = [any(f"{url}/".startswith(f"{folder}/") for folder in folders) for url in urls]
-    if any(was_seen and not storage.was_listed(url) for url, was_seen in zip(urls, seen, strict=True)):
-        return {}
-    for url in urls:
-        storage.will_read(url)
-    found: list[dict[str, str]] = []
-    for url in urls:
+    found = dict.fromkeys(homes, Schema())
+    for home in telling:
         try:
-            said = storage.read_parsed(url, read_note, is_sealed)
-            found.append(_types_of(said["field"], said["dtype"], said["mask"]))
-        except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
-            return {}
-        except IndexFormatError:
-            raise
-        except (ValueError, LookupError, TypeError, StorageError) as error:
-            _log.warning("%s: not a description of tokens (%s); token fields are left as bytes", redact(url), error)
-            return {}
-    if any(one != found[0] for one in found):
-        _log.warning(
-            "%s and others beside the shards describe different tokens, so token fields are left as bytes; open each "
-            'directory as a data set of its own, or pass decode={"tok": "array:uint16->int64"}', redact(urls[0]),
-        )  # fmt: skip
-        return {}
-    return found[0]
-
-
-def _types_of(field: object, dtype: object, mask: object) -> dict[str, str]:
-    """Return how to decode tokens and their mask.
-
-    Raises:
-        ValueError: The description is invalid.
-    """
-    if not isinstance(field, str) or dtype not in ("uint16", "uint32") or not (mask is None or isinstance(mask, str)):
-        raise ValueError(f"field {field!r} of {dtype!r}, mask {mask!r}")
-    return {field: f"array:{dtype}->int64"} | ({} if mask is None else {mask: "array:uint8"})
+            found[home] = read_schema(storage, home)
+        except StorageError as error:
+            _log.warning(
+                "%s: cannot be read (%s), so nothing is known of what this set means: token fields are left as bytes",
+                redact(join_url(home, SCHEMA_FILE)), error,
+            )  # fmt: skip
+    return found
 
 
 def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTable | None:

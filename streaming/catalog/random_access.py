@@ -17,7 +17,7 @@ import numpy as np
 
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
-from streaming.decode import DistantMember, decode_field, decode_member, raw
+from streaming.decode import DistantMember, decode_field, decode_member, of_shard, raw
 from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
@@ -254,7 +254,7 @@ def _read(dataset: Readable, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
 def _decode(dataset: Decodable, url: str, key: str, fields: Mapping[str, bytes | DistantMember], number: int) -> Sample:
     sample: Sample = {"__key__": key, "__url__": url}
     for name in sorted(fields):
-        decoder = dataset.decoder_of(name, number)
+        decoder = of_shard(dataset.decoder_of(name, number), url)
         data = fields[name]
         if isinstance(data, DistantMember):
             sample[name] = decode_member(decoder, data, url=url, key=key, field=name)

@@ -38,6 +38,7 @@ from streaming.index.selection import Selection
 from streaming.packing.layout import PackRows
 from streaming.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.plan.settings import ShuffleConfig, order_settings
+from streaming.schema.meeting import Meaning
 from streaming.storage import ActiveRequest, Storage, scheme_of
 from streaming.types import Int64Array
 
@@ -63,6 +64,7 @@ class OneOrder(ABC):
         seed: Seed of the order.
         names: See ``Source``: a single set has none.
         bad_samples_file: Where bad samples are recorded; None: nowhere.
+        meaning: What the sets say that are read as one; of many kinds nothing is known.
     """
 
     shuffle: bool
@@ -70,6 +72,7 @@ class OneOrder(ABC):
     seed: int
     names: tuple[str, ...] = ()
     bad_samples_file: str | None
+    meaning: Meaning = Meaning()
 
     @property
     def is_packed(self) -> bool:

@@ -29,6 +29,7 @@ from streaming.errors import ConfigError
 from streaming.filters.select import Condition
 from streaming.job.unsharded_loader import UnshardedWarning
 from streaming.plan.settings import ShuffleConfig
+from streaming.schema.joined import Classes, checked_classes
 from streaming.sources.samples import SampleSource, num_data_ranks
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
@@ -145,6 +146,10 @@ class StreamingDataset(DataSet[SampleSource]):
             ``loader.metrics()["bad"]``; ``{rank}`` is replaced by this process's rank. Each sample is written once per
             epoch. All processes of a machine may share one file; on a network file system give each its own.
             ``shard_tools verify --bad`` and ``reshard --drop`` read this file.
+        classes: What becomes of several sets, of a list or a parent directory, whose numbers mean other classes (their
+            ``schema.json`` has the names). None: they are refused. ``"union"``: numbers are translated by name as they
+            are decoded; the first set's classes keep their numbers, new names of further sets follow in order
+            (``dataset.class_names``). ``"own"``: each set keeps its own numbers, which a warning says.
 
     Raises:
         NotFoundError, AccessDeniedError, TransferError: The shards cannot be listed or read.
@@ -177,6 +182,7 @@ class StreamingDataset(DataSet[SampleSource]):
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
+        classes: Classes = None,
     ) -> None:
         _check_given(urls, transform, on_error, duplicate_keys, storage_options)
         self._source = SampleSource(
@@ -187,6 +193,7 @@ class StreamingDataset(DataSet[SampleSource]):
             max_gzip_ratio=checked_ratio("max_gzip_ratio", max_gzip_ratio), on_error=on_error,
             max_bad_samples=checked_limit(max_bad_samples),
             bad_samples_file=checked_path("bad_samples_file", bad_samples_file),
+            classes=checked_classes("classes", classes),
         )  # fmt: skip
         self._unsharded = UnshardedWarning()
 
@@ -208,6 +215,14 @@ class StreamingDataset(DataSet[SampleSource]):
     def fields(self) -> tuple[str, ...] | None:
         """The fields that are read, such as ``("jpg", "cls")``; None: all. ``print(dataset.fields)``."""
         return self._source.fields
+
+    @property
+    def class_names(self) -> dict[str, tuple[str, ...]]:
+        """The names of classes by field, each at the place of its number: ``dataset.class_names["cls"][number]``.
+
+        ``"json:objects.label"`` is a number within a field. Empty if the set does not say.
+        """
+        return self._source.meaning.schema.classes
 
     @overload
     def __getitem__(self, index: Numbers) -> list[Sample]: ...

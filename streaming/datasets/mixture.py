@@ -14,6 +14,7 @@ from streaming.errors import ConfigError
 from streaming.mixing.blend import Ends
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import ShuffleConfig
+from streaming.schema.joined import Classes, checked_classes
 from streaming.sources.fetch_units import FetchBytes
 from streaming.sources.mixed import Batches, MixedSource, Quotas
 from streaming.sources.units import Unit
@@ -49,6 +50,11 @@ class MixedSet(DataSet[MixedT]):
     def names(self) -> tuple[str, ...]:
         """Names of the sources, sorted, as in ``batch["__source__"]``: ``assert mix.names == ("code", "web")``."""
         return self._source.names
+
+    @property
+    def class_names(self) -> dict[str, tuple[str, ...]]:
+        """The names of classes by field, each at the place of its number: ``mix.class_names["cls"]``."""
+        return self._source.meaning.schema.classes
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -150,12 +156,16 @@ class Mixture(MixedSet[MixedSource]):
         bad_samples_file: As for ``StreamingDataset``, for all sources. A source with a file of its own, or a mixture
             within this one, also records its samples there.
 
+        classes: What becomes of sources whose numbers mean other classes, as for ``StreamingDataset``: None: they are
+            refused; ``"union"``: numbers are translated by name; ``"own"``: each source keeps its own, as for models
+            with a head for each.
+
     Raises:
         ConfigError: An argument is invalid; the message lists source names that are unknown or missing.
         IndexMissingError: A source has no index.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the contract of API.md
         self,
         sources: Mapping[str, DataSet[Any]],
         *,
@@ -170,12 +180,14 @@ class Mixture(MixedSet[MixedSource]):
         fetch_bytes: FetchBytes | None = None,
         max_bad_samples: float | None = None,
         bad_samples_file: str | PathLike[str] | None = None,
+        classes: Classes = None,
     ) -> None:
         _check_sources(sources)
         self._source = MixedSource(
             {name: one.source for name, one in sources.items()}, weights=weights, repeats=repeats, quotas=quotas,
             unit=unit, ends=ends, shuffle=shuffle, seed=seed, batches=batches, fetch_bytes=fetch_bytes,
             max_bad_samples=max_bad_samples, bad_samples_file=bad_samples_file,
+            classes=checked_classes("classes", classes),
         )  # fmt: skip
         self._sources = dict(sources)
 

@@ -5,6 +5,7 @@ calls it and adds context to its errors. No torch, no pickle, and nothing that r
 """
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors
+from streaming.decode.by_set import BySet, of_shard
 from streaming.decode.crops import PixelBox, RandomPart
 from streaming.decode.images import (
     ImageDecoder,
@@ -38,6 +39,7 @@ from streaming.types import Decoder
 
 __all__ = [
     "ArrayDecoder",
+    "BySet",
     "DecodeSpec",
     "Decoder",
     "DistantMember",
@@ -70,6 +72,7 @@ __all__ = [
     "npy",
     "npz",
     "number",
+    "of_shard",
     "random_crop",
     "ranged_fields",
     "raw",

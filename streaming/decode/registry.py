@@ -12,6 +12,7 @@ import numpy as np
 
 from streaming.arguments import format_bytes
 from streaming.decode import arrays, images, values
+from streaming.decode.by_set import BySet, Renumbered
 from streaming.decode.sound import Sound
 from streaming.decode.video import Video
 from streaming.errors import ConfigError, DecodeError
@@ -77,6 +78,8 @@ _NEEDS: dict[Decoder, tuple[tuple[str, str], ...]] = {  # decoder: (module, extr
     arrays.safetensors: (("safetensors.numpy", "safetensors"),),
 }
 _MAKERS = (images.image, images.random_crop, images.center_crop, arrays.array, arrays.npz)
+Tables: TypeAlias = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Tables of numbers by the directory of a set and the path in the value; see ``Renumbered``."""
 _ARRAY = re.compile(r"array:([a-z0-9]+)(?:->([a-z0-9]+))?(?::(\d+(?:x\d+)*))?")
 
 
@@ -113,11 +116,13 @@ class AutoFields:
         given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.
         image: Decoder of all images that are not ``given``.
         described: Decoders of fields whose content the dataset itself describes.
+        renumbered: Fields with numbers of classes to translate, and how, by the directory of the set.
     """
 
     given: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
     image: Decoder = _RGB8
     described: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
+    renumbered: Mapping[str, Tables] = field(default_factory=dict)
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def decoder_for(self, field: str, /) -> Decoder:
@@ -128,8 +133,25 @@ class AutoFields:
         """
         decoder = self._known.get(field)
         if decoder is None:
-            decoder = self._known.setdefault(field, self._find(field))
+            decoder = self._known.setdefault(field, self._renumbered(field, self._find(field)))
         return decoder
+
+    def _renumbered(self, field: str, decoder: Decoder) -> Decoder:
+        """Return a decoder that also translates the field's numbers.
+
+        Raises:
+            ConfigError: The decoder does not give numbers as they are stored.
+        """
+        tables = self.renumbered.get(field.lower())
+        if tables is None:
+            return decoder
+        if decoder not in (values.integer, values.json):
+            raise ConfigError(
+                f'decode: field {field!r} holds numbers of classes that classes="union" translates, so they must be '
+                'decoded as "int" (in "json"); leave it out of decode=, or write classes="own"'
+            )
+        made = {home: Renumbered(below=decoder, tables=table) for home, table in tables.items()}
+        return BySet(decoders=made, otherwise=decoder)
 
     def _find(self, field: str) -> Decoder:
         lowered = field.lower()
@@ -185,12 +207,37 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
     raise ConfigError(f"decode={spec!r}: expected a string, a mapping of field to decoder, or None")
 
 
-def with_described(decoders: FieldDecoder, types: Mapping[str, str]) -> FieldDecoder:
-    """Add decoders of the fields that a dataset describes to ``decoders``, as far as these go by extension."""
-    if not types or not isinstance(decoders, AutoFields):
+def with_described(
+    decoders: FieldDecoder, types: Mapping[str, Mapping[str, str]], tables: Mapping[str, Tables]
+) -> FieldDecoder:
+    """Add what sets say of their fields to ``decoders``, as far as these go by extension.
+
+    Args:
+        decoders: The decoders that the user asked for.
+        types: How the fields are decoded that a set describes, by the directory of the set.
+        tables: Numbers of classes to translate, by field.
+
+    Raises:
+        ConfigError: Numbers are to be translated, but the user asked for bytes.
+    """
+    if tables and not isinstance(decoders, AutoFields):
+        raise ConfigError(
+            'classes="union" translates numbers that are decoded by extension; leave decode= out, or give a mapping of '
+            'the fields that differ, or write classes="own"'
+        )
+    if not (tables or any(types.values())) or not isinstance(decoders, AutoFields):
         return decoders
-    described = {name.lower(): decoder_of(spec, field=name) for name, spec in types.items()}
-    return AutoFields(given=decoders.given, image=decoders.image, described=described)
+    described: dict[str, Decoder | FieldDecoder] = {}
+    for name in dict.fromkeys(name for said in types.values() for name in said):
+        by_set = {home: decoder_of(said[name], field=name) for home, said in types.items() if name in said}
+        first, *others = by_set.values()
+        is_one = all(one == first for one in others)
+        described[name.lower()] = first if is_one else BySet(decoders=_plain(by_set), otherwise=values.raw)
+    return AutoFields(given=decoders.given, image=decoders.image, described=described, renumbered=tables)
+
+
+def _plain(decoders: Mapping[str, Decoder | FieldDecoder]) -> dict[str, Decoder]:
+    return {home: one for home, one in decoders.items() if not isinstance(one, FieldDecoder)}
 
 
 def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noqa: PLR0911 - one per kind
@@ -278,7 +325,7 @@ def draws_numbers(decoder: object) -> bool:
 
 def is_ours(decoder: Decoder) -> bool:
     """Tell whether the decoder runs no code of the user's."""
-    known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder, Sound, Video)
+    known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder, Sound, Video, BySet)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 

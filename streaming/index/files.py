@@ -41,9 +41,6 @@ _MAGIC = b"PAR1"
 COLUMN_KIND = "column"
 SOURCES_KIND = "sources"
 REBUILD = "rebuild it with `shard_tools index URL`"
-RESTORE = (
-    "restore it from a copy of the data set, or convert that again; or delete it, and give decode= or --classes instead"
-)
 CONVERT_AGAIN = (
     "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
     "only that command reads"
@@ -157,18 +154,6 @@ def read_document(data: Any) -> dict[str, Any]:
     if said != found:
         raise ValueError(f"its content has the CRC32C {found}, it says {str(said)[:80]}: damaged or changed by hand")
     return content
-
-
-def read_note(data: Any, source: str) -> dict[str, Any]:
-    """Return the content of a document that a conversion left for readers (``tokens.json``, ``classes.json``).
-
-    Raises:
-        IndexFormatError: It is damaged, was changed by hand, or has no seal.
-    """
-    try:
-        return read_document(data)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(source, str(error), RESTORE) from error
 
 
 def _sum_of(content: Mapping[str, Any]) -> str:
@@ -322,6 +307,19 @@ def read_facts(buffer: Any, kind: str, source: str, *, whole: bool = False) -> d
     cure = _cure_of(kind)
     _check_seal(buffer, source, cure, whole=whole)
     return _facts_of(_opened(buffer, source, cure), kind, source)
+
+
+def types_of_columns(buffer: Any, kind: str, source: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the facts of a table, and Arrow's name of the type of each column, from a tail that contains the footer.
+
+    Raises:
+        IndexFormatError: The footer is damaged, of another kind of file, or of a newer major version.
+    """
+    cure = _cure_of(kind)
+    _check_seal(buffer, source, cure, whole=False)
+    file = _opened(buffer, source, cure)
+    with content_errors(source, "damaged footer"):
+        return _facts_of(file, kind, source), {one.name: str(one.type) for one in file.schema_arrow}
 
 
 def _opened(buffer: Any, source: str, cure: str) -> pq.ParquetFile:

@@ -8,8 +8,8 @@ from streaming.errors import ConfigError
 
 INDEX_DIRECTORY = "_shardstream"
 CHUNKS_FILE = f"{INDEX_DIRECTORY}/chunks.parquet"
-TOKENS_FILE = f"{INDEX_DIRECTORY}/tokens.json"
-"""What tokens mean, as ``shard_tools convert --tokenizer`` wrote it; used only for decoding them."""
+SCHEMA_FILE = f"{INDEX_DIRECTORY}/schema.json"
+"""Says what fields and columns mean: ``streaming.schema``."""
 UNFINISHED_FILE = f"{INDEX_DIRECTORY}/unfinished.json"
 """Says that shards in this directory are still being written; a copy of one writer's file (``writer_path``)."""
 WRITERS_DIRECTORY = f"{INDEX_DIRECTORY}/writers"

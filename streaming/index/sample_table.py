@@ -22,7 +22,15 @@ from streaming.index.chunk_table import (
     shard_rows,
     shards_of_rows,
 )
-from streaming.index.files import content_errors, damaged, is_original, read_facts, read_table, write_table
+from streaming.index.files import (
+    content_errors,
+    damaged,
+    is_original,
+    read_facts,
+    read_table,
+    types_of_columns,
+    write_table,
+)
 from streaming.index.keys import Keys, key_array
 from streaming.index.large_members import LargeSums
 from streaming.types import Int64Array
@@ -442,6 +450,16 @@ def columns_from_footer(buffer: Any, source: str) -> list[str]:
         IndexFormatError: As :func:`chunk_rows_from_footer`.
     """
     return list(map(str, read_facts(buffer, KIND, source).get("columns", ())))
+
+
+def contents_from_footer(buffer: Any, source: str) -> tuple[list[str], dict[str, str]]:
+    """Return the fields of a sample file, and its lifted columns with their types, from a tail of it.
+
+    Raises:
+        IndexFormatError: As :func:`chunk_rows_from_footer`.
+    """
+    facts, types = types_of_columns(buffer, KIND, source)
+    return list(map(str, facts["fields"])), {name: types[name] for name in map(str, facts["columns"])}
 
 
 def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:

@@ -210,6 +210,17 @@ def filter_fingerprint(base: str, parts: Mapping[str, str]) -> str:
     return ";".join([base, *(f"{name}={_escaped(value)}" for name, value in parts.items())])
 
 
+MEANING = "meaning"
+"""The part of a fingerprint that says what numbers of classes and ids of tokens are."""
+
+
+def without_part(fingerprint: str, name: str) -> tuple[str, str]:
+    """Return a fingerprint without one of its parts, and what that part says; "" if there is none."""
+    base, parts = _taken_apart(fingerprint)
+    value = parts.pop(name, "")
+    return filter_fingerprint(base, parts), value
+
+
 def _escaped(value: str) -> str:
     return value.replace("%", "%25").replace(";", "%3B")
 
@@ -227,6 +238,12 @@ def why_differs(saved: str, own: str) -> str | None:
     for name in dict.fromkeys([*was, *now]):
         if was.get(name) == now.get(name):
             continue
+        if name == MEANING:
+            return (
+                f"numbers of classes or ids of tokens meant something else when the state was saved: "
+                f"{_shown(was.get(name))} then, {_shown(now.get(name))} now (names of fields, with how many classes "
+                "and a digest of their names). Open the sets with the schema.json and the classes= that they had"
+            )
         if name.startswith("column "):
             column = name.removeprefix("column ")
             if column and name in was and name in now:

@@ -182,6 +182,7 @@ def grouped(
         ConfigError: The dataset has no samples with columns.
     """
     peers = job_peers(agent_store())
+    dataset.meaning.check_condition(columns, option=f"{owner}: {option}")
     return group_samples(
         dataset.storage, dataset.shards, columns, option=f"{owner}: {option}", peers=peers,
         keeps=dataset.selection.mask, coding=coding,

@@ -37,6 +37,8 @@ from streaming.plan.ledger import Ledger
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import ShuffleConfig
+from streaming.schema.joined import Classes
+from streaming.schema.meeting import met
 from streaming.sources.drawing import Drawing, Leaf
 from streaming.sources.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
 from streaming.sources.samples import SampleSource
@@ -45,6 +47,10 @@ from streaming.types import Int64Array, Sample, Transform, override
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
+_CURE = (
+    'Write Mixture(…, classes="union"), which translates the numbers by name, or classes="own", which keeps those of '
+    "each source, as for heads of their own by __source__"
+)
 _DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
 """Options that say how samples are dealt out, and their defaults."""
 _log = logging.getLogger("streaming")
@@ -67,7 +73,7 @@ class MixedSource(JoinedSource):
     is_reweighed = False
     """Whether the weights are those that ``set_weights`` gave, unlike the arguments."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the options of Mixture
         self,
         sources: Mapping[str, Leaf | MixedSource],
         *,
@@ -82,6 +88,7 @@ class MixedSource(JoinedSource):
         fetch_bytes: FetchBytes | None,
         max_bad_samples: float | None,
         bad_samples_file: str | PathLike[str] | None,
+        classes: Classes = None,
     ) -> None:
         _check_choices(quotas, unit, ends, batches)
         self.deal: Dealing = dealing_of(quotas, batches)
@@ -92,6 +99,8 @@ class MixedSource(JoinedSource):
         self._units: dict[str, ChunkTable] = {}
         self.fetch_bytes: dict[str, int] = {}
         _check_packs(_leaves(sources))
+        self.classes = classes
+        self._meet()
         self._read_leaves()
         self._order_by(shuffle, seed)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
@@ -164,6 +173,33 @@ class MixedSource(JoinedSource):
         """Return the same mixture of other sources that have the same names and sizes."""
         made = copy.copy(self)
         made.sources = dict(sources)
+        made._speak(made.meaning.schema.classes)
+        made._read_leaves()
+        return made
+
+    def _meet(self) -> None:
+        """Compare what the sources mean, and translate numbers of classes where this is wanted.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        sets = {_place_of(name, one): one.meaning.schema for name, one in sorted(self.sources.items())}
+        self.meaning = met(sets, classes=self.classes, cure=_CURE)
+        self._speak(self.meaning.schema.classes)
+
+    def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
+        """Let each source translate the numbers of classes that it says to those of these lists."""
+        for name, one in self.sources.items():
+            own = one.meaning.schema.classes
+            wanted = {part: names for part, names in classes.items() if part in own and own[part] != names}
+            if wanted:
+                self.sources[name] = one.speaking(wanted)
+
+    def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
+        """Return the same mixture with its numbers of classes translated to those of these lists."""
+        made = copy.copy(self)
+        made.sources = dict(self.sources)
+        made._speak(classes)
         made._read_leaves()
         return made
 
@@ -389,6 +425,12 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
         else:
             found[name] = one
     return dict(sorted(found.items()))
+
+
+def _place_of(name: str, one: Leaf | MixedSource) -> str:
+    """Return how messages call a source."""
+    places = [*one.meaning.sets]
+    return f"source {name!r} ({places[0]})" if len(places) == 1 else f"source {name!r}"
 
 
 def _tell_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -122,6 +122,7 @@ class PackedDocuments(PackedSource):
         )  # fmt: skip
         fields = self.items.fields
         _check_documents(documents, fields)
+        _check_widths(documents, fields)
         peers = job_peers(agent_store())
         shards = documents.shards
         check_fields(documents.storage, shards, fields, peers)
@@ -191,6 +192,15 @@ class PackedDocuments(PackedSource):
         numbers = before + np.searchsorted(samples - self.chunk(group).first_sample, packs.samples)
         found: list[Any] = self.documents.read(numbers)
         return self.items.alone(replace(self.recipe_parts[0], name=source), found, packs)
+
+    def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
+        """Return the same packs, of documents whose numbers of classes are translated; packs of tokens have none."""
+        if self.items.fields:
+            return self
+        made = copy.copy(self)
+        made.documents = self.documents.speaking(classes)
+        made._take_over()
+        return made
 
     def mapped(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other sources have it
         """Raise an error: see ``transform``.
@@ -268,6 +278,7 @@ class PackedDocuments(PackedSource):
     def _take_over(self) -> None:
         """Take over the options of the documents, as those of a dataset of packs."""
         documents = self.documents
+        self.meaning = documents.meaning
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
         self.transform = documents.transform
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
@@ -406,6 +417,23 @@ class _Work:
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
     """Count the places in the packs of documents of these lengths, including padding."""
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
+
+
+def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:
+    """Refuse tokens of two widths: those of a pack are read together.
+
+    Raises:
+        ConfigError: Sets that are read as one differ in it.
+    """
+    for field in fields:
+        widths = {schema.tokens[field].dtype: place for place, schema in documents.meaning.sets.items()
+                  if field in schema.tokens}  # fmt: skip
+        if len(widths) > 1:
+            told = ", ".join(f"{dtype} in {place}" for dtype, place in sorted(widths.items()))
+            raise ConfigError(
+                f"Packed: field {field!r} holds tokens of two widths ({told}), and those of a pack are read together. "
+                "Write both as one set, which takes the wider one: `shard_tools reshard SET OTHER TARGET`"
+            )
 
 
 def _check_documents(documents: SampleSource, of_tokens: tuple[str, ...]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
@@ -12,6 +14,7 @@ from streaming.arguments import Urls, format_bytes
 from streaming.batches.build import OnError
 from streaming.batches.draws import Chain
 from streaming.cache import open_cache
+from streaming.catalog.build import home_of
 from streaming.catalog.open import check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource
@@ -22,6 +25,10 @@ from streaming.index.selection import Selection
 from streaming.job.store import job_peers
 from streaming.job.unsharded_loader import tell_of_opening_alone
 from streaming.plan.settings import ShuffleConfig
+from streaming.plan.state import MEANING, filter_fingerprint, without_part
+from streaming.schema.joined import Classes, translation
+from streaming.schema.meeting import met
+from streaming.schema.value import WITHIN, Schema
 from streaming.sources.keys import KeysOfShards, TableKeys
 from streaming.sources.own import SampleRows
 from streaming.storage import Storage, mirrors_of, redact
@@ -63,6 +70,7 @@ class SampleSource(ChunkSource, SampleRows):
         on_error: OnError,
         max_bad_samples: float,
         bad_samples_file: str | None,
+        classes: Classes = None,
     ) -> None:
         self.fields = fields
         self.decode = decode
@@ -82,7 +90,7 @@ class SampleSource(ChunkSource, SampleRows):
         self.shards = open_shards(
             self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished
         )
-        self.decoders = with_described(self.decoders, self.shards.types)
+        self._meet(classes)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         if isinstance(decode, Mapping):
@@ -92,10 +100,69 @@ class SampleSource(ChunkSource, SampleRows):
             self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
         )
         self._asked = "" if asked is None else asked.words
+        if asked is not None and asked.where is not None:
+            self.meaning.check_condition(asked.where.names, asked.where.text)
         self._selection = narrowed(self.storage, self.shards, asked, peers)
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess()
+
+    def _meet(self, classes: Classes) -> None:
+        """Find what the sets mean whose shards are read as one, by their directories, and decode by it.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        sets: dict[str, Schema] = {}
+        for url, shown in zip(self.shards.urls, self.shards.shown_urls.tolist(), strict=True):
+            place = shown.rpartition("/")[0]
+            if place not in sets:
+                home = home_of(url, self.shards.index)
+                sets[place] = self.shards.schemas.get(home, Schema()).of_fields(self.fields)
+        stated = list(self.decode) if isinstance(self.decode, Mapping) else []
+        self.meaning = met(sets, classes=classes, stated=stated)
+        self._undescribed = self.decoders
+        self._speak(self.meaning.schema.classes)
+
+    def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
+        """Decode as the sets say, with numbers of classes as these lists number them.
+
+        Raises:
+            ConfigError: ``decode=`` does not decode the numbers.
+        """
+        types = {place: schema.decoded_as for place, schema in self.meaning.sets.items()}
+        tables: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {}
+        for place, schema in self.meaning.sets.items():
+            for part, own in schema.classes.items():
+                table = translation(own, classes[part]) if part in classes else None
+                if table is not None:
+                    name, _, path = part.partition(WITHIN)
+                    tables.setdefault(name.lower(), {}).setdefault(place, {})[path] = table
+        self.decoders = with_described(self._undescribed, types, tables)
+        said = self.meaning.schema.fields
+        spoken = {part: replace(said[part], classes=names) for part, names in classes.items()}
+        self._spoken = replace(self.meaning.schema, fields={**said, **spoken})
+        self._stamp = self._spoken.stamp
+
+    @property
+    def fingerprint(self) -> str:
+        """See ``Source``: the samples, and what their numbers and ids mean."""
+        return filter_fingerprint(super().fingerprint, {MEANING: self._stamp} if self._stamp else {})
+
+    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
+        """See ``Selection.rows_when``: None as well if a number means something else than then."""
+        samples, was = without_part(fingerprint, MEANING)
+        return super().chunks_when(samples, num_shards) if self._spoken.continues(was) else None
+
+    def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
+        """Return the same set with its numbers of classes translated to those of these lists.
+
+        Raises:
+            ConfigError: ``decode=`` does not decode the numbers.
+        """
+        made = copy.copy(self)
+        made._speak(dict(self.meaning.schema.classes) | dict(classes))
+        return made
 
     @property
     def num_readable(self) -> int:

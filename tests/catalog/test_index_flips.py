@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from click.testing import CliRunner
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
-from shard_tools.convert.base.class_folders import save_classes
 from shard_tools.convert.base.identity import SourceIdentity
-from shard_tools.convert.journal import Journal, carry_notes, load_journal, load_sources, save_journal, sources_of
+from shard_tools.convert.journal import Journal, load_journal, load_sources, save_journal, sources_of
 from shard_tools.plan.keys import keys_at
 from shard_tools.sets.reindex import index
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
@@ -34,15 +34,15 @@ from streaming.index.files import (
     read_document,
     read_facts,
     read_footer,
-    read_note,
     read_table,
-    write_document,
 )
 from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
+from streaming.schema.value import Schema, SchemaField, TokenMeaning
 from streaming.storage import Storage
 from streaming.storage.requests.retry import MOST_WRONG
 from streaming.storage.store import Store
 from tests.support.sets.index_files import flipped_bit, touch
+from tests.support.sets.meanings import say, schema_of
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
 LANGUAGES = ("de", "en", "fr")
@@ -54,8 +54,7 @@ KINDS = {
     "words": "columns/word/000002.tar.parquet",
     "column": "columns/quality/column.json",
     "view": "views/clean.json",
-    "tokens": "tokens.json",
-    "classes": "classes.json",
+    "schema": "schema.json",
     "journal": "convert.json",
     "sources": "sources.parquet",
 }
@@ -80,10 +79,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_journal(str(target), Journal(source={"kind": "made"}, options={"seed": 1}, complete=True), Storage())
     inputs = [SourceIdentity(name=f"{n}.txt", size_bytes=9, version=f"v{n}", crc32c=n, number=n) for n in range(9)]
     (target / "_shardstream/sources.parquet").write_bytes(sources_of(inputs))
-    save_classes(str(target), {name: number for number, name in enumerate(LANGUAGES)}, Storage())
-    note = {"format": "shardstream-tokens", "version": 1, "field": "tok", "column": "tokens", "dtype": "uint16",
-            "vocab_size": 60_000, "bos": None, "eos": None, "mask": None}  # fmt: skip
-    (target / "_shardstream/tokens.json").write_bytes(write_document(note))
+    fields = schema_of(target).fields | {
+        "cls": SchemaField(kind="integer", classes=tuple(LANGUAGES)),
+        "tok": SchemaField(kind="tokens", dtype="uint16", tokens=TokenMeaning(vocab_size=60_000, column="tokens")),
+    }
+    say(target, replace(schema_of(target), fields=fields))
     keys = [f"{number:05d}" for number in range(NUM_SAMPLES)]
     scores = pa.table({"key": keys, "quality": draw.random(NUM_SAMPLES), "word": [f"w{n % 5}" for n in range(48)]})
     pq.write_table(scores, target.parent / "scores.parquet")
@@ -152,14 +152,7 @@ def keys(folder: Path) -> object:
 
 
 def notes(folder: Path) -> object:
-    target = folder.parent / "notes"
-    carry_notes(str(folder), Storage(), str(target), Storage())
-    journal = load_journal(str(folder), Storage())
-    return (
-        journal,
-        load_sources(str(folder), Storage()),
-        [json.loads((target / f"_shardstream/{name}.json").read_bytes()) for name in ("tokens", "classes")],
-    )
+    return load_journal(str(folder), Storage()), load_sources(str(folder), Storage()), schema_of(folder)
 
 
 def verified(folder: Path) -> object:
@@ -190,9 +183,9 @@ TABLES = frozenset({"chunks", "samples"})
 LATE = frozenset({"values", "words", "column"})
 READ_BY = {
     "by_where": TABLES, "by_late_column": TABLES | LATE, "by_view": TABLES | LATE | {"view"},
-    "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"tokens"},
-    "one_by_one": TABLES | {"tokens"}, "slices": TABLES | {"tokens"}, "keys": TABLES,
-    "notes": {"tokens", "classes", "journal", "sources"}, "verified": ALL, "indexed_again": ALL,
+    "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"schema"},
+    "one_by_one": TABLES | {"schema"}, "slices": TABLES | {"schema"}, "keys": TABLES,
+    "notes": {"schema", "journal", "sources"}, "verified": ALL, "indexed_again": ALL,
 }  # fmt: skip
 NUM_CELLS = sum(map(len, READ_BY.values()))
 TENTHS = 1
@@ -284,8 +277,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], ...]] = {
     "words": (lambda data: read_column(data, "f"),),
     "column": (lambda data: ColumnDocument.from_bytes(data, "f"),),
     "view": (lambda data: View.from_bytes(data, "f"),),
-    "tokens": (lambda data: read_note(data, "f"),),
-    "classes": (lambda data: read_note(data, "f"),),
+    "schema": (lambda data: Schema.from_bytes(data, "f"),),
     "journal": (read_document,),
     "sources": (lambda data: read_table(data, SOURCES_KIND, "f")[0].to_pylist(),),
 }

@@ -77,6 +77,7 @@ NOT_RUN = {
     ("export", ""): "test_export.py::test_in_a_bucket_by_the_command",
     ("info", ""): "test_cli.py::test_info_verb",
     ("map", ""): "test_map.py::test_several_sources_follow_each_other",
+    ("reshard", "--classes"): "test_cases.py::test_what_writes_one_set_refuses_or_writes_by_name",
     ("reshard", "--max-bytes"): "test_reshard.py::test_as_a_command",
     ("reshard", "--sort"): "test_curriculum.py::test_what_it_reads_is_said_and_sorted_shards_cure_it",
     ("reshard", "--where"): "test_reshard.py::test_as_a_command",

@@ -57,6 +57,7 @@ RUN_ELSEWHERE = {
     "anon": "test_cures.py::test_credentials_and_anonymous_reading",
     "balance": "test_balance.py::test_local_balance_puts_the_dearest_packs_first",
     "budgets": "test_packing.py::test_several_budgets_are_filled_together",
+    "classes": "test_cases.py::test_batches_of_a_union_are_right_and_those_of_own_numbers_are_of_each_set",
     "cost": "test_balance.py::test_a_cost_function_gets_lengths_of_pieces",
     "engine": "test_optimize_ray.py::test_a_killed_node_costs_its_own_work_only",
     "workers": "test_optimize.py::test_what_cannot_be_sent_is_named",

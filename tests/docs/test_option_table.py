@@ -97,6 +97,11 @@ def repr_of(_loader: DataLoader, data: Any) -> str:
     return repr(data)
 
 
+def modes_of(_loader: DataLoader, data: Any) -> list[Any]:
+    """What a mixture and those within it do with unlike classes."""
+    return [getattr(one, "classes", None) for one in (data.source, *data.source.sources.values())]
+
+
 def settings_of(*names: str) -> Look:
     """What reaches the loop, or the reader's loop, of options that show only in other worlds, or in time."""
 
@@ -205,6 +210,7 @@ CASES: dict[str, dict[str, Case]] = {
         "on_error": Case("raise", base=on_bad()),
         "max_bad_samples": Case(0, base=on_bad(), acts_by=(TooManyBadSamplesError,)),
         "bad_samples_file": Case(FILE, base=on_bad(max_bad_samples=1.0), look=lines_of),
+        "classes": Case("union", base={"StreamingDataset": {"urls": "unlike"}}),
     },
     "Mixture": {
         "sources": Case(lambda found: {**found, "a": found["b"]}),
@@ -219,6 +225,7 @@ CASES: dict[str, dict[str, Case]] = {
         "fetch_bytes": Case("1MiB", base={**SPLIT, "Mixture": {**SPLIT["Mixture"], "quotas": "exact"}}, look=repr_of),
         "max_bad_samples": Case(0, base=on_bad(max_bad_samples=1.0), acts_by=(TooManyBadSamplesError,)),
         "bad_samples_file": Case(FILE, base=on_bad(max_bad_samples=1.0), look=lines_of),
+        "classes": Case("union", look=modes_of),
     },
     "Packed": {
         "documents": Case(lambda places, of: StreamingDataset(places.url("other"))),

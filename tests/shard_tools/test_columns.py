@@ -23,11 +23,12 @@ from shard_tools.columns import join
 from shard_tools.columns import table as tables
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
-from streaming.index.files import write_document
 from streaming.index.sample_table import SampleTable
+from streaming.schema.value import Schema, SchemaField, TokenMeaning
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.index_files import change_document
+from tests.support.sets.meanings import say
 
 NUM = 90
 
@@ -566,8 +567,7 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
     assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").source.weighing.units_per_sample == {
         "a": 40 / 9
     }
-    note = write_document({"field": "tok", "dtype": "uint16"})
-    (tmp_path / "tok/_shardstream/tokens.json").write_bytes(note)
+    say(tmp_path / "tok", Schema(fields={"tok": SchemaField(kind="tokens", dtype="uint16", tokens=TokenMeaning())}))
     added(data, "tokens", "--compute", "tokens", "--overwrite")
     assert kept(data, "tokens >= 12") == [6, 7, 8, 9]
     wrong = run("column", "add", data, "other", "--compute", "tokens", "--fields", "txt", "--dtype", "uint16")

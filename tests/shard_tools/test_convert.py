@@ -510,6 +510,7 @@ def test_target_with_other_data_is_refused(tmp_path: Path) -> None:
     (target / "000000.tar").unlink()  # as a run leaves it that has only begun, or was killed
     (target / "_shardstream" / "samples" / "000000.tar.parquet").unlink()
     (target / "_shardstream" / "chunks.parquet").unlink()
+    (target / "_shardstream" / "schema.json").unlink()
     with pytest.raises(TargetNotEmptyError, match="another conversion, of which no shard is written yet"):
         convert(str(source), str(target))
 

@@ -14,6 +14,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import ConvertOptions, ImageOptions, convert
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
+from tests.support.sets.meanings import classes_of
 from tests.support.sources.conversions import members
 from tests.support.sources.foreign_sets import VOC, coco, picture, voc
 
@@ -28,8 +29,7 @@ def notes(target: Path) -> dict[str, Any]:
 
 
 def classes(target: Path) -> list[str]:
-    names: list[str] = json.loads((target / "_shardstream/classes.json").read_text())["classes"]
-    return names
+    return classes_of(target, "json:objects.label")
 
 
 # ----------------------------------------------------------------------------------------------------------- COCO

@@ -11,8 +11,10 @@ from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
 from streaming import StreamingDataset
+from streaming.catalog.build import read_schema
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.meanings import classes_of
 
 TRAIN = ("ant", "bee", "cat")
 VAL = ("bee", "cat")  # which, by itself, would be 0 and 1
@@ -62,7 +64,7 @@ def test_the_folder_beside_it_numbers_a_validation_set(
     assert numbers(tmp_path / "out" / "train") == {"ant": 0, "bee": 1, "cat": 2}
     for verb in ("reshard", "copy"):
         assert run(verb, tmp_path / "out" / "val", tmp_path / verb).exit_code == 0
-        assert json.loads((tmp_path / verb / "_shardstream" / "classes.json").read_text())["classes"] == list(TRAIN)
+        assert classes_of(tmp_path / verb) == list(TRAIN)
     again = converted(images / "val", tmp_path / "out" / "val")  # now by what was converted: the same work
     assert again["num_resumed_samples"] == 2
 
@@ -75,8 +77,7 @@ def test_the_set_converted_beside_the_target_does_too(images: Path, mini_s3: Min
         assert run("convert", images / name, f"{bucket}/{name}/", *reach).exit_code == 0
         (images / "train").rename(images / "gone") if name == "train" else None
     assert numbers(f"{bucket}/val/", **options) == {"bee": 1, "cat": 2}
-    noted = json.loads(bytes(Storage(options).read(f"{bucket}/val/_shardstream/classes.json")))
-    assert noted["classes"] == list(TRAIN)
+    assert read_schema(Storage(options), f"{bucket}/val").classes["cls"] == TRAIN
     shown = run("convert", images / "val", f"{bucket}/other/", *reach, "--classes", f"{bucket}/train/")
     assert f"numbers of {bucket}/train/" in shown.stdout
     assert numbers(f"{bucket}/other/", **options) == {"bee": 1, "cat": 2}

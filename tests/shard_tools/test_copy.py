@@ -26,8 +26,8 @@ from streaming.errors import (
     IndexMismatchError,
     IndexMissingError,
 )  # fmt: skip
-from streaming.index.files import write_document
 from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
+from streaming.schema.value import class_schema
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked, killed_until_it_is_done
 from tests.support.servers.fault_proxy import Fault, FaultProxy
@@ -129,14 +129,17 @@ def test_an_index_of_another_set_at_the_target_stays_as_it_is(data: Path, tmp_pa
 
 
 def test_numbers_of_classes_at_the_target_are_not_replaced_unasked(data: Path, tmp_path: Path) -> None:
-    sealed = write_document({})
-    note = tmp_path / "out" / "_shardstream" / "classes.json"
+    sealed = class_schema({"cls": ["cat", "dog"]}).to_bytes()
+    note = tmp_path / "out" / "_shardstream" / "schema.json"
     note.parent.mkdir(parents=True)
     note.write_bytes(sealed)
-    with pytest.raises(TargetNotEmptyError, match=r"classes\.json belongs to another set"):
+    (data / "_shardstream" / "schema.json").write_bytes(class_schema({"cls": ["ape", "cat"]}).to_bytes())
+    with pytest.raises(
+        TargetNotEmptyError, match=r"schema\.json belongs to another set.*0 is 'ape' in .* but 'cat' in"
+    ):
         run(data, tmp_path / "out")
-    assert tree(tmp_path / "out") == {"_shardstream/classes.json": sealed}
-    (data / "_shardstream" / "classes.json").write_bytes(sealed)
+    assert tree(tmp_path / "out") == {"_shardstream/schema.json": sealed}
+    (data / "_shardstream" / "schema.json").write_bytes(sealed)
     run(data, tmp_path / "out")
     assert tree(tmp_path / "out") == tree(data)
 
@@ -322,7 +325,7 @@ def test_as_a_command(data: Path, tmp_path: Path, mini_s3: MiniS3Server, s3_buck
     options = [f"--target-option={name}={value}" for name, value in mini_s3.storage_options.items()]
     ran = command("copy", data, f"{s3_bucket}/new/", *options)
     assert ran.exit_code == 0, ran.output
-    assert len(list(Storage(mini_s3.storage_options).list(f"{s3_bucket}/new"))) == 13
+    assert len(list(Storage(mini_s3.storage_options).list(f"{s3_bucket}/new"))) == 14
     assert command("copy", data, data).exit_code == 2
     (tmp_path / "out" / "000000.tar").write_bytes(b"x")
     ran = command("copy", data, tmp_path / "out")

@@ -28,11 +28,11 @@ from shard_tools.cli import cli
 from shard_tools.show.base import samples
 from shard_tools.show.data import columns, gallery
 from streaming import Schedule, StreamingDataset
-from streaming.index.files import write_document
 from streaming.storage import Storage
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.servers.show_pages import Shown
+from tests.support.sets.meanings import say_classes
 
 COUNT = 300
 LANGS = ("en", "de", None, "fr")
@@ -85,8 +85,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ShardWriter(f"{folder}/{{:03d}}.tar", max_samples=64, columns=("tokens", "lang")) as writer:
         for number in range(COUNT):
             writer.write(one_of(number))
-    classes = {"format": "shardstream-classes", "version": 1, "classes": ["cat", "dog"]}
-    (folder / "_shardstream/classes.json").write_bytes(write_document(classes))
+    say_classes(folder, {"cls": ["cat", "dog"]})
     done = CliRunner().invoke(cli, ["column", "add", str(folder), "late", "--lift", "json.number"])
     assert done.exit_code == 0, done.output
     return folder

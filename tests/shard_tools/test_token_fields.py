@@ -1,9 +1,10 @@
-"""Fields of converted text decode by themselves: ``tokens.json`` beside the index says what they hold."""
+"""Fields of converted text decode by themselves: ``schema.json`` beside the index says what they hold."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.catalog.listing import FoundShards
 from streaming.errors import IndexFormatError
 from streaming.index.files import write_document
+from streaming.schema.value import Schema
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
-from tests.support.sets.index_files import change_document
+from tests.support.sets.meanings import SCHEMA as NOTE
+from tests.support.sets.meanings import say, say_of, schema_of
 from tests.support.sources.conversions import TEXTS, jsonl, run
 
-NOTE = Path("_shardstream/tokens.json")
+AS_IDS = "array:uint16->int64"
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +56,15 @@ def test_tokens_are_arrays(text: Path, named: str, decode: Any) -> None:
 
 
 def test_masks_too_and_the_width_is_what_it_says(mine: Path) -> None:
-    change_document(mine / NOTE, dtype="uint32", mask="tok2")
+    tokens = schema_of(mine).fields["tok"].tokens
+    assert tokens is not None
+    say_of(mine, "tok", dtype="uint32", tokens=replace(tokens, mask="tok2"))
     dataset = StreamingDataset(str(mine))
     four = dataset.source.decoders.decoder_for("TOK")
     assert np.asarray(four(np.arange(70_000, 70_003, dtype="<u4").tobytes())).tolist() == [70_000, 70_001, 70_002]
     mask = np.asarray(dataset.source.decoders.decoder_for("tok2")(bytes([0, 1])))
     assert (mask.dtype, mask.tolist()) == (np.uint8, [0, 1])
-    change_document(mine / NOTE, field="npy")  # what the data say goes before what an extension means
+    say(mine, Schema(fields={"npy": schema_of(mine).fields["tok"]}))  # what the data say goes before the extension
     assert StreamingDataset(str(mine)).source.decoders.decoder_for("npy") == four
 
 
@@ -76,35 +81,40 @@ def test_what_the_user_says_goes_first(text: Path) -> None:
 @pytest.mark.parametrize("wrong", ["no json", "[]", '{"field": "tok", "dtype": "uint16", "mask": null}'])
 def test_a_note_that_is_damaged_or_changed_by_hand_is_an_error(mine: Path, wrong: str) -> None:
     (mine / NOTE).write_text(wrong)
-    with pytest.raises(IndexFormatError, match=r"tokens\.json: damaged.*restore it.*decode="):
+    with pytest.raises(IndexFormatError, match=r"schema\.json: damaged.*restore it.*says nothing"):
         StreamingDataset(str(mine))
 
 
-@pytest.mark.parametrize("wrong", [{"field": "tok", "dtype": "float8", "mask": None}, {"field": "tok"}])
-def test_a_note_that_is_unknown_is_told_and_hinders_nothing(
-    mine: Path, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    (mine / NOTE).write_bytes(write_document(wrong))
-    with caplog.at_level(logging.WARNING):
-        dataset = StreamingDataset(str(mine))
-    assert isinstance(dataset[0]["tok"], bytes)
-    assert "tokens.json: not a description of tokens" in caplog.text
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tok": {"kind": "tokens", "dtype": "float8", "tokens": {}}},
+        {"tok": {"kind": "smell"}},
+        {"cls": {"classes": ["a", "a"]}},
+        {"cls": {"classes": "ab"}},
+        {"cls": 3},
+    ],
+)
+def test_what_no_release_wrote_is_an_error(mine: Path, wrong: dict[str, Any]) -> None:
+    said = {"format": "shardstream-schema", "version": 1, "fields": wrong, "columns": {}}
+    (mine / NOTE).write_bytes(write_document(said))
+    with pytest.raises(IndexFormatError, match=r"schema\.json: damaged"):
+        StreamingDataset(str(mine))
+    (mine / NOTE).write_bytes(write_document({**said, "fields": {}, "version": 2}))
+    with pytest.raises(IndexFormatError, match="version 2"):
+        StreamingDataset(str(mine))
 
 
-def test_directories_must_agree(mine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_directory_has_its_own_width(mine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = tmp_path / "other"
     shutil.copytree(mine, other)
     both = [str(mine), str(other)]
     assert isinstance(StreamingDataset(both)[0]["tok"], np.ndarray)
-    change_document(other / NOTE, dtype="uint32")
-    with caplog.at_level(logging.WARNING):
-        assert isinstance(StreamingDataset(both)[0]["tok"], bytes)
-    assert "describe different tokens" in caplog.text
     (other / NOTE).unlink()
-    assert isinstance(StreamingDataset(both)[0]["tok"], bytes)
-    apart = Mixture(
-        {"a": StreamingDataset(str(mine)), "b": StreamingDataset(str(other), decode={"tok": "array:uint16->int64"})}
-    )
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(StreamingDataset(both)[len(TEXTS)]["tok"], np.ndarray)
+    assert f"{other} does not say the tokenizer of field 'tok'" in caplog.text
+    apart = Mixture({"a": StreamingDataset(str(mine)), "b": StreamingDataset(str(other), decode={"tok": AS_IDS})})
     with DataLoader(apart, 2, jagged=("tok",)) as loader:
         assert sum(int(batch["tok"].offsets[-1]) for batch in loader) == 2 * sum(len(ids_of(one)) for one in TEXTS)
 
@@ -112,7 +122,7 @@ def test_directories_must_agree(mine: Path, tmp_path: Path, caplog: pytest.LogCa
 def test_a_copy_carries_it_and_ranks_tell_each_other(text: Path, tmp_path: Path) -> None:
     copy(str(text), str(tmp_path / "copied"))
     assert isinstance(StreamingDataset(str(tmp_path / "copied"))[0]["tok"], np.ndarray)
-    found = FoundShards(urls=("a",), table=None, missing_index="none", types={"tok": "array:uint16->int64"})
+    found = FoundShards(urls=("a",), table=None, missing_index="none", schemas={"there": schema_of(text)})
     assert FoundShards.from_bytes(found.to_bytes()) == found
 
 

@@ -20,6 +20,7 @@ from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError, DataError
 from tests.support.sets.index_files import change_document
+from tests.support.sets.meanings import schema_of
 
 RNG = np.random.default_rng(6)
 IDS = [RNG.integers(0, 50_000, RNG.integers(1, 300)).tolist() for _ in range(60)]
@@ -101,8 +102,9 @@ def test_the_width_is_that_of_the_column_or_of_the_tokenizer(
     source = parquet(tmp_path / "in.parquet", kind)
     result = run("convert", source, tmp_path / "out", "--tokens-field", "input_ids", *named, *more)
     assert result.exit_code == 0, result.output
-    note = json.loads((tmp_path / "out" / "_shardstream" / "tokens.json").read_text())
-    assert (note["dtype"], note["tokenizer"] is None, note["mask"]) == (dtype, not named, None)
+    said = schema_of(tmp_path / "out").fields["tok"]
+    assert said.tokens
+    assert (said.dtype, said.tokens.tokenizer is None, said.tokens.mask) == (dtype, not named, "")
     assert tokens_of(tmp_path / "out") == [[*ids, 50_001] if named else [7, *ids] for ids in IDS]
 
 

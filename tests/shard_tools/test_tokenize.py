@@ -46,6 +46,7 @@ from streaming.errors import ConfigError, DataError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.meanings import schema_of
 from tests.support.sources.conversions import TEXTS, jsonl, members, run, tree
 
 
@@ -125,11 +126,13 @@ def test_a_reader_finds_the_width_in_the_index_and_in_the_note(tmp_path: Path, l
     assert rows["size.tok"] == [width * tokens for tokens in rows["tokens"]]
     ids = np.frombuffer(members(tmp_path / "out")["000000003.tok"], f"<u{width}")
     assert ids.tolist() == [largest]
-    note = json.loads((tmp_path / "out" / "_shardstream" / "tokens.json").read_text())
-    assert (note["dtype"], note["field"], note["column"]) == (f"uint{8 * width}", "tok", "tokens")
-    assert note["tokenizer"]["sha256"] == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    said = schema_of(tmp_path / "out").fields["tok"]
+    assert (said.kind, said.dtype, said.tokens and said.tokens.column) == ("tokens", f"uint{8 * width}", "tokens")
+    assert said.tokens
+    assert said.tokens.tokenizer
+    assert said.tokens.tokenizer.sha256 == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     copy(str(tmp_path / "out"), str(tmp_path / "copy"))
-    assert json.loads((tmp_path / "copy" / "_shardstream" / "tokens.json").read_text()) == note
+    assert schema_of(tmp_path / "copy") == schema_of(tmp_path / "out")
 
 
 def test_beginning_and_end(tmp_path: Path, bpe: Path) -> None:
@@ -675,7 +678,9 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, bpe: Path, templ
         told = peer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
         assert (told["input_ids"], told["assistant_masks"]) == (tokens, mask)
     assert report.masked
-    assert json.loads((tmp_path / "a" / "out" / "_shardstream" / "tokens.json").read_text())["mask"] == "mask"
+    meant = schema_of(tmp_path / "a" / "out").fields["tok"].tokens
+    assert meant
+    assert meant.mask == "mask"
 
 
 def test_conversations_that_are_not_encoded_as_their_whole_text_are_counted(tmp_path: Path, bpe: Path) -> None:

@@ -16,6 +16,7 @@ from shard_tools.running.engine import map_sized
 from shard_tools.write.filetypes import ONE_FIELD
 from streaming.decode.images import stored_size
 from streaming.errors import ConfigError, NotFoundError
+from streaming.schema.value import WITHIN, Schema, class_schema
 from streaming.storage import Storage, redact
 
 IMAGE_EXTENSIONS = frozenset(
@@ -28,6 +29,8 @@ TURNED = (
     "the image is turned or mirrored by its EXIF orientation: decoders here apply it (columns width and height, too); "
     "other programs may not"
 )
+LABELS = f"json{WITHIN}objects.label"
+"""Where the numbers of classes are."""
 NO_SIZE = "no width and height: the image is damaged, or of a kind that is not decoded here"
 _OTHER_SIZE = "the annotations say another width and height than the image has: boxes may not fit"
 _log = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ class AnnotatedImages:
     """
 
     columns = ("width", "height", "objects")
+    classes: Mapping[str, int]
 
     def __init__(
         self,
@@ -108,6 +112,12 @@ class AnnotatedImages:
         self._images = keyed(ordered, options.key_field, lambda one: one.beside)
         self._field = field_of(self._images, "images", ONE_FIELD)
         self._always = {name for name in {*self._beside} if all(name in one.beside for one in self._images)}
+
+    @property
+    def meaning(self) -> Schema:
+        """The names of the classes of objects, in the order of their numbers."""
+        names = sorted(self.classes, key=self.classes.__getitem__)
+        return class_schema({LABELS: names}) if names else Schema()
 
     @property
     def _beside(self) -> set[str]:

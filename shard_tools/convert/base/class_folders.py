@@ -25,14 +25,18 @@ from shard_tools.convert.base.records import (
     permutation,
 )
 from shard_tools.running.engine import map_sized
+from shard_tools.write.above import sets_above
 from shard_tools.write.filetypes import plain_extension
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
+from streaming.catalog.build import read_schema
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
-from streaming.index.files import is_sealed, read_note, write_document
+from streaming.index.files import is_sealed
+from streaming.index.layout import SCHEMA_FILE
+from streaming.schema.joined import SchemaConflict, joined
+from streaming.schema.value import Schema, SchemaField, class_schema
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.tar.passed_over import in_side_folder, why_no_sample
 
-CLASSES = "_shardstream/classes.json"
 HIDDEN = "hidden: a name that starts with a dot"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
@@ -133,6 +137,12 @@ class ClassFolders(ABC):
         """
 
     @property
+    def meaning(self) -> Schema:
+        """The names of the classes, in the order of their numbers."""
+        names = sorted(self.classes, key=self.classes.__getitem__)
+        return class_schema({"cls": names}, {"cls": names}) if names else Schema()
+
+    @property
     def num_records(self) -> int:
         """Number of files."""
         return len(self._files)
@@ -205,6 +215,34 @@ def why_left_out(file: SourceFile) -> str:
 def numbered_classes(
     names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
+    """Return the number of each class, and where the numbers come from: see :func:`_numbered`.
+
+    A set beside the target that numbers its classes in another way is named in the log: read together, as one parent
+    folder, both are refused.
+    """
+    numbers, place = _numbered(names, given, source, target, storage)
+    if numbers and target is not None and is_local(target):
+        _tell_of_neighbors(sorted(numbers, key=numbers.__getitem__), local_path(target), storage)
+    return numbers, place
+
+
+def _tell_of_neighbors(names: Sequence[str], target: str, storage: Storage) -> None:
+    own = class_schema({"cls": names})
+    folder = os.path.dirname(os.path.abspath(target))
+    for neighbor in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        place = f"{folder}/{neighbor}"
+        if os.path.abspath(target) == place or not os.path.exists(f"{place}/{SCHEMA_FILE}"):
+            continue
+        known = read_schema(storage, place)
+        conflict = joined({place: Schema(fields={"cls": known.fields.get("cls", SchemaField())}), target: own})
+        if isinstance(conflict, SchemaConflict):
+            _log.warning("%s. To number classes as there, give --classes %s", conflict, place)
+            return
+
+
+def _numbered(
+    names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
+) -> tuple[dict[str, int], str]:
     """Return the number of each class, and where the numbers come from; "" if from this folder alone.
 
     Args:
@@ -212,7 +250,9 @@ def numbered_classes(
         given: Names separated by commas; or a file (JSON, or one name per line), a folder of classes, or a converted
             set.
         source: The folder. A folder ``train`` beside it determines the numbers if it has all these classes.
-        target: Where the shards will be. A set converted to ``train`` beside it takes precedence over such a folder.
+        target: Where the shards will be. A set that they will be a part of, since they lie below it, determines the
+            numbers: its classes keep theirs, new ones get the next. A set converted to ``train`` beside it takes
+            precedence over a folder ``train`` beside the source.
         storage: The store.
 
     Raises:
@@ -228,6 +268,14 @@ def numbered_classes(
                 f"{len(listed)}: {', '.join(listed[:5])}, …; give a list that holds all"
             )
         return {name: number for number, name in enumerate(listed)}, given
+    above = _set_above(target, storage) if names and target is not None else None
+    if above is not None:
+        place, known = above
+        new = sorted({*names} - {*known})
+        if [*known, *new] != [*names]:
+            told = f"; new ones, such as {new[0]!r}, get the numbers from {len(known)} on" if new else ""
+            _log.warning("classes are numbered as in %s, of which the target will be a part%s", redact(place), told)
+        return {name: number for number, name in enumerate([*known, *new])}, place
     for place in _beside(source, target) if names else ():
         with suppress(NotFoundError, AccessDeniedError):
             listed = _listed(place, storage)
@@ -256,6 +304,28 @@ def _last(folder: str) -> str:
     return folder.rstrip("/").rpartition("/")[2]
 
 
+def _set_above(target: str, storage: Storage) -> tuple[str, list[str]] | None:
+    """Return the nearest set with classes that shards in ``target`` will be read with, as they lie below it."""
+    named = ((place, _names_in(schema, place)) for place, schema in sets_above(target, storage))
+    return next((one for one in named if one[1]), None)
+
+
+def _names_in(schema: Schema, place: str) -> list[str]:
+    """Return the names of the classes of a set; [] if it has none.
+
+    Raises:
+        ConfigError: Its fields have unlike classes.
+    """
+    lists = schema.classes
+    if "cls" in lists:
+        return [*lists["cls"]]
+    if len({*lists.values()}) > 1:
+        raise ConfigError(
+            f"{redact(place)}: its fields {', '.join(lists)} have classes of their own; give a list of names instead"
+        )
+    return [*next(iter(lists.values()), ())]
+
+
 def _beside(source: str, target: str | None) -> list[str]:
     """Return where the classes of the training set may be: converted beside the target, or in a local folder."""
     places = []
@@ -270,7 +340,7 @@ def _listed(place: str, storage: Storage) -> list[str]:
     """Read the names of classes at ``place``, in the order of their numbers; see :func:`numbered_classes`."""
     if "," in place and "://" not in place:
         listed: Any = [name.strip() for name in place.split(",")]
-    elif is_local(place) and os.path.isdir(local_path(place)) and not os.path.exists(f"{local_path(place)}/{CLASSES}"):
+    elif _is_plain_folder(place):
         with os.scandir(local_path(place)) as entries:
             listed = sorted(
                 entry.name
@@ -281,11 +351,11 @@ def _listed(place: str, storage: Storage) -> list[str]:
             raise NotFoundError(f"{redact(place)}: no folders of classes there")
     else:
         is_file = _last(place).endswith((".json", ".txt"))
-        url = place if is_file else join_url(place, CLASSES)
-        is_ours = url.endswith(CLASSES)
-        listed = (
-            storage.read_parsed(url, read_note, is_sealed) if is_ours else _parsed(bytes(storage.read(url)).decode())
-        )
+        url = place if is_file else join_url(place, SCHEMA_FILE)
+        if url.endswith(SCHEMA_FILE):
+            listed = _names_in(storage.read_parsed(url, Schema.from_bytes, is_sealed), place)
+        else:
+            listed = _parsed(bytes(storage.read(url)).decode())
         if isinstance(listed, dict):
             listed = listed.get("classes", listed)
         if isinstance(listed, dict):  # names to numbers
@@ -296,14 +366,14 @@ def _listed(place: str, storage: Storage) -> list[str]:
     return names
 
 
+def _is_plain_folder(place: str) -> bool:
+    """Tell whether a place is a folder of this machine that is no converted set."""
+    path = local_path(place) if is_local(place) else ""
+    return bool(path) and os.path.isdir(path) and not os.path.exists(f"{path}/{SCHEMA_FILE}")
+
+
 def _parsed(text: str) -> Any:
     return json.loads(text) if text.lstrip()[:1] in {"[", "{"} else text.split("\n")
-
-
-def save_classes(directory: str, classes: Mapping[str, int], storage: Storage) -> None:
-    """Write the classes of a set beside its index, for other sets that use the same numbers."""
-    content = {"format": "shardstream-classes", "version": 1, "classes": sorted(classes, key=classes.__getitem__)}
-    storage.put(join_url(directory, CLASSES), write_document(content))
 
 
 def field_of(files: Sequence[KeyedFile], kind: str, own_field: str) -> str:

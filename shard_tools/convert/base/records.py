@@ -135,6 +135,7 @@ class SourceOptions:
         part: The split to take, of a source that has several.
         config: The configuration to take, of a source that has several.
         images: Where the images of a file of annotations are.
+        unlike_columns: Take files of unlike columns as they are, and log it.
         walks: What is known of folders, so that none is walked twice.
     """
 
@@ -154,6 +155,7 @@ class SourceOptions:
     part: str | None = None
     config: str | None = None
     images: str | None = None
+    unlike_columns: bool = False
     walks: FolderWalks = field(default_factory=dict)
 
 

@@ -35,7 +35,7 @@ class CocoFolder(AnnotatedImages):
     """One split of COCO: a sample is an image, with its annotations in ``json``.
 
     ``json`` holds the file's name, width, height, ``objects`` and ``captions``. An object is an annotation, with the
-    name of its ``category`` and its ``label``: the number of that name in ``_shardstream/classes.json``. Annotations of
+    name of its ``category`` and its ``label``: the number of that name in ``_shardstream/schema.json``. Annotations of
     the same number in several files, such as boxes and keypoints, are one object. Images without annotations are kept.
 
     The split is what follows the kind in the names of the JSON files (``instances_train2017.json``). Images are looked

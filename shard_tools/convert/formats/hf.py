@@ -24,10 +24,11 @@ from shard_tools.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.convert.base.files import SourceFile, find_files, identity_of, is_folder, is_local, open_stored
 from shard_tools.convert.base.identity import EVERYWHERE, Origins, origins_of
 from shard_tools.convert.base.records import Record, Skipped, SourceOptions, permutation
-from shard_tools.convert.base.rows import RowMapper
+from shard_tools.convert.base.rows import DROP, RowMapper
 from shard_tools.running.engine import ordered
 from streaming.arrays import sums
 from streaming.errors import ConfigError, DataError, NotFoundError, StorageError
+from streaming.schema.value import WITHIN, Schema, class_schema
 from streaming.storage import Storage, join_url, local_path, redact, scheme_of
 
 _DICT, _STATE = "dataset_dict.json", "state.json"
@@ -113,7 +114,8 @@ class HfDataset:
         self.classes = {name: number for number, name in enumerate(self.class_names)}
         self.classes_from = f"the column {self.columns[0]!r}" if self.columns else ""
         if len(labels) > 1:
-            _log.warning("%s: several columns of classes; classes.json holds those of %r", table.where, self.columns[0])
+            _log.warning("%s: several columns of classes; %r becomes a column", table.where, self.columns[0])
+        self.meaning = _meaning(labels, dict(options.fields))
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
@@ -544,6 +546,12 @@ def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
         found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: one for name, one in found.items() if isinstance(one, dict) and name in schema.names}
     return {}
+
+
+def _meaning(labels: Mapping[str, Sequence[str]], fields: Mapping[str, str]) -> Schema:
+    """Return the names of classes, of the fields of their own that columns become, or within ``json``."""
+    named = {fields.get(name, f"json{WITHIN}{name}"): names for name, names in labels.items()}
+    return class_schema({name: names for name, names in named.items() if name != DROP}, dict([*labels.items()][:1]))
 
 
 def _labels(features: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ class VocFolder(AnnotatedImages):
 
     ``json`` holds the file's name, width, height and ``objects``: the elements of the XML, ``bbox`` as [xmin, ymin,
     xmax, ymax] in its own numbers, ``category``, and ``label``, the number of that name in
-    ``_shardstream/classes.json``. Masks become the fields ``seg.png`` and ``instances.png``. Images without annotations
+    ``_shardstream/schema.json``. Masks become the fields ``seg.png`` and ``instances.png``. Images without annotations
     are kept.
 
     Raises:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shard_tools.convert.base.records import ShardOptions, permutation
-from shard_tools.convert.journal import carry_notes, whole_journal
+from shard_tools.convert.journal import whole_journal
 from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
 from shard_tools.running.engine import DEFAULT_MEMORY
 from shard_tools.running.progress import NoProgress, Progress
@@ -18,15 +18,16 @@ from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import BadList, load_bad_list
 from shard_tools.sets.open_set import OpenSet, open_set
 from shard_tools.sets.rewrite.field_changes import ChangedSource, FieldChanges
+from shard_tools.sets.rewrite.meaning import Retold
 from shard_tools.sets.rewrite.selection import Deduplicated, Taken, deduplicated, select, sorted_order
 from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming.arguments import counted, parse_bytes
-from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import late_names
 from streaming.index.columns import KEY
 from streaming.index.where import unknown_column
+from streaming.schema.joined import Classes
 from streaming.storage import Storage, redact
 from streaming.types import DuplicateKeys, Int64Array
 
@@ -58,6 +59,7 @@ class ReshardOptions(ShardOptions):
         index_url: Location of the source's index, if not beside its shards.
         memory_bytes: Memory for samples in transit when the order changes.
         allow_unfinished: Take what is there of a source that is not whole.
+        classes: ``"union"``: write the numbers of classes of several sets by name.
     """
 
     sort: str | None = None
@@ -74,6 +76,7 @@ class ReshardOptions(ShardOptions):
     index_url: str | None = None
     memory_bytes: int = parse_bytes(DEFAULT_MEMORY)
     allow_unfinished: bool = False
+    classes: Classes = None
 
     def __post_init__(self) -> None:
         if self.sort is not None and self.shuffle_seed is not None:
@@ -188,25 +191,23 @@ def reshard(
         warn_of_nesting(one, place)
     source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
-    twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
-    shards = open_set(
-        sources, storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
-        allow_unfinished=options.allow_unfinished,
-    )  # fmt: skip
+    shards = _opened(sources, place, options, storage)
+    retold = Retold.of(shards, storage, classes=options.classes, fields=options.fields)
     wanted = {*options.columns, *(column for _, column in options.changes.add), *filter(None, [options.sort])}
     late = shards.late_columns(storage, wanted)
     selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
     known = _known_fields(shards, options, storage)
-    samples, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known)
+    _check_unlike(retold, shards, options, storage, foreseen=executor is not None)
+    samples, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint, known, retold)
     reader = ChangedSource(samples, options.changes) if options.changes else samples
     versions = {name: column.version for name, column in sorted(late.items())}
+    columns = tuple(dict.fromkeys((*selection.columns, *options.columns)))
     try:
         packed = pack(
             reader, place, options, command=("reshard", source),
-            identity=options.identity() | ({"late": versions} if versions else {}),
-            columns=tuple(dict.fromkeys((*selection.columns, *options.columns))), storage_options=storage_options,
-            notes=lambda: carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage),
+            identity=options.identity() | ({"late": versions} if versions else {}) | retold.identity(),
+            columns=columns, storage_options=storage_options, schema=retold.schema(columns, options.changes),
             executor=executor, progress=progress or NoProgress(),
         )  # fmt: skip
     except DuplicateKeyError as error:
@@ -229,6 +230,14 @@ def reshard(
         num_bytes=packed.num_bytes,
         seconds=time.monotonic() - started,
     )
+
+
+def _opened(sources: Sequence[str], place: Destination, options: ReshardOptions, storage: Storage) -> OpenSet:
+    twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
+    return open_set(
+        sources, storage, options.index_url, exclude=place.directory, duplicate_keys=twice,
+        allow_unfinished=options.allow_unfinished, meets=False,
+    )  # fmt: skip
 
 
 def _selected(
@@ -265,6 +274,7 @@ def _reader(
     storage: Storage,
     fingerprint: str,
     known_fields: Mapping[str, bool] | None,
+    retold: Retold,
 ) -> tuple[ShardSource, Deduplicated | None]:
     """Read the samples in the order wanted; those that stay in their order need no large window."""
     order = _order(selection, options)
@@ -281,8 +291,34 @@ def _reader(
         fields=options.fields,
         window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
         num_threads=options.workers,
+        changes=retold.of_shard if retold.by_home else None,
     )
     return reader, dedupe
+
+
+def _check_unlike(
+    retold: Retold, shards: OpenSet, options: ReshardOptions, storage: Storage, *, foreseen: bool
+) -> None:  # fmt: skip
+    """Refuse what sees numbers as they are stored, where they are written anew.
+
+    Args:
+        retold: How they are written.
+        shards: The sets.
+        options: The options.
+        storage: The store.
+        foreseen: Whether sizes must be known before samples are read.
+
+    Raises:
+        ConfigError: There is such a thing.
+    """
+    retold.check_selected(shards, storage, where=options.where, view=options.view)
+    if options.sort in retold.meaning.unlike:
+        raise ConfigError(f"--sort {options.sort}: its numbers are written anew; reshard the result once more to sort")
+    if foreseen and not retold.are_foreseen:
+        raise ConfigError(
+            "--engine: numbers of classes within json change its size, which other processes must know before it is "
+            "read; use --engine local"
+        )
 
 
 def _check(selection: Taken, options: ReshardOptions, source: str, late: Collection[str]) -> None:

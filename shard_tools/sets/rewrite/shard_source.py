@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,19 @@ class _Outline:
         return cls(keys=keys_of(table).take(pa.array(part.rows)) if part.keys is None else part.keys, sizes=sizes)
 
 
+class SampleChanges(Protocol):
+    """What becomes of the samples of a set."""
+
+    def of_fields(self, fields: dict[str, bytes], key: str) -> dict[str, bytes]:
+        """Return the fields of a sample, changed."""
+
+    def of_columns(self, values: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return the values of columns, changed."""
+
+    def of_sizes(self, sizes: Mapping[str, Int64Array]) -> dict[str, Int64Array]:
+        """Return the sizes of fields after the change."""
+
+
 class ShardSource:
     """Samples of indexed shards, in a given order, every byte checked against the index. Used by one thread.
 
@@ -82,6 +95,7 @@ class ShardSource:
         firsts: Places of ``order`` that begin a record; the samples after one are joined to it. None: all.
         key_prefix: As in :class:`~shard_tools.sets.rewrite.reshard.ReshardOptions`.
         known_fields: The fields of the records, True for those that every one has, as a conversion noted them.
+        changes: Returns what becomes of the samples of a shard, so that those of several sets mean the same.
     """
 
     kind = "shards"
@@ -99,6 +113,7 @@ class ShardSource:
         firsts: npt.NDArray[np.bool_] | None = None,
         key_prefix: str = "",
         known_fields: Mapping[str, bool] | None = None,
+        changes: Callable[[str], SampleChanges] | None = None,
     ) -> None:
         self.skipped: tuple[Skipped, ...] = ()
         self.fields = known_fields
@@ -110,7 +125,7 @@ class ShardSource:
         self._offsets = np.cumsum([0] + [part.rows.size for part in self._parts])
         self._order = np.arange(self._offsets[-1]) if order is None else order
         self._firsts = np.ones(self._order.size, np.bool_) if firsts is None else firsts
-        self._key_prefix = key_prefix
+        self._key_prefix, self._changes = key_prefix, changes
         self._begins = None if firsts is None else np.append(np.flatnonzero(firsts), self._order.size)
         sizes = [part.sizes for part in self._parts]
         self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
@@ -174,6 +189,7 @@ class ShardSource:
             firsts=None if self._begins is None else self._firsts[low:high],
             key_prefix=self._key_prefix,
             known_fields=self.fields,
+            changes=self._changes,
         )
 
     def _place(self, record: int) -> int:
@@ -249,7 +265,8 @@ class ShardSource:
                     del known[which]
 
     def _blank(self, part: ShardPart, outline: _Outline, positions: Int64Array, kept: Int64Array) -> _Found:
-        sizes = {name: column[kept].tolist() for name, column in outline.sizes.items()}
+        outlines = outline.sizes if self._changes is None else self._changes(part.pieces.url).of_sizes(outline.sizes)
+        sizes = {name: column[kept].tolist() for name, column in outlines.items()}
         keys = [key.decode("utf-8", "surrogateescape") for key in outline.keys.take(pa.array(kept)).to_pylist()]
         fields = [
             {name: _blank_field(column[i]) for name, column in sizes.items() if column[i] >= 0}
@@ -287,6 +304,9 @@ class ShardSource:
                     }
                 )
         keys = [layout.keys[row - first] for row in rows]
+        if self._changes is not None:
+            change = self._changes(part.pieces.url)
+            fields = [change.of_fields(one, key) for one, key in zip(fields, keys, strict=True)] if change else fields
         return self._records_of(part, run.kept, run.positions, keys, fields)
 
     def _records_of(
@@ -296,6 +316,8 @@ class ShardSource:
         """Make records of samples of a part; ``kept`` are their numbers in it."""
         taken = pa.array(kept)
         values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
+        if self._changes is not None:
+            values = self._changes(part.pieces.url).of_columns(values)
         found: _Found = []
         for i, (position, row) in enumerate(zip(positions.tolist(), part.rows[kept].tolist(), strict=True)):
             metadata: Mapping[str, object] = {name: column[i] for name, column in values.items()}

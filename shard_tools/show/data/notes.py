@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from shard_tools.convert.base.class_folders import CLASSES
 from shard_tools.show.base.samples import SampleSet
 from shard_tools.show.base.subject import Subject
 from shard_tools.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer, open_tokenizer
-from streaming.errors import ConfigError, DataError, StorageError
+from streaming.errors import ConfigError, StorageError
 from streaming.filters.late_columns import homes_of
-from streaming.index.files import is_sealed, read_note
-from streaming.index.layout import TOKENS_FILE
+from streaming.index.layout import SCHEMA_FILE
+from streaming.schema import value as meant
 from streaming.storage import join_url, redact
 
 _BESIDE = ("tokenizer.json", "tokenizer.model")
@@ -66,10 +65,16 @@ class Notes:
     Attributes:
         classes: Names of classes, by number.
         tokens: Its tokens; None: it has none, or nothing says how they are stored.
+        by_set: The same for each of several sets that are read as one, by the directory of its shards as shown.
     """
 
     classes: tuple[str, ...] = ()
     tokens: Tokens | None = None
+    by_set: Mapping[str, Notes] = field(default_factory=dict)
+
+    def of_shard(self, shown_url: str) -> Notes:
+        """Return what lies beside the set of a shard: values are shown as they are stored."""
+        return self.by_set.get(shown_url.rpartition("/")[0], self)
 
 
 def notes_of(subject: Subject, source: str) -> Notes:
@@ -90,51 +95,54 @@ def check_tokenizer(subject: Subject) -> None:
     if not any(one.tokens and one.tokens.file and one.tokens.file.sha256 == given.sha256 for one in notes):
         raise ConfigError(
             f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of what is shown; expected the file whose "
-            f"sha256 {TOKENS_FILE} beside the set has, got {given.sha256[:12]}…. Leave it out to see numbers"
+            f"sha256 {SCHEMA_FILE} beside the set has, got {given.sha256[:12]}…. Leave it out to see numbers"
         )
 
 
 def _read(subject: Subject, within: SampleSet) -> Notes:
-    storage = within.source.storage
-    home = homes_of(within.source.urls, within.source.shards.index)[0]
-
-    def note(path: str) -> dict[str, Any]:
-        try:
-            return storage.read_parsed(join_url(home, path), read_note, is_sealed)
-        except (StorageError, DataError, ValueError):  # there is none, or none that this release knows
-            return {}
-
-    listed = note(CLASSES).get("classes", [])
-    told = note(TOKENS_FILE)
-    classes = tuple(map(str, listed)) if isinstance(listed, list) else ()
-    if not isinstance(told.get("field"), str) or told.get("dtype") not in ("uint16", "uint32"):
-        return Notes(classes=classes)
-    given = told.get("tokenizer")
-    file, why = _at_hand(subject, within, home, given if isinstance(given, dict) else {})
-    mask = told["mask"] if isinstance(told.get("mask"), str) else ""
-    return Notes(
-        classes=classes, tokens=Tokens(field=told["field"], dtype=told["dtype"], mask=mask, file=file, why=why)
-    )
+    homes = homes_of(within.source.urls, within.source.shards.index)
+    meaning = within.source.meaning
+    by_set = {
+        place: _of_schema(subject, within, home, schema)
+        for (place, schema), home in zip(meaning.sets.items(), homes * len(meaning.sets), strict=False)
+    }
+    whole = _of_schema(subject, within, homes[0], meaning.schema)
+    return replace(whole, by_set=by_set if len(by_set) > 1 else {})
 
 
-def _at_hand(subject: Subject, within: SampleSet, home: str, given: dict[str, Any]) -> tuple[TokenizerFile | None, str]:
+def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Schema) -> Notes:
+    lists = schema.classes
+    classes = lists.get("cls") or next(iter(lists.values()), ())
+    for name, one in schema.tokens.items():
+        told = one.tokens or meant.TokenMeaning()
+        file, why = _at_hand(subject, within, home, told.tokenizer)
+        tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why)
+        return Notes(classes=classes, tokens=tokens)
+    return Notes(classes=classes)
+
+
+def _at_hand(
+    subject: Subject, within: SampleSet, home: str, given: meant.TokenizerKey | None
+) -> tuple[TokenizerFile | None, str]:
     """Return the tokenizer that a set names by its digest, from ``--tokenizer`` or beside it; or why there is none."""
-    if not given:
+    if given is None:
         return None, "the set does not say which tokenizer made its tokens"
-    pattern = given.get("pattern") if isinstance(given.get("pattern"), str) else None
-    if given.get("kind") == BYTES:
+    pattern = given.pattern or None
+    if given.kind == BYTES:
         return find_tokenizer(BYTES, within.source.storage, special=True), ""
     places = [(subject.storage, subject.tokenizer)] if subject.tokenizer else []
     for storage, spec in [*places, *((within.source.storage, join_url(home, name)) for name in _BESIDE)]:
         try:
-            file = find_tokenizer(spec, storage, special=given.get("kind") == "huggingface", pattern=pattern)
-            if file.sha256 == given.get("sha256"):
+            file = find_tokenizer(spec, storage, special=given.kind == "huggingface", pattern=pattern)
+            if file.sha256 == given.sha256:
                 _opened(file)
                 return file, ""
         except (ConfigError, StorageError):  # not there, of another kind, or its package is missing
             continue
-    digest = str(given.get("sha256"))[:12]
-    return None, f"text needs the tokenizer {given.get('kind')} with sha256 {digest}…: give it with --tokenizer FILE"
+    return (
+        None,
+        f"text needs the tokenizer {given.kind} with sha256 {given.sha256[:12]}…: give it with --tokenizer FILE",
+    )
 
 
 def named(classes: Sequence[str], value: str) -> str:

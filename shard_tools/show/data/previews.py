@@ -111,7 +111,7 @@ def fields_of(
     pictured = 0
     for place, located in places:
         for name, (start, stop) in located.fields.items():
-            count = min(_num_bytes(name, stop - start, notes, amount), stop - start)
+            count = min(_num_bytes(name, stop - start, _of(notes, within, place), amount), stop - start)
             wanted.append(Wanted(place.shard, start, start + count))
             pictured += stop - start if kind_of(name) in _PICTURES and stop - start <= MOST_BYTES else 0
     heads = iter(read_all(within, wanted, pictured))
@@ -119,11 +119,23 @@ def fields_of(
     for place, located in places:
         mine = {name: next(heads) for name in located.fields}
         listed = [
-            _shown(name, span, mine[name], mine, notes, amount, where={"source": source, "number": place.number})
+            _shown(
+                name,
+                span,
+                mine[name],
+                mine,
+                _of(notes, within, place),
+                amount,
+                where={"source": source, "number": place.number},
+            )
             for name, span in located.fields.items()
         ]
         shown.append(tuple(sorted(listed, key=lambda one: (_ORDER.get(one.form, 9), one.name))))
     return shown
+
+
+def _of(notes: Notes, within: SampleSet, place: SamplePlace) -> Notes:
+    return notes.of_shard(str(within.source.shards.shown_urls[place.shard])) if notes.by_set else notes
 
 
 _ORDER = {name: place for place, name in enumerate(("image", "video", "audio", "tokens", "text", "tensor", "tree"))}

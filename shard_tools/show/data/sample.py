@@ -102,7 +102,7 @@ def sample(subject: Subject, query: Query) -> SamplePage:
     hit, others = _found(subject, query)
     within, place = hit.within, hit.within.place(hit.number)
     located = within.locate(place)
-    notes = notes_of(subject, hit.source)
+    notes = notes_of(subject, hit.source).of_shard(str(within.source.shards.shown_urls[place.shard]))
     (fields,) = fields_of(within, hit.source, [(place, located)], notes, WHOLE)
     values = within.columns(place.shard, within.column_names)
     rows = within.source.shards.chunks.of_shard(place.shard)

@@ -100,8 +100,13 @@ class Places:
 
         ``whole``, and ``other``: other samples; ``bad``: with a sample that cannot be read; ``gz``, ``badgz``: without
         an index; ``twice``: a key comes twice, without an index;
-        ``unfinished``: still being written.
+        ``unfinished``: still being written; ``unlike``: two sets that number classes in different ways.
         """
+        for first, names in ((0, "xyz"), (100, "zxy")):
+            pattern, classes = f"{root}/unlike/from-{first}/{{:06d}}.tar", {"cls": [*names]}
+            with ShardWriter(pattern, max_samples=PER_SHARD, columns=COLUMNS, classes=classes) as writer:
+                for number in range(first, first + COUNT // 2):
+                    writer.write(sample_of(number))
         for name, first in (("whole", 0), ("other", 100), ("bad", 0), ("twice", 0), ("unfinished", 0)):
             where = root / ("begun" if name == "unfinished" else name)
             indexed: dict[str, Any] = {"index": False} if name == "twice" else {"columns": COLUMNS}

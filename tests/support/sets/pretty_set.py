@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from shard_tools import ShardWriter
-from streaming.index.files import write_document
+from tests.support.sets.meanings import say_classes
 
 COUNT = 60
 NAMES = ("circle", "square", "triangle")
@@ -71,5 +71,4 @@ def write_pretty(folder: Path) -> None:
                 np.save(out, np.add.outer(np.arange(24), np.sin(np.arange(36)) * 8).astype(np.float32))
                 sample["npy"] = out.getvalue()
             writer.write(sample)
-    note = {"format": "shardstream-classes", "version": 1, "classes": list(NAMES)}
-    (folder / "_shardstream/classes.json").write_bytes(write_document(note))
+    say_classes(folder, {"cls": NAMES})

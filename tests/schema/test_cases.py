@@ -1,0 +1,298 @@
+"""Faults that were found, each as it was tried: nothing here was told before schemas met."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from shard_tools import ShardWriter, optimize
+from shard_tools.cli import cli
+from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.tokens.run import TokenizeOptions, tokenize
+from streaming import Balanced, DataLoader, Mixture, Packed, StreamingDataset
+from streaming.errors import ConfigError, StateError
+from tests.support.clusters.executors import Sending
+from tests.support.sets.meanings import classes_of, schema_of
+from tests.support.sources.conversions import tree
+from tests.support.sources.foreign_sets import picture
+
+FIRST, OTHER = ["a", "b", "c"], ["b", "c", "d"]
+
+
+def run(*arguments: object, fails: bool = False) -> str:
+    ran = CliRunner().invoke(cli, [str(one) for one in arguments])
+    assert (ran.exit_code != 0) == fails, ran.output
+    return str(ran.output)
+
+
+def pictures(folder: Path, classes: Sequence[str]) -> Path:
+    for number, name in enumerate(classes):
+        for place in range(2):
+            path = folder / name / f"{folder.name}{place}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(number))
+    return folder
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> tuple[Path, Path]:
+    """Two sets of pictures in folders of classes, of which two have the same names."""
+    for name, classes in (("one", FIRST), ("two", OTHER)):
+        run("convert", pictures(tmp_path / "from" / name, classes), tmp_path / "sets" / name)
+    return tmp_path / "sets/one", tmp_path / "sets/two"
+
+
+def parsed(data: bytes) -> int:
+    return int(data)
+
+
+def named(dataset: Any) -> list[tuple[str, str]]:
+    """Return the name that each number has, and the one that it should have."""
+    return [(dataset.class_names["cls"][one["cls"]], one["json"]["class"]) for one in dataset]
+
+
+def test_a_list_and_a_parent_folder_are_refused_with_both_meanings(sets: tuple[Path, Path]) -> None:
+    for urls in ([str(one) for one in sets], str(sets[0].parent)):
+        with pytest.raises(ConfigError, match=r"0 is 'a' in .*sets/one .*, but 'b' in .*sets/two .*classes=\"union\""):
+            StreamingDataset(urls)  # type: ignore[arg-type]
+        union = StreamingDataset(urls, classes="union")  # type: ignore[arg-type]
+        assert union.class_names["cls"] == tuple("abcd")
+        assert all(one == other for one, other in named(union))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_a_union_are_right_and_those_of_own_numbers_are_of_each_set(
+    sets: tuple[Path, Path], num_workers: int
+) -> None:
+    first, other = (StreamingDataset(str(one)) for one in sets)
+    union = Mixture({"x": first, "y": other}, classes="union")
+    with DataLoader(union, 4, num_workers=num_workers) as loader:
+        for batch in loader:
+            for number, note in zip(batch["cls"].tolist(), batch["json"], strict=True):
+                assert union.class_names["cls"][number] == note["class"]
+    own = Mixture({"x": first, "y": other}, classes="own")
+    assert "cls" not in own.class_names
+    names = {"x": FIRST, "y": OTHER}
+    with DataLoader(own, 4, num_workers=0) as loader:
+        for batch in loader:
+            for number, note, source in zip(batch["cls"].tolist(), batch["json"], batch["__source__"], strict=True):
+                assert names[source][number] == note["class"]
+
+
+def test_functions_after_a_union_get_its_numbers(sets: tuple[Path, Path]) -> None:
+    union = Mixture({"x": StreamingDataset(str(sets[0])), "y": StreamingDataset(str(sets[1]))}, classes="union")
+    mapped = union.map(lambda sample: sample | {"twice": 2 * sample["cls"]})
+    assert [one["twice"] for one in mapped] == [2 * one["cls"] for one in union]
+    assert all(one == other for one, other in named(mapped))
+    outer = Mixture({"u": union, "more": StreamingDataset(str(sets[1]))}, classes="union")
+    assert outer.class_names["cls"][:3] == tuple(OTHER)  # sources in the order of their names
+    assert all(one == other for one, other in named(outer))
+
+
+@pytest.mark.parametrize("verb", ["reshard", "map"])
+def test_what_writes_one_set_refuses_or_writes_by_name(sets: tuple[Path, Path], tmp_path: Path, verb: str) -> None:
+    function = ["meeting_kinds:unchanged"] if verb == "map" else []
+    assert "--classes union" in run(verb, *sets, tmp_path / "out", *function, fails=True)
+    assert not (tmp_path / "out").exists()
+    run(verb, *sets, tmp_path / "out", *function, "--classes", "union")
+    made = StreamingDataset(str(tmp_path / "out"))
+    assert classes_of(tmp_path / "out") == list("abcd")
+    assert all(one == other for one, other in named(made))
+    for name in "abcd":  # the columns, too
+        kept = StreamingDataset(str(tmp_path / "out"), where=f"class = '{name}'")
+        assert {one["cls"] for one in kept} == {"abcd".index(name)}
+        number = StreamingDataset(str(tmp_path / "out"), where=f"cls = {'abcd'.index(name)}")
+        assert len(number) == len(kept)
+
+
+def test_columns_of_numbers_are_not_chosen_by_across_sets(sets: tuple[Path, Path], tmp_path: Path) -> None:
+    union = {"urls": [str(one) for one in sets], "classes": "union"}
+    with pytest.raises(ConfigError, match=r"where: the numbers of column 'cls' mean other classes"):
+        StreamingDataset(**union, where="cls = 1")  # type: ignore[arg-type]
+    assert len(StreamingDataset(**union, where="class = 'b'")) == 4  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Balanced: by: the numbers of column 'cls' mean other classes"):
+        Balanced(StreamingDataset(**union), by="cls")  # type: ignore[arg-type]
+    told = run("reshard", *sets, tmp_path / "out", "--classes", "union", "--where", "cls = 1", fails=True)
+    assert "column 'cls' mean other classes" in told
+
+
+def test_a_set_below_another_one_is_numbered_as_that_one(
+    sets: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run("convert", tmp_path / "from/two", sets[0] / "day2")
+    assert classes_of(sets[0] / "day2") == list("abcd")
+    assert "new ones, such as 'd', get the numbers from 3 on" in caplog.text
+    assert all(one == other for one, other in named(StreamingDataset(str(sets[0]))))
+    told = run("convert", tmp_path / "from/two", sets[0] / "day3", "--classes", "d,c,b", fails=True)
+    assert "0 is 'a'" in told
+    assert not (sets[0] / "day3").exists()
+
+
+def test_a_set_beside_another_one_that_numbers_otherwise_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("convert", pictures(tmp_path / "one", FIRST), tmp_path / "sets/day1")
+    with caplog.at_level(logging.WARNING):
+        run("convert", pictures(tmp_path / "two", OTHER), tmp_path / "sets/day2")
+    assert f"give --classes {tmp_path}/sets/day1" in caplog.text
+
+
+def token_set(folder: Path, width: str, ids: list[int]) -> Path:
+    rows = pa.array([ids], pa.list_(pa.uint16() if width == "uint16" else pa.uint32()))
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"ids": rows}), folder / "in.parquet")
+    options = TokenizeOptions(tokens_field="ids")
+    tokenize(str(folder / "in.parquet"), str(folder / "set"), options=options)
+    return folder / "set"
+
+
+def test_tokens_of_two_widths_are_read_by_their_own_and_written_in_the_wider(tmp_path: Path) -> None:
+    narrow, wide = [3, 1, 400], [0, 1, 69000]
+    one, two = token_set(tmp_path / "one", "uint16", narrow), token_set(tmp_path / "two", "uint32", wide)
+    for urls in ([str(one), str(two)], [str(two), str(one)]):
+        found = sorted(sample["tok"].tolist() for sample in StreamingDataset(urls))
+        assert found == sorted([narrow, wide])
+    with DataLoader(StreamingDataset([str(one), str(two)]), 2, num_workers=0, jagged=("tok",)) as loader:
+        assert sorted(row.tolist() for row in next(iter(loader))["tok"].rows()) == sorted([narrow, wide])
+    with pytest.raises(ConfigError, match=r"Packed: field 'tok' holds tokens of two widths .*reshard"):
+        Packed(StreamingDataset([str(one), str(two)]), 8)
+    run("reshard", one, two, tmp_path / "all", "--key-prefix", "{number}-")
+    assert schema_of(tmp_path / "all").fields["tok"].dtype == "uint32"
+    assert [sample["tok"].tolist() for sample in StreamingDataset(str(tmp_path / "all"))] == [narrow, wide]
+    assert Packed(StreamingDataset(str(tmp_path / "all")), 8).counts.tokens == 6
+    run("column", "add", tmp_path, "num", "--compute", "tokens")
+    assert len(StreamingDataset([str(one), str(two)], where="num = 3")) == 2
+
+
+def test_a_state_belongs_to_what_numbers_meant(sets: tuple[Path, Path]) -> None:
+    urls = [str(one) for one in sets]
+    with DataLoader(StreamingDataset(urls, classes="union"), 2, num_workers=0) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    meant = pytest.raises(StateError, match=r"numbers of classes or ids of tokens meant something else")
+    with DataLoader(StreamingDataset(urls, classes="own"), 2, num_workers=0) as loader, meant:
+        loader.load_state_dict(state)
+    with DataLoader(StreamingDataset(urls, classes="union"), 2, num_workers=0) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+
+
+def test_a_decoder_that_cannot_be_translated_is_refused_under_a_union(sets: tuple[Path, Path]) -> None:
+    urls = [str(one) for one in sets]
+    for decode in ({"cls": None}, {"cls": parsed}):
+        dataset = StreamingDataset(urls, classes="union", decode=decode)
+        with pytest.raises(ConfigError, match="field 'cls' holds numbers of classes"):
+            dataset[0]
+    with pytest.raises(ConfigError, match='classes="union" translates numbers that are decoded'):
+        StreamingDataset(urls, classes="union", decode=None)
+    assert StreamingDataset(urls, classes="union", decode={"cls": int})[0]["cls"] in range(4)
+
+
+def test_numbers_within_json_are_translated(tmp_path: Path) -> None:
+    for place, names in (("one", FIRST), ("two", OTHER)):
+        with ShardWriter(f"{tmp_path}/{place}/{{:d}}.tar", classes={"json:objects.label": names}) as writer:
+            objects = [{"label": number, "is": name} for number, name in enumerate(names)]
+            writer.write({"__key__": place, "json": {"objects": [*objects, {"is": "none"}]}})
+    urls = [str(tmp_path / "one"), str(tmp_path / "two")]
+    with pytest.raises(ConfigError, match=r"'json:objects\.label'"):
+        StreamingDataset(urls)
+
+    def right(dataset: StreamingDataset) -> bool:
+        names = dataset.class_names["json:objects.label"]
+        objects = [one for sample in dataset for one in sample["json"]["objects"] if "label" in one]
+        return len(objects) == 6 and all(names[one["label"]] == one["is"] for one in objects)
+
+    assert right(StreamingDataset(urls, classes="union"))
+    run("reshard", *urls, tmp_path / "all", "--classes", "union")
+    assert right(StreamingDataset(str(tmp_path / "all")))
+
+
+def test_a_writer_of_its_own_directory_and_a_function_over_a_set_keep_names(tmp_path: Path) -> None:
+    for start in (0, 1):
+        with ShardWriter(f"{tmp_path}/set/{{:d}}.tar", classes={"cls": FIRST}, start_shard=start) as writer:
+            writer.write({"__key__": f"k{start}", "cls": start, "txt": "t"})
+    refused = pytest.raises(ConfigError, match=r"0 is 'a' in the set in .*, but 'b' in what is written into it")
+    with ShardWriter(f"{tmp_path}/set/{{:d}}.tar", classes={"cls": OTHER}, start_shard=2) as writer, refused:
+        writer.write({"__key__": "k2", "cls": 0})
+    assert classes_of(tmp_path / "set") == list(FIRST)
+    for wrong in ({"cls": ["a", "a"]}, {"cls": "ab"}, {3: ["x"]}, {"cls": [1]}, ["a"]):
+        with pytest.raises(ConfigError, match="classes"):
+            ShardWriter(f"{tmp_path}/wrong/{{:d}}.tar", classes=wrong)  # type: ignore[arg-type]
+    optimize(lambda sample: {"cls": sample["cls"]}, str(tmp_path / "set"), tmp_path / "made", workers=0, progress=False)
+    assert classes_of(tmp_path / "made") == list(FIRST)
+
+
+ROWS = {
+    "a name": ([{"text": "a"}], [{"content": "b"}], "text"),
+    "a further name": ([{"text": "a"}], [{"text": "b", "lang": "en"}], "lang"),
+    "another type": ([{"text": "a", "n": 1}], [{"text": "b", "n": "1"}], "n"),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("how", ROWS)
+def test_files_of_unlike_columns_are_refused_by_name_or_taken_with_a_word(
+    tmp_path: Path, kind: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two, name = ROWS[how]
+    if kind == "csv" and how == "another type":
+        pytest.skip("a CSV has no types")
+    (tmp_path / "in").mkdir()
+    for place, rows in (("1", one), ("2", two)):
+        path = tmp_path / "in" / f"{place}.{kind}"
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif kind == "csv":
+            path.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]) + "\n")
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), path)
+    told = run("convert", tmp_path / "in", tmp_path / "out", fails=True)
+    assert "files of unlike columns" in told
+    assert name in told
+    assert f"1.{kind}" in told
+    assert f"2.{kind}" in told
+    with caplog.at_level(logging.WARNING):
+        run("convert", tmp_path / "in", tmp_path / "out", "--unlike-columns")
+    assert "--unlike-columns:" in caplog.text
+    assert len(StreamingDataset(str(tmp_path / "out"))) == 2
+
+
+def test_optional_keys_of_lines_are_no_contradiction(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/1.jsonl").write_text('{"a": 1}\n{"a": 2, "b": 3}\n')
+    (tmp_path / "in/2.jsonl").write_text('{"a": 1, "b": null}\n')
+    run("convert", tmp_path / "in", tmp_path / "out")
+
+
+def test_sets_of_other_fields_are_mixed_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ShardWriter(f"{tmp_path}/one/{{:d}}.tar") as writer:
+        writer.write({"__key__": "a", "npy": np.zeros(2, np.float32)})
+    with ShardWriter(f"{tmp_path}/two/{{:d}}.tar", classes={"cls": FIRST}) as writer:
+        writer.write({"__key__": "b", "cls": 1})
+    mixed = Mixture({"one": StreamingDataset(f"{tmp_path}/one"), "two": StreamingDataset(f"{tmp_path}/two")})
+    assert mixed.class_names == {"cls": tuple(FIRST)}
+    assert caplog.text == ""
+
+
+def test_other_processes_write_the_same_bytes(sets: tuple[Path, Path], tmp_path: Path) -> None:
+    narrow = token_set(tmp_path / "n", "uint16", [*range(300)] * 3)  # twice as large, it takes more blocks of a tar
+    wide = token_set(tmp_path / "w", "uint32", [69000])
+    for name, urls, options in (
+        ("tokens", [str(narrow), str(wide)], ReshardOptions(key_prefix="{number}-")),
+        ("classes", [str(one) for one in sets], ReshardOptions(classes="union")),
+    ):
+        reshard(urls, str(tmp_path / name / "here"), options=options)
+        with Sending() as executor:
+            reshard(urls, str(tmp_path / name / "there"), options=options, executor=executor)
+        made = tree(tmp_path / name / "here")
+        assert tree(tmp_path / name / "there") == made
+        assert made
