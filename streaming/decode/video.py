@@ -22,21 +22,19 @@ from streaming.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
     DrawnClip,
-    Encoded,
     Short,
     Start,
-    WatchedFile,
     begin_of,
     check_begin,
     check_bytes,
     checked_number,
     checked_ranges,
     checked_start,
-    opened,
     pays,
     too_short,
 )
 from streaming.decode.images import MAX_PIXELS
+from streaming.decode.streams.files import Encoded, WatchedFile, opened
 from streaming.decode.upright import turned
 from streaming.decode.values import require
 from streaming.errors import ConfigError

@@ -14,9 +14,9 @@ import soxr
 import streams
 
 from streaming import Sound, decode
-from streaming.decode import sound
-from streaming.decode.clips import WatchedFile, opened
 from streaming.decode.sound import resampled_length, to_int16
+from streaming.decode.streams import mpeg
+from streaming.decode.streams.files import WatchedFile, opened
 from streaming.errors import ConfigError, DecodeError
 
 ALL = sorted(streams.KINDS)
@@ -257,9 +257,9 @@ def test_a_header_that_claims_too_much_allocates_nothing():
     data = bytearray(streams.sound("flac", 1.0))
     data[21] |= 0x0F  # the highest bits of 36 for the number of samples
     data[22:26] = b"\xff" * 4
-    with pytest.raises(ValueError, match=r"would take 256.0 GiB, more than the 1.0 GiB allowed"):
-        Sound()(bytes(data))
-    np.testing.assert_array_equal(Sound(samples=100, start="first")(bytes(data)).shape, (1, 100))
+    for decoder in (Sound(), Sound(samples=100, start="first")):
+        with pytest.raises(ValueError, match=r"states 68719476735 samples, and its last frame is not there"):
+            decoder(bytes(data))
     with pytest.raises(ValueError, match="take a clip of it"):
         Sound(max_bytes=63_999)(streams.sound("flac", 1.0))
     assert Sound(max_bytes=64_000)(streams.sound("flac", 1.0)).nbytes == 64_000
@@ -284,7 +284,7 @@ def bare_mp3(waves, rate=44_100, mode="VARIABLE"):
         file.write(waves.astype(np.float32))
     data = out.getvalue()
     assert data.find(b"Xing", 0, 200) > 0 or data.find(b"Info", 0, 200) > 0
-    return data[sound._mp3_frame(data[:4])[0] :]
+    return data[mpeg._mp3_frame(data[:4])[0] :]
 
 
 @pytest.mark.parametrize("rate", [44_100, 48_000, 32_000, 22_050, 16_000, 8_000])
