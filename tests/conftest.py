@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both, and of the flips")
     parser.addoption("--index-flips", type=int, default=2000, help="bits that test_index_flips.py flips at least")
+    parser.addoption("--clips", type=int, default=240, help="random clips that test_moments.py compares at least")
+    parser.addoption("--clips-first", type=int, default=0, help="number of the first of them")
     parser.addoption(
         "--differential-cases",
         type=int,

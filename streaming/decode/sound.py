@@ -235,8 +235,8 @@ class _Part:
         total = stated if link.num_samples is None else link.num_samples
         if total > stated:
             raise ValueError(
-                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its bit rate varies, and no header "
-                "states its length; write it anew, for example with ffmpeg -i a.mp3 -c copy b.mp3"
+                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its frames are not all as long as the "
+                "first, and no header states its length; write it anew, for example with ffmpeg -i a.mp3 -c copy b.mp3"
             )
         self._stream, self._link, self._sound = stream, link, sound
         self.known = Known(codec=sound.subtype, rate=rate, channels=channels, num_samples=total)
@@ -286,7 +286,7 @@ def _opened_parts(stream: WatchedFile) -> Iterator[list[_Part]]:
     with ExitStack() as stack:
         parts = []
         for link in links_of(stream):
-            file = stack.enter_context(opened(stream.part(link.start, link.stop)))
+            file = stack.enter_context(opened(stream.part(link.start, link.stop, link.head)))
             parts.append(_Part(stream, link, stack.enter_context(soundfile.SoundFile(file))))
         yield parts
 

@@ -16,6 +16,7 @@ from streaming.decode.streams.links import Link
 
 _BEGIN: Final = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")
 _FRAME: Final = re.compile(rb"\xff[\xf8\xf9]")
+_INFO_BYTES: Final = 42  # the magic word and STREAMINFO
 _MOST_BLOCKS: Final = 1 << 10
 """Blocks of metadata that are looked at."""
 _TAIL_BYTES: Final = 1 << 16
@@ -60,11 +61,14 @@ def _link(stream: WatchedFile, start: int, stop: int) -> Link:
     head = _head(stream, start)
     found = _num_samples(stream, head, stop)
     if found is None:
-        stated = (
-            f"its head states {head.num_samples} samples, and its last frame" if head.num_samples else "its last frame"
-        )
-        raise ValueError(f"{stated} is not there: the FLAC is truncated or damaged")
-    return Link(start=start, stop=stop, num_samples=found)
+        stated = f"its head states {head.num_samples} samples, and " if head.num_samples else ""
+        raise ValueError(f"{stated}its last frame is not there: the FLAC is truncated or damaged")
+    if head.num_samples:
+        return Link(start=start, stop=stop, num_samples=found)
+    # libsndfile seeks after each read, which fails at the end of a stream without a length.
+    info = stream.peek(start, _INFO_BYTES)
+    stated = info[:21] + (int.from_bytes(info[21:26], "big") | found).to_bytes(5, "big") + info[26:]
+    return Link(start=start + _INFO_BYTES, stop=stop, num_samples=found, head=stated)
 
 
 def _head(stream: WatchedFile, start: int) -> _Head:
@@ -73,8 +77,8 @@ def _head(stream: WatchedFile, start: int) -> _Head:
     Raises:
         ValueError: It is none.
     """
-    info = stream.peek(start, 42)
-    if len(info) < 42 or _BEGIN.match(info) is None:
+    info = stream.peek(start, _INFO_BYTES)
+    if len(info) < _INFO_BYTES or _BEGIN.match(info) is None:
         raise ValueError("the FLAC does not begin with its STREAMINFO: damaged")
     at, is_last = start + 4, False
     for _ in range(_MOST_BLOCKS):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from streaming.decode.streams.files import WatchedFile
 from streaming.decode.streams.flac import links_of_flac
 from streaming.decode.streams.links import Link
 from streaming.decode.streams.mpeg import behind_tags, first_frame, links_of_mp3
 from streaming.decode.streams.ogg import links_of_ogg
+
+_MOST_CHUNKS: Final = 64
+_GSM: Final = 0x31  # Microsoft's number of GSM 6.10
+_GSM_BLOCK: Final = 65  # bytes, of 320 samples
 
 
 def links_of(stream: WatchedFile) -> list[Link]:
@@ -54,7 +58,27 @@ def _links_of_wav(stream: WatchedFile) -> list[Link]:
                 raise ValueError(f"its header states {size + 8} bytes, and it has {stream.num_bytes - at}: truncated")
             ends = at + size + 8
             stop = next((end for end in (ends, ends + 1) if _is_wav(stream.peek(end, 12))), stop)
-        links.append(Link(start=at, stop=stop))
+        links.append(Link(start=at, stop=stop, num_samples=_num_samples_of_gsm(stream, at, stop, order)))
         if stop == stream.num_bytes:
             return links
         at = stop
+
+
+def _num_samples_of_gsm(stream: WatchedFile, at: int, stop: int, order: Literal["little", "big"]) -> int | None:
+    """Return how many samples the blocks of GSM in a WAV hold: libsndfile takes a byte that pads for a block.
+
+    None: it is not GSM.
+    """
+    at, is_gsm = at + 12, False
+    for _ in range(_MOST_CHUNKS):
+        head = stream.peek(at, 10)
+        size = int.from_bytes(head[4:8], order)
+        if head[:4] == b"fmt ":
+            is_gsm = int.from_bytes(head[8:10], order) == _GSM
+        if not is_gsm and head[:4] in (b"fmt ", b"data", b""):
+            return None
+        if head[:4] == b"data":
+            size = size if 0 < size <= stop - at - 8 else stop - at - 8
+            return size // _GSM_BLOCK * 320
+        at += 8 + size + size % 2
+    return None

@@ -23,6 +23,7 @@ _ODD_BYTES: Final = 1 << 16
 """How many odd bytes may come before the first frame."""
 _SURE: Final = 4
 """Frames in a row that make it sure that the first of them is one."""
+_TAG: Final = re.compile(rb"Xing|Info|VBRI")
 _NUMBERS_AT: Final = (13, 15, 21, 23, 36, 38)
 """Where a frame holds its numbers: behind its head, a checksum that it may have, and its side information."""
 _MOST_TAGS: Final = 64
@@ -101,13 +102,18 @@ def _numbers(stream: WatchedFile, first: int) -> _Numbers | None:
 
 
 def _counted(stream: WatchedFile, first: int) -> tuple[int, int]:
-    """Return how many samples the frames from a byte on hold, and where they end.
+    """Return how many samples the frames from a byte on hold, and where they end, or a frame of numbers begins.
 
     Raises:
         ValueError: What follows is no tag.
     """
     data, at, samples = stream.peek(first, stream.num_bytes), 0, 0
+    tags = [match.start() for match in _TAG.finditer(data)]
     while at < len(data):
+        while tags and tags[0] < at:
+            tags.pop(0)
+        if tags and at and tags[0] - at in _NUMBERS_AT and _mp3_frame(data[at : at + 4])[0]:
+            break
         size, count = _mp3_frame(data[at : at + 4])
         if not size and data[at:].lstrip(b"\0")[:3] not in (b"", b"TAG", b"APE", b"LYR", b"ID3"):
             raise ValueError(f"no frame of MPEG layer III at byte {first + at}, and no tag: damaged")
