@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -235,8 +236,8 @@ class _Part:
         total = stated if link.num_samples is None else link.num_samples
         if total > stated:
             raise ValueError(
-                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its frames are not all as long as the "
-                "first, and no header states its length; write it anew, for example with ffmpeg -i a.mp3 -c copy b.mp3"
+                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its frames are not as long as "
+                "the first, and no header states its length; write it anew, as with ffmpeg -i a.mp3 -c copy b.mp3"
             )
         self._stream, self._link, self._sound = stream, link, sound
         self.known = Known(codec=sound.subtype, rate=rate, channels=channels, num_samples=total)
@@ -258,7 +259,7 @@ class _Part:
 
     def _sought(self, begin: int) -> int:
         """Go to a sample, or to the first one if the library does not come there; return where it is."""
-        if not self._sound.seekable():
+        if not self._sound.can_seek():
             return 0  # it was opened a moment ago
         if begin and self._sound.seek(begin) == begin:
             return begin
@@ -279,21 +280,39 @@ class _Part:
         return count, found
 
 
+@cache
+def _straight() -> Any:
+    """Return the class of a file that goes straight on between reads.
+
+    soundfile seeks to where it is after each read, and libmpg123 forgets what the next frames are decoded from.
+    """
+
+    class Straight(require("soundfile", extra="audio").SoundFile):  # type: ignore[misc]
+        def can_seek(self) -> bool:
+            found: bool = super().seekable()
+            return found
+
+        def seekable(self) -> bool:
+            return False
+
+    return Straight
+
+
 @contextmanager
 def _opened_parts(stream: WatchedFile) -> Iterator[list[_Part]]:
     """Open the links of a file."""
-    soundfile = require("soundfile", extra="audio")
+    straight = _straight()
     with ExitStack() as stack:
         parts = []
         for link in links_of(stream):
-            file = stack.enter_context(opened(stream.part(link.start, link.stop, link.head)))
-            parts.append(_Part(stream, link, stack.enter_context(soundfile.SoundFile(file))))
+            file = stack.enter_context(opened(stream.part(link.start, link.stop)))
+            parts.append(_Part(stream, link, stack.enter_context(straight(file))))
         yield parts
 
 
 def resampled_length(length: int, rate: int, to: int) -> int:
-    """Return how many samples ``length`` of them become, as soxr rounds."""
-    return (2 * length * to + rate) // (2 * rate)
+    """Return how many samples ``length`` of them become, as soxr rounds: halves as its floats have them."""
+    return int(length / (rate / to) + 0.5)
 
 
 def to_int16(sound: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:

@@ -11,7 +11,7 @@ import soxr
 
 from streaming import Sound
 
-CLIPS_OF_EACH = 20
+CLIPS_OF_EACH = 40
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,6 +7,7 @@ by a last frame that is not the one that the head states.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -47,11 +48,9 @@ def links_of_flac(stream: WatchedFile, at: int) -> list[Link]:
     Raises:
         ValueError: The last frame of one is not there, or not the one its head states.
     """
-    if not stream.in_memory:
-        try:
+    if not stream.in_memory and _head(stream, at).num_samples:
+        with suppress(ValueError):  # it may be a chain, of which the first head states less than there is
             return [_link(stream, at, stream.num_bytes)]
-        except ValueError:
-            pass  # it may be a chain, of which the first head states less than there is: all bytes tell
     starts = [at, *(place for place in stream.places_of(_BEGIN, 8) if place > _head(stream, at).frames)]
     stops = [*starts[1:], stream.num_bytes]
     return [_link(stream, start, stop) for start, stop in zip(starts, stops, strict=True)]
@@ -63,12 +62,7 @@ def _link(stream: WatchedFile, start: int, stop: int) -> Link:
     if found is None:
         stated = f"its head states {head.num_samples} samples, and " if head.num_samples else ""
         raise ValueError(f"{stated}its last frame is not there: the FLAC is truncated or damaged")
-    if head.num_samples:
-        return Link(start=start, stop=stop, num_samples=found)
-    # libsndfile seeks after each read, which fails at the end of a stream without a length.
-    info = stream.peek(start, _INFO_BYTES)
-    stated = info[:21] + (int.from_bytes(info[21:26], "big") | found).to_bytes(5, "big") + info[26:]
-    return Link(start=start + _INFO_BYTES, stop=stop, num_samples=found, head=stated)
+    return Link(start=start, stop=stop, num_samples=found)
 
 
 def _head(stream: WatchedFile, start: int) -> _Head:
@@ -102,12 +96,13 @@ def _num_samples(stream: WatchedFile, head: _Head, stop: int) -> int | None:
     while True:
         begin = max(head.frames, stop - tail_bytes)
         tail = stream.peek(begin, stop - begin)
-        places = [match.start() for match in _FRAME.finditer(tail)]
+        others = _BEGIN.search(tail)
+        places = [match.start() for match in _FRAME.finditer(tail) if others is None or match.start() > others.start()]
         for place in reversed(places):
             end = _end_of(tail[place : place + _HEAD_BYTES], head.most_block)
             if end is not None and (end == head.num_samples if head.num_samples else _is_last(tail[place:])):
                 return end
-        if begin == head.frames:
+        if begin == head.frames or others is not None:
             return None
         tail_bytes *= 4
 
