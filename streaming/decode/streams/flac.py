@@ -6,6 +6,7 @@ by a last frame that is not the one that the head states.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _MOST_BLOCKS: Final = 1 << 10
 """Blocks of metadata that are looked at."""
 _TAIL_BYTES: Final = 1 << 16
 """Where the last frame is looked for first, unless the head says that frames are longer."""
+_TAG_BYTES: Final = 128  # of ID3, behind the last frame
 _HEAD_BYTES: Final = 16  # the longest head of a frame
 
 
@@ -31,15 +33,24 @@ class _Head:
 
     Attributes:
         frames: Where they begin.
+        least_block: Samples of the shortest, except of the last.
         most_block: Samples of the longest.
         most_bytes: Bytes of the longest; 0: not said.
         num_samples: Of all; 0: not said.
     """
 
     frames: int
+    least_block: int
     most_block: int
     most_bytes: int
     num_samples: int
+
+    @property
+    def most(self) -> float:
+        """How many bytes all frames have at most, and a tag behind them: more are of another stream."""
+        if not self.most_bytes or not self.least_block:
+            return math.inf
+        return -(-self.num_samples // self.least_block) * self.most_bytes + _TAG_BYTES
 
 
 def links_of_flac(stream: WatchedFile, at: int) -> list[Link]:
@@ -48,10 +59,11 @@ def links_of_flac(stream: WatchedFile, at: int) -> list[Link]:
     Raises:
         ValueError: The last frame of one is not there, or not the one its head states.
     """
-    if not stream.in_memory and _head(stream, at).num_samples:
+    head = _head(stream, at)
+    if not stream.in_memory and head.num_samples and stream.num_bytes - head.frames <= head.most:
         with suppress(ValueError):  # it may be a chain, of which the first head states less than there is
             return [_link(stream, at, stream.num_bytes)]
-    starts = [at, *(place for place in stream.places_of(_BEGIN, 8) if place > _head(stream, at).frames)]
+    starts = [at, *(place for place in stream.places_of(_BEGIN, 8) if place >= head.frames)]
     stops = [*starts[1:], stream.num_bytes]
     return [_link(stream, start, stop) for start, stop in zip(starts, stops, strict=True)]
 
@@ -82,6 +94,7 @@ def _head(stream: WatchedFile, start: int) -> _Head:
         is_last, at = block[0] >= 0x80, at + 4 + int.from_bytes(block[1:], "big")
     return _Head(
         frames=at,
+        least_block=int.from_bytes(info[8:10], "big"),
         most_block=int.from_bytes(info[10:12], "big"),
         most_bytes=int.from_bytes(info[15:18], "big"),
         num_samples=int.from_bytes(info[21:26], "big") & (1 << 36) - 1,
@@ -92,7 +105,7 @@ def _num_samples(stream: WatchedFile, head: _Head, stop: int) -> int | None:
     """Return how many samples there are up to the end of the last frame; None: it is not there."""
     if head.frames >= stop:
         return 0 if not head.num_samples and head.frames == stop else None
-    tail_bytes = max(_TAIL_BYTES, head.most_bytes + _HEAD_BYTES + 128)
+    tail_bytes = max(_TAIL_BYTES, head.most_bytes + _HEAD_BYTES + _TAG_BYTES)
     while True:
         begin = max(head.frames, stop - tail_bytes)
         tail = stream.peek(begin, stop - begin)
@@ -131,8 +144,8 @@ def _end_of(data: bytes, most_block: int) -> int | None:
 
 
 def _is_last(frame: bytes) -> bool:
-    """Tell whether a frame goes up to the end, or up to an ID3 tag of 128 bytes there: by its checksum."""
-    if frame[-128:-125] == b"TAG" and _crc(frame[:-128], 16, 0x8005) == 0:
+    """Tell whether a frame goes up to the end, or up to an ID3 tag there: by its checksum."""
+    if frame[-_TAG_BYTES:][:3] == b"TAG" and _crc(frame[:-_TAG_BYTES], 16, 0x8005) == 0:
         return True
     return _crc(frame, 16, 0x8005) == 0
 
