@@ -199,7 +199,10 @@ class _Reader:
         begins = max(0, first * down // up - around) // down
         low, high = begins * down, min(self.total, -(-stop * down // up) + around)
         soxr = require("soxr", extra="audio")
-        made: npt.NDArray[np.float32] = soxr.resample(self.stored(low, high, max_bytes), self.rate, rate)
+        stored = self.stored(low, high, max_bytes)
+        if low and high == self.total:  # so that the last sample is made, whose half soxr rounds by its floats
+            stored = np.pad(stored, ((0, 1 + down // up), (0, 0)))
+        made: npt.NDArray[np.float32] = soxr.resample(stored, self.rate, rate)
         part = made[first - begins * up : stop - begins * up]
         if len(part) < stop - first:  # a few samples at the end of very short sounds
             part = np.concatenate([part, np.zeros((stop - first - len(part), self.channels), np.float32)])

@@ -122,8 +122,9 @@ def test_chains_of_unlike_streams_are_refused(kind):
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "opus"])
 def test_a_chain_whose_last_stream_ends_early_is_refused(kind):
-    chain = stream_of(kind, 1) + stream_of(kind, 2)
-    for given in (chain[:-500], io.BytesIO(chain[:-500])):
+    last = stream_of(kind, 2)
+    chain = stream_of(kind, 1) + last[: len(last) // 2]
+    for given in (chain, io.BytesIO(chain)):
         with pytest.raises(ValueError, match="truncated"):
             Sound(seconds=0.1, start="first")(given)
 

@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 
+import drawn_sounds
 import numpy as np
 import pytest
 import soundfile
@@ -81,6 +82,17 @@ def test_lengths_after_resampling_are_those_of_soxr():
         for length in (5, 100, 1001, 12_345):
             made = soxr.resample(rng.normal(0, 0.1, length).astype(np.float32), rate, to)
             assert len(made) == resampled_length(length, rate, to)
+
+
+def test_the_last_sample_of_a_resampled_clip_is_that_of_the_whole():
+    """5060 samples at 12 kHz are 18,595.5 at 44.1 kHz: what begins later was rounded otherwise, and ended in a zero."""
+    for count in range(5050, 5070):
+        waves = np.random.default_rng(0).normal(0, 0.2, (count, 2)).astype(np.float32)
+        data = drawn_sounds.written(waves, 12_000, "WAV", "FLOAT")
+        whole = soxr.resample(waves, 12_000, 44_100).T
+        assert resampled_length(count, 12_000, 44_100) == whole.shape[1]
+        clip = Sound(seconds=1.0, start=6023 / 44_100, rate=44_100, short="keep")(data)
+        np.testing.assert_allclose(clip, whole[:, 6023:], atol=1e-6, rtol=0)
 
 
 def test_a_tone_keeps_its_pitch_and_its_place():

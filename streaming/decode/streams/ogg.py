@@ -28,7 +28,7 @@ it has decoded: in a steady tone at 8 kbit/s, all after a jump was inverted, how
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class OggPage:
     """A page.
 
     Attributes:
@@ -114,7 +114,7 @@ class OggLink(Link):
                 low = found.at
         return low
 
-    def _counts(self, page: Page) -> bool:
+    def _counts(self, page: OggPage) -> bool:
         return page.granule >= 0 and page.serial == self.serial
 
 
@@ -133,7 +133,7 @@ def links_of_ogg(stream: WatchedFile) -> list[Link]:
     return [_last_pages(stream, start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
-def pages(stream: WatchedFile, at: int, stop: int) -> Iterator[Page]:
+def pages(stream: WatchedFile, at: int, stop: int) -> Iterator[OggPage]:
     """Yield the whole pages from byte ``at`` on, as long as one follows the other."""
     while at < stop:
         page = _page_at(stream, at)
@@ -143,21 +143,21 @@ def pages(stream: WatchedFile, at: int, stop: int) -> Iterator[Page]:
         at = page.stop
 
 
-def _page_at(stream: WatchedFile, at: int) -> Page | None:
+def _page_at(stream: WatchedFile, at: int) -> OggPage | None:
     return _parsed(stream.peek(at, 27 + 255), 0, at)
 
 
-def _parsed(data: bytes, begin: int, at: int) -> Page | None:
+def _parsed(data: bytes, begin: int, at: int) -> OggPage | None:
     """Return the page whose head begins at ``begin`` of ``data`` and at byte ``at`` of its file."""
     head = data[begin : begin + 27]
     if len(head) < 27 or head[:5] != b"OggS\0" or head[5] > 7:
         return None
     sizes = data[begin + 27 : begin + 27 + head[26]]
     granule = int.from_bytes(head[6:14], "little", signed=True)
-    return Page(at, head[5], granule, head[14:18], sizes) if len(sizes) == head[26] else None
+    return OggPage(at, head[5], granule, head[14:18], sizes) if len(sizes) == head[26] else None
 
 
-def _group(stream: WatchedFile, at: int) -> Iterator[Page]:
+def _group(stream: WatchedFile, at: int) -> Iterator[OggPage]:
     """Yield the first pages of the streams that begin together at a byte."""
     for page in pages(stream, at, stream.num_bytes):
         if not page.flags & 2:
@@ -209,13 +209,13 @@ def _last_pages(stream: WatchedFile, start: int, stop: int) -> OggLink:
     return OggLink(start=start, stop=stop, serial=last.serial, ends=last.granule, settled=settled, is_alone=is_alone)
 
 
-def _ends(tail: bytes, at: int) -> tuple[Page, Page | None]:
+def _ends(tail: bytes, at: int) -> tuple[OggPage, OggPage | None]:
     """Return the last page of a stream, and the one before it whose granule position is less, if ``tail`` has it.
 
     Raises:
         ValueError: There is no last page.
     """
-    last: Page | None = None
+    last: OggPage | None = None
     begin = len(tail)
     while (begin := tail.rfind(b"OggS", 0, begin)) >= 0:
         page = _parsed(tail, begin, at + begin)
@@ -232,7 +232,7 @@ def _ends(tail: bytes, at: int) -> tuple[Page, Page | None]:
     return last, None
 
 
-def _check_codec(stream: WatchedFile, head: list[Page]) -> None:
+def _check_codec(stream: WatchedFile, head: list[OggPage]) -> None:
     """Refuse what libsndfile would refuse without words.
 
     Raises:
