@@ -313,6 +313,18 @@ def _opened_parts(stream: WatchedFile) -> Iterator[list[_Part]]:
         yield parts
 
 
+def measured(data: Encoded) -> tuple[int, int, int]:
+    """Return how many samples a sound has, samples a second, and channels, without decoding it.
+
+    Raises:
+        ValueError: It is no sound that :class:`Sound` reads.
+        Exception: Errors of libsndfile.
+    """
+    with opened(data) as stream, _opened_parts(stream) as parts:
+        reader = _Reader(parts)
+        return reader.total, reader.rate, reader.channels
+
+
 def resampled_length(length: int, rate: int, to: int) -> int:
     """Return how many samples ``length`` of them become, as soxr rounds: halves as its floats have them."""
     return int(length / (rate / to) + 0.5)
