@@ -308,7 +308,7 @@ def _opened_parts(stream: WatchedFile) -> Iterator[list[_Part]]:
     with ExitStack() as stack:
         parts = []
         for link in links_of(stream):
-            file = stack.enter_context(opened(stream.part(link.start, link.stop)))
+            file = stack.enter_context(opened(stream.part(link.start, link.stop, link.head)))
             parts.append(_Part(stream, link, stack.enter_context(straight(file))))
         yield parts
 

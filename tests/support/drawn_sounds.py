@@ -108,7 +108,9 @@ def _ms_adpcm(rng: np.random.Generator, sound: Waves, rate: int) -> Stream:
 
 def _gsm(rng: np.random.Generator, sound: Waves, rate: int) -> Stream:
     data = written(sound, rate, "WAV", "GSM610")
-    return Stream("WAV of GSM", data, by_av(data), 0)
+    whole = by_soundfile(data)[: len(other := by_av(data))]  # libsndfile may take a byte that pads for a block
+    assert np.mean(other != whole) < 0.01  # FFmpeg rounds otherwise where it is loud
+    return Stream("WAV of GSM", data, whole, 0)
 
 
 def _other_adpcm(rng: np.random.Generator, sound: Waves, rate: int) -> Stream:

@@ -112,9 +112,11 @@ class WatchedFile:
             raise self.failure
         return found
 
-    def part(self, start: int, stop: int) -> Encoded:
-        """Return bytes ``[start, stop)`` as a stream of their own, which :func:`opened` takes."""
-        return self._view[start:stop] if self._file is None else _Window(self, start, stop)
+    def part(self, start: int, stop: int, head: bytes = b"") -> Encoded:
+        """Return bytes ``[start, stop)`` behind those of ``head``, as a stream that :func:`opened` takes."""
+        if self._file is None and not head:
+            return self._view[start:stop]
+        return _Window(self, start, stop, head)
 
     def places_of(self, pattern: re.Pattern[bytes], longest: int) -> list[int]:
         """Return where ``pattern``, at most ``longest`` bytes of it, begins: of a file, all bytes are read.
@@ -132,16 +134,20 @@ class WatchedFile:
 
 
 class _Window:
-    """A part of a watched file as a file."""
+    """A part of a watched file as a file, behind bytes that it lacks."""
 
-    def __init__(self, whole: WatchedFile, start: int, stop: int) -> None:
-        self._whole, self._start, self._num_bytes, self._at = whole, start, stop - start, 0
+    def __init__(self, whole: WatchedFile, start: int, stop: int, head: bytes) -> None:
+        self._whole, self._start, self._head, self._at = whole, start - len(head), head, 0
+        self._num_bytes = stop - self._start
 
     def read(self, size: int = -1, /) -> bytes:
         """Return up to ``size`` bytes."""
         left = max(0, self._num_bytes - self._at)
-        self._whole.seek(self._start + self._at)
-        found = self._whole.read(left if size < 0 else min(size, left))
+        left = left if size < 0 else min(size, left)
+        found = self._head[self._at : self._at + left]
+        if len(found) < left:
+            self._whole.seek(self._start + self._at + len(found))
+            found += self._whole.read(left - len(found))
         self._at += len(found)
         return found
 

@@ -72,11 +72,13 @@ class Link:
         start: Its first byte.
         stop: The byte behind it.
         num_samples: How many its frames hold; None: the library knows.
+        head: What a library is given before these bytes.
     """
 
     start: int
     stop: int
     num_samples: int | None = None
+    head: bytes = b""
 
     def begin(self, stream: WatchedFile, known: Known, first: int, stop: int) -> int:  # noqa: ARG002  see OggLink
         """Return from which sample on a library decodes, so that samples ``[first, stop)`` are those of the whole.
