@@ -85,6 +85,25 @@ def test_random_clips_of_videos_are_parts_of_the_whole(video, pytestconfig):
         np.testing.assert_array_equal(clip, expected, err_msg=f"{what}: {count} frames from {first}, each {every}")
 
 
+@pytest.mark.parametrize("rate", [16_000, 22_050, 24_000, 44_100])
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+def test_mp3_behind_pauses(rate, channels, mode, capfd):
+    """Frames of pauses are small, and the next loud ones take their bits from many: libmpg123 reads four before."""
+    rng = np.random.default_rng(0)
+    waves = rng.normal(0, 0.2, (4 * rate, channels)).astype(np.float32)
+    for begin in range(0, len(waves), rate):
+        waves[begin : begin + rate // 2] = 0
+    level = 0.9 if mode == "CONSTANT" else 0.5
+    data = drawn_sounds.written(waves, rate, "MP3", None, bitrate_mode=mode, compression_level=level)
+    whole = drawn_sounds.by_av(data).T
+    for start in np.arange(0.05, 3.9, 0.11):
+        first = round(start * rate)
+        clip = Sound(samples=rate // 10, start=first / rate, short="keep")(data)
+        np.testing.assert_allclose(clip, whole[:, first : first + rate // 10], atol=3e-5, rtol=0)
+    capfd.readouterr()  # libmpg123 prints
+
+
 # --- chains ---
 
 
