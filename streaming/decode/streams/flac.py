@@ -78,8 +78,8 @@ def _link(stream: WatchedFile, start: int, stop: int) -> Link:
         return Link(start=start, stop=stop, num_samples=found)
     # Without a length, libFLAC does not find some places; behind the 36 bits of it are 128 of a checksum.
     info = stream.peek(start, _INFO_BYTES)
-    stated = info[:21] + (int.from_bytes(info[21:26], "big") | found).to_bytes(5, "big") + info[26:]
-    return Link(start=start + _INFO_BYTES, stop=stop, num_samples=found, head=stated)
+    filled = info[:21] + (int.from_bytes(info[21:26], "big") | found).to_bytes(5, "big") + info[26:]
+    return Link(start=start + _INFO_BYTES, stop=stop, num_samples=found, head=filled)
 
 
 def _head(stream: WatchedFile, start: int) -> _Head:
