@@ -1,21 +1,15 @@
-"""Say which part of a stream of sound or pictures is taken, and read it from bytes or from a file.
-
-Libraries that decode streams call back for bytes. An exception in such a call would be printed or lost, so
-``WatchedFile`` keeps it for whoever called the library.
-"""
+"""Say which part of a stream of sound or pictures is taken."""
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from streaming.arguments import format_bytes
+from streaming.decode.streams.files import Encoded
 from streaming.errors import ConfigError
-from streaming.types import ReadBuffer
 
 FIRST_SHARE: Final = 0.5
 """What tools draw, which have no place in an epoch."""
@@ -23,126 +17,14 @@ MAX_BYTES: Final = 2**30
 """Default bound on what one value may decode to, as that of ``.npz``."""
 
 
-class SeekableFile(Protocol):
-    """A seekable file of bytes, open for reading."""
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return up to ``size`` bytes, none only at the end."""
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to ``offset`` from the start, from here or from the end; return the place."""
-
-    def tell(self) -> int:
-        """Return the place of the next byte."""
-
-
 _READ_WHOLE: Final = frozenset(("mp2", "mp3", "mpga"))
 """Fields whose streams have no table of their frames, so that all before a clip is read (docs/design/0072)."""
-
-
-Encoded: TypeAlias = ReadBuffer | SeekableFile
-"""What decoders of streams take: bytes, or a file of which they read what they need."""
 
 
 Start: TypeAlias = Literal["random", "first", "center"] | float
 """Where a clip begins; a number is a second of the stream."""
 Short: TypeAlias = Literal["pad", "keep", "refuse"]
 """What becomes of a clip that goes beyond the end of its stream."""
-
-
-class WatchedFile:
-    """Read bytes as a file, and keep what goes wrong: the caller of the library raises it, see :func:`opened`."""
-
-    def __init__(self, data: Encoded) -> None:
-        self._file = None if isinstance(data, bytes | bytearray | memoryview) else data
-        self._view = memoryview(b"" if self._file is not None else data).cast("B")  # type: ignore[arg-type]
-        self._at = 0
-        self.failure: BaseException | None = None
-        self.num_bytes = len(self._view) if self._file is None else self._file.seek(0, io.SEEK_END)
-        if self._file is not None:
-            self._file.seek(0)
-
-    def __repr__(self) -> str:
-        return "the stream"  # as libraries name it in their errors
-
-    def read(self, size: int = -1) -> bytes:
-        """Return up to ``size`` bytes; none at the end, and after a failure."""
-        if self.failure is not None:
-            return b""
-        try:
-            if self._file is None:
-                stop = len(self._view) if size < 0 else self._at + size
-                found = bytes(self._view[self._at : stop])
-                self._at += len(found)
-            else:
-                found = bytes(self._file.read(size))
-                self._at = self._file.tell()
-        except BaseException as error:  # noqa: BLE001  raised by ``opened``: here C code would drop it
-            self.failure = error
-            return b""
-        return found
-
-    def readinto(self, room: bytearray | memoryview) -> int:
-        """Read into ``room``; return how many bytes."""
-        out = memoryview(room).cast("B")
-        found: bytes | memoryview
-        if self._file is None:  # libraries call this some thousand times
-            found = self._view[self._at : self._at + len(out)]
-            self._at += len(found)
-        else:
-            found = self.read(len(out))
-        out[: len(found)] = found
-        return len(found)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; return it."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
-        self._at = max(0, origin + offset)
-        if self._file is not None and self.failure is None:
-            try:
-                self._file.seek(self._at)
-            except BaseException as error:  # noqa: BLE001  as in ``read``
-                self.failure = error
-        return self._at
-
-    def tell(self) -> int:
-        """Return the place of the next byte."""
-        return self._at
-
-    def peek(self, start: int, size: int) -> bytes:
-        """Return up to ``size`` bytes from ``start`` on, and stay where it was.
-
-        Raises:
-            BaseException: What reading raised.
-        """
-        at = self._at
-        self.seek(start)
-        found = self.read(size)
-        self.seek(at)
-        if self.failure is not None:
-            raise self.failure
-        return found
-
-
-@contextmanager
-def opened(data: Encoded) -> Iterator[WatchedFile]:
-    """Give ``data`` as a file to a library, and raise what went wrong in it, also where the library did not notice.
-
-    Raises:
-        ValueError: There are no bytes.
-        BaseException: What reading raised.
-    """
-    stream = WatchedFile(data)
-    if not stream.num_bytes:
-        raise ValueError("it has no bytes")
-    try:
-        yield stream
-    except Exception:
-        if stream.failure is not None:
-            raise stream.failure from None
-        raise
-    if stream.failure is not None:
-        raise stream.failure
 
 
 def begin_of(start: Start, share: float, room: float, second: float) -> float:

@@ -9,7 +9,10 @@ What states its own length must keep to it: a stream that ends early is an error
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -20,20 +23,20 @@ from streaming.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
     DrawnClip,
-    Encoded,
     Short,
     Start,
-    WatchedFile,
     begin_of,
     check_begin,
     check_bytes,
     checked_number,
     checked_ranges,
     checked_start,
-    opened,
     pays,
     too_short,
 )
+from streaming.decode.streams.files import Encoded, WatchedFile, opened
+from streaming.decode.streams.kinds import links_of
+from streaming.decode.streams.links import Known, Link
 from streaming.decode.values import require
 from streaming.errors import ConfigError
 
@@ -41,15 +44,8 @@ _FORMATS: Final = frozenset(("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"))
 _CONTEXT: Final = 400
 """Periods of the lower rate that are read around a clip before it is resampled: the filter of soxr's quality HQ reaches
 160 (errors of 1e-6 and less of the loudest sample from there on, from 8 to 192 kHz)."""
-_OPUS_BEFORE_S: Final = 1
-"""What is decoded before a clip of Opus, beside the 80 ms of libsndfile (RFC 7845): the decoder predicts from what it
-has decoded. Steady tones at 16 kHz, jumped into: off by 0.03 without it, by up to 0.002 with it, most by nothing."""
-_PAGE_BYTES: Final = 65_307  # the largest page of Ogg (RFC 3533)
-_KBITS: Final = (  # of MPEG 1 and 2 in layer III, by the number in a frame's header
-    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
-    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0),
-)
-_RATES: Final = (44_100, 48_000, 32_000, 0)
+_PASSED: Final = 1 << 16
+"""Samples that are decoded at a time before a clip."""
 
 
 @checks_names({
@@ -141,13 +137,8 @@ class Sound:
         return self._decoded(data, FIRST_SHARE)
 
     def _decoded(self, data: Encoded, share: float) -> npt.NDArray[Any] | dict[str, Any]:
-        soundfile = require("soundfile", extra="audio")
-        with opened(data) as stream:
-            _check_start_and_end(stream)
-            with soundfile.SoundFile(stream) as sound:
-                if sound.format not in _FORMATS:
-                    raise ValueError(f"{sound.format} is not read; expected WAV, FLAC, MP3, or Ogg (Vorbis, Opus)")
-                return self._taken(_Reader(sound, num_samples_of_mp3(stream) if sound.format == "MP3" else None), share)
+        with opened(data) as stream, _opened_parts(stream) as parts:
+            return self._taken(_Reader(parts), share)
 
     def _taken(self, reader: _Reader, share: float) -> npt.NDArray[Any] | dict[str, Any]:
         """Return the wanted part of an open sound."""
@@ -181,19 +172,19 @@ class Sound:
 
 
 class _Reader:
-    """An open sound."""
+    """The samples of a file: those of its links, one behind the other."""
 
-    def __init__(self, sound: Any, total: int | None) -> None:
-        self._sound, stated = sound, int(sound.frames)
-        self.rate, self.channels = int(sound.samplerate), int(sound.channels)
-        if self.rate < 1 or self.channels < 1:
-            raise ValueError(f"it states {self.rate} samples a second and {self.channels} channels")
-        if total is not None and total > stated:
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+        shapes = [(part.known.rate, part.known.channels) for part in parts]
+        if len(set(shapes)) > 1:
             raise ValueError(
-                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its bit rate varies, and no header "
-                "states its length; write it anew, for example with ffmpeg -i a.mp3 -c copy b.mp3"
+                "it is a chain of streams of different rates or channels, "
+                + ", ".join(f"{rate} Hz x {channels}" for rate, channels in dict.fromkeys(shapes))
+                + "; write them as one, for example with ffmpeg -i a.ogg b.flac"
             )
-        self.total = stated if total is None else total
+        self.rate, self.channels = shapes[0]
+        self.total = sum(part.known.num_samples for part in parts)
 
     def resampled(self, first: int, stop: int, rate: int, max_bytes: int) -> npt.NDArray[np.float32]:
         """Return samples [first, stop) of the sound at ``rate``: float32 ``[samples, channels]``."""
@@ -208,7 +199,10 @@ class _Reader:
         begins = max(0, first * down // up - around) // down
         low, high = begins * down, min(self.total, -(-stop * down // up) + around)
         soxr = require("soxr", extra="audio")
-        made: npt.NDArray[np.float32] = soxr.resample(self.stored(low, high, max_bytes), self.rate, rate)
+        stored = self.stored(low, high, max_bytes)
+        if low and high == self.total:  # so that the last sample is made, whose half soxr rounds by its floats
+            stored = np.pad(stored, ((0, 1 + down // up), (0, 0)))
+        made: npt.NDArray[np.float32] = soxr.resample(stored, self.rate, rate)
         part = made[first - begins * up : stop - begins * up]
         if len(part) < stop - first:  # a few samples at the end of very short sounds
             part = np.concatenate([part, np.zeros((stop - first - len(part), self.channels), np.float32)])
@@ -220,99 +214,123 @@ class _Reader:
         Raises:
             ValueError: There are fewer, or they are damaged.
         """
-        count = stop - first
+        count = max(0, stop - first)
         check_bytes(4 * self.channels * count, max_bytes, f"{count} samples of {self.channels} channels")
-        if count <= 0:
-            return np.empty((0, self.channels), np.float32)
-        begin = max(0, first - self.rate * _OPUS_BEFORE_S) if self._sound.subtype == "OPUS" else first
-        self._sound.seek(begin)  # to 0 as well: as everybody does, and libmpg123 rounds otherwise if not
-        found: npt.NDArray[np.float32] = self._sound.read(stop - begin, dtype="float32", always_2d=True)
-        if len(found) < stop - begin:
+        found, behind = [], 0
+        for part in self._parts:
+            begin, end = max(0, first - behind), min(part.known.num_samples, stop - behind)
+            if begin < end:
+                found.append(part.stored(begin, end))
+            behind += part.known.num_samples
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.empty((0, self.channels), np.float32)
+
+
+class _Part:
+    """An open link."""
+
+    def __init__(self, stream: WatchedFile, link: Link, sound: Any) -> None:
+        if sound.format not in _FORMATS:
+            raise ValueError(f"{sound.format} is not read; expected WAV, FLAC, MP3, or Ogg (Vorbis, Opus)")
+        rate, channels, stated = int(sound.samplerate), int(sound.channels), int(sound.frames)
+        if rate < 1 or channels < 1:
+            raise ValueError(f"it states {rate} samples a second and {channels} channels")
+        total = stated if link.num_samples is None else link.num_samples
+        if total > stated:
             raise ValueError(
-                f"it states {self.total} samples and ends after {begin + len(found)}: truncated or damaged"
+                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its frames are not as long as "
+                "the first, and no header states its length; write it anew, as with ffmpeg -i a.mp3 -c copy b.mp3"
             )
+        self._stream, self._link, self._sound = stream, link, sound
+        self.known = Known(codec=sound.subtype, rate=rate, channels=channels, num_samples=total)
+
+    def stored(self, first: int, stop: int) -> npt.NDArray[np.float32]:
+        """Return samples [first, stop).
+
+        Raises:
+            ValueError: There are fewer, or they are damaged.
+        """
+        at = self._sought(self._link.begin(self._stream, self.known, first, stop))
+        while at < first:  # decoded for what comes behind it
+            at += self._read(at, min(first - at, _PASSED))[0]
+        _, found = self._read(at, stop - first)
         # libsndfile reads on behind damaged pages, and says so in a log only.
         if self._sound.format == "OGG" and "Corrupted bitstream" in self._sound.extra_info:
             raise ValueError("pages of the Ogg stream are damaged")
-        return found[first - begin :]
+        return found
+
+    def _sought(self, begin: int) -> int:
+        """Go to a sample, or to the first one if the library does not come there; return where it is."""
+        if not self._sound.can_seek():
+            return 0  # it was opened a moment ago
+        if begin and self._sound.seek(begin) == begin:
+            return begin
+        self._sound.seek(0)  # as everybody does, and libmpg123 rounds otherwise if not
+        return 0
+
+    def _read(self, at: int, count: int) -> tuple[int, npt.NDArray[np.float32]]:
+        """Return the next samples, and their number.
+
+        Raises:
+            ValueError: There are fewer.
+        """
+        found: npt.NDArray[np.float32] = self._sound.read(count, dtype="float32", always_2d=True)
+        if len(found) < count:
+            raise ValueError(
+                f"it states {self.known.num_samples} samples and ends after {at + len(found)}: truncated or damaged"
+            )
+        return count, found
+
+
+@cache
+def _straight() -> Any:
+    """Return the class of a file that goes straight on between reads.
+
+    soundfile seeks to where it is after each read, and libmpg123 forgets what the next frames are decoded from.
+    """
+
+    class Straight(require("soundfile", extra="audio").SoundFile):  # type: ignore[misc]
+        def can_seek(self) -> bool:
+            found: bool = super().seekable()
+            return found
+
+        def seekable(self) -> bool:
+            return False
+
+    return Straight
+
+
+@contextmanager
+def _opened_parts(stream: WatchedFile) -> Iterator[list[_Part]]:
+    """Open the links of a file."""
+    straight = _straight()
+    with ExitStack() as stack:
+        parts = []
+        for link in links_of(stream):
+            file = stack.enter_context(opened(stream.part(link.start, link.stop, link.head)))
+            parts.append(_Part(stream, link, stack.enter_context(straight(file))))
+        yield parts
+
+
+def measured(data: Encoded) -> tuple[int, int, int]:
+    """Return how many samples a sound has, samples a second, and channels, without decoding it.
+
+    Raises:
+        ValueError: It is no sound that :class:`Sound` reads.
+        Exception: Errors of libsndfile.
+    """
+    with opened(data) as stream, _opened_parts(stream) as parts:
+        reader = _Reader(parts)
+        return reader.total, reader.rate, reader.channels
 
 
 def resampled_length(length: int, rate: int, to: int) -> int:
-    """Return how many samples ``length`` of them become, as soxr rounds."""
-    return (2 * length * to + rate) // (2 * rate)
+    """Return how many samples ``length`` of them become, as soxr rounds: halves as its floats have them."""
+    return int(length / (rate / to) + 0.5)
 
 
 def to_int16(sound: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
     """Return ``sound`` in 16 bits: exactly what a file of 16 bits stores."""
     made: npt.NDArray[np.int16] = np.clip(np.rint(sound * np.float32(32768)), -32768, 32767).astype(np.int16)
     return made
-
-
-def _check_start_and_end(stream: WatchedFile) -> None:
-    """Refuse other kinds of files before a library sees them, and those cut off, which libsndfile takes for shorter.
-
-    Raises:
-        ValueError: It is one.
-    """
-    head = stream.peek(0, 28)
-    if head[:4] in (b"RIFF", b"RIFX", b"RF64") and head[8:12] == b"WAVE":
-        order: Literal["little", "big"] = "big" if head[:4] == b"RIFX" else "little"
-        size = int.from_bytes(head[20:28], order) if head[12:16] == b"ds64" else int.from_bytes(head[4:8], order)
-        # Programs that write to a pipe leave 0 or the largest number.
-        if 0 < size < 2**32 - 1 - 64 or head[:4] == b"RF64":
-            _check_length(stream, size + 8)
-    elif head[:4] == b"OggS":
-        _check_last_page(stream)
-    elif not (head[:4] == b"fLaC" or head[:3] == b"ID3" or (head[:1] == b"\xff" and head[1:2] >= b"\xe0")):
-        raise ValueError(f"not a WAV, FLAC, MP3 or Ogg file: it starts with {head[:8]!r}")
-
-
-def _check_length(stream: WatchedFile, expected: int) -> None:
-    if stream.num_bytes + 1 < expected:  # the byte that pads an odd chunk is often left out
-        raise ValueError(f"its header states {expected} bytes, and it has {stream.num_bytes}: truncated")
-
-
-def _check_last_page(stream: WatchedFile) -> None:
-    tail = stream.peek(max(0, stream.num_bytes - _PAGE_BYTES), _PAGE_BYTES)
-    at = len(tail)
-    while (at := tail.rfind(b"OggS", 0, at)) >= 0:
-        page = tail[at:]
-        if len(page) >= 27 and page[4] == 0 and page[5] < 8:
-            sizes = page[27 : 27 + page[26]]
-            if page[5] & 4 and len(sizes) == page[26] and 27 + len(sizes) + sum(sizes) <= len(page):
-                return
-            break
-    raise ValueError("the Ogg stream ends without its last page: truncated")
-
-
-def num_samples_of_mp3(stream: WatchedFile) -> int | None:
-    """Return how many samples an MP3 has, by the headers of its frames; None: its first frame states it.
-
-    Raises:
-        ValueError: Something else comes between the frames.
-    """
-    head, first = stream.peek(0, 10), 0
-    if head[:3] == b"ID3" and len(head) == 10:
-        first = 10 + (head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9])
-    if any(name in stream.peek(first, 256) for name in (b"Xing", b"Info", b"VBRI")):
-        return None
-    data, at, samples = stream.peek(first, stream.num_bytes), 0, 0
-    while at < len(data):
-        size, count = _mp3_frame(data[at : at + 4])
-        if not size and data[at:].lstrip(b"\0")[:3] not in (b"", b"TAG", b"APE", b"LYR", b"ID3"):
-            raise ValueError(f"no frame of MPEG layer III at byte {first + at}, and no tag: damaged")
-        if not size or at + size > len(data):
-            break
-        at, samples = at + size, samples + count
-    return samples
-
-
-def _mp3_frame(header: bytes) -> tuple[int, int]:
-    """Return the bytes and the samples of a frame by its header; 0 if it is none."""
-    word = int.from_bytes(header, "big")
-    version = word >> 19 & 3  # 3: MPEG 1; 2: MPEG 2; 0: MPEG 2.5
-    kbits, rate = _KBITS[version != 3][word >> 12 & 15], _RATES[word >> 10 & 3] >> (2, 0, 1, 0)[version]
-    if word >> 21 != 0x7FF or version == 1 or word >> 17 & 3 != 1 or not kbits or not rate:
-        return 0, 0
-    half = version != 3
-    return (72_000 if half else 144_000) * kbits // rate + (word >> 9 & 1), 576 if half else 1152

@@ -22,21 +22,19 @@ from streaming.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
     DrawnClip,
-    Encoded,
     Short,
     Start,
-    WatchedFile,
     begin_of,
     check_begin,
     check_bytes,
     checked_number,
     checked_ranges,
     checked_start,
-    opened,
     pays,
     too_short,
 )
 from streaming.decode.images import MAX_PIXELS
+from streaming.decode.streams.files import Encoded, WatchedFile, opened
 from streaming.decode.upright import turned
 from streaming.decode.values import require
 from streaming.errors import ConfigError
@@ -56,6 +54,10 @@ _BOXES: Final = 16
 """How many are looked at: more than files have that do not come in fragments."""
 _DISCARD_ALL: Final = 48
 """AVDISCARD_ALL: packets of a stream are passed over without being read, where the file allows."""
+_BEFORE_S: Final = 3600
+"""A time that is before all frames, seen from the first."""
+_INTRA: Final = 1
+"""PyAV's number of pictures that refer to no others."""
 _SAME_S: Final = 1e-6
 """Times that differ by less are the same: those of frames are fractions, those of users floats."""
 _DURATION: Final = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
@@ -385,8 +387,11 @@ class _Reader:
         return float((pts - self._first) * self._base)
 
     def _seek(self, time: float) -> None:
-        """Go to the last key frame before a time."""
-        self._container.seek(self._first + math.floor(time / self._base), stream=self._stream)
+        """Go to the last key frame before a time, or to the first one."""
+        # FFmpeg looks for the time at which frames are decoded: of the second key frame, it may be before the first
+        # picture is shown.
+        ticks = math.floor((time if time > 0 else -_BEFORE_S) / self._base)
+        self._container.seek(self._first + ticks, stream=self._stream)
 
     def shown_at(self, begin: float, step: float) -> Iterator[tuple[float, Any]]:
         """Yield time and frame of what is shown at ``begin``, ``begin + step``, …, up to the end."""
@@ -424,9 +429,11 @@ class _Reader:
                 self._seek(max(0.0, begin - back))
             frames = self._decoded()
             first = next(frames, None)
-            if first is None or first[0] <= begin + _SAME_S or back > begin:
+            if back > begin or (first is not None and first[0] <= begin + _SAME_S and first[1].pict_type == _INTRA):
                 break
-            back = 4 * back + 1  # a key frame that is shown later than frames that come after it
+            # A key frame that is shown later than frames that come after it; or there is none, only pictures that are
+            # refreshed in parts (H.264), of which FFmpeg gives unfinished ones near the end.
+            back = 4 * back + 1
         if first is not None:
             yield first
         yield from frames
@@ -448,7 +455,8 @@ class _Reader:
                     raise ValueError(f"a frame after second {max(last, 0):.3f} is damaged, or states no time")
                 last = self._time(frame.pts)
                 yield last, frame
-        self._check_end(last)
+        if last >= 0:
+            self._check_end(last)
 
     def _check_end(self, last: float) -> None:
         """Refuse a Matroska file that ends early: FFmpeg takes it for a shorter one.

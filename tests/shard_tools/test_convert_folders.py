@@ -23,6 +23,7 @@ from shard_tools.convert.base.zips import ZipStorage
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
+from tests.support.sources import drawn_sounds, streams
 from tests.support.sources.conversions import members
 from tests.support.sources.foreign_sets import picture, write_sound
 
@@ -146,6 +147,14 @@ def test_an_ugly_folder_of_sounds(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "of several kinds (3 wav, 1 m4a): all become the field .wav" in caplog.text
     assert {one.path for one in report.skipped} == {"a/e.wav", "a/t.txt", "a/.h.wav"}
     assert len(StreamingDataset(str(tmp_path / "out"), where="duration > 0")) == 2
+
+
+def test_the_duration_of_a_chain_and_of_a_pipe_is_that_of_all(tmp_path: Path) -> None:
+    """libsndfile states the first stream of a chain alone, and no length of what was written to a pipe."""
+    chain = streams.sound("ogg", 2.0) + streams.sound("ogg", 1.0, seed=1)
+    made = {"a/chain.ogg": chain, "a/piped.ogg": drawn_sounds.piped_flac(streams.sound("flac", 3.0))}
+    convert(str(written(tmp_path / "in", **made)), str(tmp_path / "out"))
+    assert len(StreamingDataset(str(tmp_path / "out"), where="duration = 3")) == 2
 
 
 def test_sounds_train_balanced(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from shard_tools.convert.base.class_folders import ClassFolders
 from shard_tools.convert.base.records import SourceOptions
+from streaming.decode.sound import measured
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 
@@ -36,9 +37,12 @@ class AudioFolder(ClassFolders):
         super().__init__(spec, storage, options)
 
     def look(self, data: bytes) -> tuple[dict[str, object], str]:
-        """Return duration, rate and channels, by the header."""
-        with _soundfile().SoundFile(io.BytesIO(data)) as sound:
-            frames, rate, channels = sound.frames, sound.samplerate, sound.channels
+        """Return duration, rate and channels: as ``Sound`` has them, or by the header of what it does not read."""
+        try:
+            frames, rate, channels = measured(data)
+        except ValueError:
+            with _soundfile().SoundFile(io.BytesIO(data)) as sound:
+                frames, rate, channels = sound.frames, sound.samplerate, sound.channels
         if not 0 <= frames < _MOST_FRAMES or rate <= 0:
             raise ValueError(f"{frames} frames at {rate} Hz")
         return {"duration": frames / rate, "rate": rate, "channels": channels}, ""

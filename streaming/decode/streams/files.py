@@ -1,0 +1,182 @@
+"""Read encoded streams from bytes or from a file, for libraries that call back for them.
+
+An exception in such a call would be printed or lost, so ``WatchedFile`` keeps it for whoever called the library.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol, TypeAlias
+
+from streaming.types import ReadBuffer
+
+_SEARCHED_BYTES: Final = 4 << 20
+"""What is read at a time of a file that is searched."""
+
+
+class SeekableFile(Protocol):
+    """A seekable file of bytes, open for reading."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return up to ``size`` bytes, none only at the end."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Go to ``offset`` from the start, from here or from the end; return the place."""
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+
+
+Encoded: TypeAlias = ReadBuffer | SeekableFile
+"""What decoders of streams take: bytes, or a file of which they read what they need."""
+
+
+class WatchedFile:
+    """Read bytes as a file, and keep what goes wrong: the caller of the library raises it, see :func:`opened`."""
+
+    def __init__(self, data: Encoded) -> None:
+        self._file = None if isinstance(data, bytes | bytearray | memoryview) else data
+        self._view = memoryview(b"" if self._file is not None else data).cast("B")  # type: ignore[arg-type]
+        self._at = 0
+        self.failure: BaseException | None = None
+        self.num_bytes = len(self._view) if self._file is None else self._file.seek(0, io.SEEK_END)
+        if self._file is not None:
+            self._file.seek(0)
+
+    def __repr__(self) -> str:
+        return "the stream"  # as libraries name it in their errors
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all bytes are at hand, so that looking at each costs next to nothing."""
+        return self._file is None
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to ``size`` bytes; none at the end, and after a failure."""
+        if self.failure is not None:
+            return b""
+        try:
+            if self._file is None:
+                stop = len(self._view) if size < 0 else self._at + size
+                found = bytes(self._view[self._at : stop])
+                self._at += len(found)
+            else:
+                found = bytes(self._file.read(size))
+                self._at = self._file.tell()
+        except BaseException as error:  # noqa: BLE001  raised by ``opened``: here C code would drop it
+            self.failure = error
+            return b""
+        return found
+
+    def readinto(self, room: bytearray | memoryview) -> int:
+        """Read into ``room``; return how many bytes."""
+        out = memoryview(room).cast("B")
+        found: bytes | memoryview
+        if self._file is None:  # libraries call this some thousand times
+            found = self._view[self._at : self._at + len(out)]
+            self._at += len(found)
+        else:
+            found = self.read(len(out))
+        out[: len(found)] = found
+        return len(found)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place; return it."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
+        self._at = max(0, origin + offset)
+        if self._file is not None and self.failure is None:
+            try:
+                self._file.seek(self._at)
+            except BaseException as error:  # noqa: BLE001  as in ``read``
+                self.failure = error
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+        return self._at
+
+    def peek(self, start: int, size: int) -> bytes:
+        """Return up to ``size`` bytes from ``start`` on, and stay where it was.
+
+        Raises:
+            BaseException: What reading raised.
+        """
+        at = self._at
+        self.seek(start)
+        found = self.read(size)
+        self.seek(at)
+        if self.failure is not None:
+            raise self.failure
+        return found
+
+    def part(self, start: int, stop: int, head: bytes = b"") -> Encoded:
+        """Return bytes ``[start, stop)`` behind those of ``head``, as a stream that :func:`opened` takes."""
+        if self._file is None and not head:
+            return self._view[start:stop]
+        return _Window(self, start, stop, head)
+
+    def places_of(self, pattern: re.Pattern[bytes], longest: int) -> list[int]:
+        """Return where ``pattern``, at most ``longest`` bytes of it, begins: of a file, all bytes are read.
+
+        Raises:
+            BaseException: What reading raised.
+        """
+        if self._file is None:
+            return [match.start() for match in pattern.finditer(self._view)]
+        found: set[int] = set()
+        for first in range(0, self.num_bytes, _SEARCHED_BYTES):
+            block = self.peek(first, _SEARCHED_BYTES + longest)
+            found.update(first + match.start() for match in pattern.finditer(block))
+        return sorted(found)
+
+
+class _Window:
+    """A part of a watched file as a file, behind bytes that it lacks."""
+
+    def __init__(self, whole: WatchedFile, start: int, stop: int, head: bytes) -> None:
+        self._whole, self._start, self._head, self._at = whole, start - len(head), head, 0
+        self._num_bytes = stop - self._start
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return up to ``size`` bytes."""
+        left = max(0, self._num_bytes - self._at)
+        left = left if size < 0 else min(size, left)
+        found = self._head[self._at : self._at + left]
+        if len(found) < left:
+            self._whole.seek(self._start + self._at + len(found))
+            found += self._whole.read(left - len(found))
+        self._at += len(found)
+        return found
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a place of the part."""
+        self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place of the next byte."""
+        return self._at
+
+
+@contextmanager
+def opened(data: Encoded) -> Iterator[WatchedFile]:
+    """Give ``data`` as a file to a library, and raise what went wrong in it, also where the library did not notice.
+
+    Raises:
+        ValueError: There are no bytes.
+        BaseException: What reading raised.
+    """
+    stream = WatchedFile(data)
+    if not stream.num_bytes:
+        raise ValueError("it has no bytes")
+    try:
+        yield stream
+    except Exception:
+        if stream.failure is not None:
+            raise stream.failure from None
+        raise
+    if stream.failure is not None:
+        raise stream.failure
