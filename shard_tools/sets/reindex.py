@@ -27,7 +27,7 @@ from streaming.catalog.build import (
     shard_name,
     write_schema,
 )
-from streaming.catalog.unfinished import expand_whole
+from streaming.catalog.unfinished import Mark, expand_whole
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
 from streaming.index.files import is_sealed
@@ -173,10 +173,7 @@ def index(
         {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
         damage_only=True,
     )  # fmt: skip
-    if index_url is not None and schema != read_schema(storage, index_url):
-        write_schema(storage, index_url, schema)
-    for mark in marks if index_url is None else ():
-        unmark(storage, mark.directory, also_writers=True)
+    _declare(storage, index_url, schema, marks)
     columns, num_again, first_again = _compare_tables(
         shards, table, storage, index_url, with_keys=duplicate_keys == "error"
     )
@@ -199,6 +196,15 @@ def index(
         num_passed_over=told.passed_over.num_files,
         first_passed_over=told.passed_over.first,
     )
+
+
+def _declare(storage: Storage, index_url: str | None, schema: Schema, marks: Sequence[Mark]) -> None:
+    """Write what an index elsewhere means; an index beside its shards declares them whole."""
+    if index_url is None:
+        for mark in marks:
+            unmark(storage, mark.directory, also_writers=True)
+    elif schema != read_schema(storage, index_url):
+        write_schema(storage, index_url, schema)
 
 
 def _meet(shards: Sequence[str], storage: Storage, index_url: str | None) -> Schema:

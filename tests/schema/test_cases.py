@@ -21,6 +21,7 @@ from shard_tools.tokens.run import TokenizeOptions, tokenize
 from streaming import Balanced, DataLoader, Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError, StateError
 from tests.support.clusters.executors import Sending
+from tests.support.contracts.meeting_kinds import UNCHANGED
 from tests.support.sets.meanings import classes_of, schema_of
 from tests.support.sources.conversions import tree
 from tests.support.sources.foreign_sets import picture
@@ -100,7 +101,7 @@ def test_functions_after_a_union_get_its_numbers(sets: tuple[Path, Path]) -> Non
 
 @pytest.mark.parametrize("verb", ["reshard", "map"])
 def test_what_writes_one_set_refuses_or_writes_by_name(sets: tuple[Path, Path], tmp_path: Path, verb: str) -> None:
-    function = ["meeting_kinds:unchanged"] if verb == "map" else []
+    function = [UNCHANGED] if verb == "map" else []
     assert "--classes union" in run(verb, *sets, tmp_path / "out", *function, fails=True)
     assert not (tmp_path / "out").exists()
     run(verb, *sets, tmp_path / "out", *function, "--classes", "union")

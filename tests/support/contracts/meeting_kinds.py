@@ -201,6 +201,10 @@ def rewritten(verb: str, *more: str) -> Meeting:
     return meet
 
 
+UNCHANGED = "tests.support.contracts.meeting_kinds:unchanged"
+"""The function below, as users name it for ``map``."""
+
+
 def unchanged(_sample: Any) -> dict[str, Any]:
     return {"txt": "new"}
 
@@ -281,7 +285,7 @@ def meetings(of: Contradiction) -> dict[str, Meeting]:
         "resume on other sources": resumed,
         "agreement of ranks": agreed,
         "reshard": rewritten("reshard"),
-        "map": rewritten("map", "meeting_kinds:unchanged"),
+        "map": rewritten("map", UNCHANGED),
         "copy into a set": copied_into,
         "convert into a set": partial(converted_into, of),
         "export": lambda places, _: command("export", *urls(places), places["scratch"] / "out", "--to", "parquet"),
