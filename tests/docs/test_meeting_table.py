@@ -17,7 +17,7 @@ from tests.support.code.folders import ROOT
 from tests.support.contracts.meeting_kinds import CANNOT, CONTRADICTIONS, UNION, Contradiction, Met, meetings, write
 
 PAGE = ROOT / "docs" / "meaning.md"
-CURE = "write the page anew: PYTHONPATH=tests/support .venv/bin/python tests/docs/test_meeting_table.py"
+CURE = "write the page anew: PYTHONPATH=. .venv/bin/python tests/docs/test_meeting_table.py"
 NAMES = tuple(meetings(Contradiction(part="")))
 OF_CLASSES = tuple(name for name, one in CONTRADICTIONS.items() if one.part == "cls")
 

@@ -514,7 +514,8 @@ def test_sources_in_a_bucket_give_the_bytes_of_local_ones(mini_s3: MiniS3Server,
         done("convert", remote, theirs, "--shuffle", 5, "--endpoint-url", mini_s3.url, **environ)
         names = sorted(path.relative_to(ours) for path in ours.rglob("*") if path.is_file())
         assert names == sorted(path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file())
-        assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
+        same = [name for name in names if name.name != "sources.parquet"]  # which holds versions
+        assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in same)
 
 
 @pytest.mark.parametrize("verb", ["", "convert", "index", "verify", "info", "ls", "cat", "plan"])
