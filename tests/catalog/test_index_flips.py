@@ -24,6 +24,7 @@ from shard_tools.convert.journal import Journal, load_journal, load_sources, sav
 from shard_tools.plan.keys import keys_at
 from shard_tools.sets.reindex import index
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
+from streaming.catalog.build import read_schema
 from streaming.errors import ConfigError, IndexFormatError
 from streaming.filters.late_columns import ColumnDocument
 from streaming.filters.views import View
@@ -152,7 +153,11 @@ def keys(folder: Path) -> object:
 
 
 def notes(folder: Path) -> object:
-    return load_journal(str(folder), Storage()), load_sources(str(folder), Storage()), schema_of(folder)
+    return (
+        load_journal(str(folder), Storage()),
+        load_sources(str(folder), Storage()),
+        read_schema(Storage(), str(folder)),
+    )
 
 
 def verified(folder: Path) -> object:
