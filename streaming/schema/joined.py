@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
+import pyarrow as pa
+
 from streaming.errors import ConfigError
+from streaming.index.columns import joined_type
 from streaming.schema.value import TOKEN_TYPES, Schema, SchemaColumn, SchemaField, TokenMeaning
 
 Classes: TypeAlias = Literal["union", "own"] | None
@@ -20,7 +23,6 @@ Classes: TypeAlias = Literal["union", "own"] | None
 own, and the joined schema says nothing of them; None: they are a contradiction."""
 CLASSES: tuple[str, ...] = get_args(get_args(Classes)[0])
 _SHOWN = 6
-_NUMBERS = ("int8", "int16", "int32", "int64", "double")
 _MISSING = object()
 
 
@@ -189,17 +191,19 @@ def _wider(one: str, other: str) -> Any:
     return max(one, other, key=TOKEN_TYPES.index) if {one, other} <= {*TOKEN_TYPES} else _MISSING
 
 
-def _wider_number(one: str, other: str) -> Any:
-    """Join types of columns: of numbers the wider one, of one that has no value the other."""
-    if "null" in (one, other):
-        return other if one == "null" else one
-    return max(one, other, key=_NUMBERS.index) if {one, other} <= {*_NUMBERS} else _MISSING
+def _wider_column(one: str, other: str) -> Any:
+    """Join types of columns, given by Arrow's names, as columns of several shards are joined."""
+    try:
+        kind = joined_type([pa.type_for_alias(one), pa.type_for_alias(other)])
+    except ValueError:  # a type without a short name, which no other one joins
+        return _MISSING
+    return _MISSING if kind is None else str(kind)
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "classes": _longer,
     "token type": _wider,
-    "type": _wider_number,
+    "type": _wider_column,
     "origin": lambda one, _: one,
     "made_by": _sorted_union,
     "bos": _sorted_union,

@@ -35,7 +35,9 @@ plain_fields = st.builds(
     made_by=st.frozensets(st.sampled_from("fg")).map(lambda found: tuple(sorted(found))),
 )  # fmt: skip
 token_fields = st.builds(SchemaField, kind=st.just("tokens"), dtype=st.sampled_from(TOKEN_TYPES), tokens=tokens)
-columns = st.builds(SchemaColumn, type=st.sampled_from(["", "int64", "double", "string", "null"]), classes=class_lists)
+columns = st.builds(
+    SchemaColumn, type=st.sampled_from(["", "int64", "uint64", "double", "string", "null"]), classes=class_lists
+)
 schemas = st.builds(
     Schema, fields=st.dictionaries(st.sampled_from(["cls", "tok"]), plain_fields | token_fields, max_size=2),
     columns=st.dictionaries(st.just("c"), columns, max_size=1),
