@@ -12,7 +12,9 @@ import json
 import os
 import random
 import shutil
+import struct
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -243,11 +245,19 @@ def remove(draw: random.Random, folder: Path) -> list[Path]:
     return [path]
 
 
+def is_whole(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, ValueError, LookupError, EOFError, struct.error, zlib.error):
+        return False
+
+
 def lying_directory(draw: random.Random, folder: Path) -> list[Path]:
     """Change the directory of an archive: a count, a name, a place, a size; or other files under the same names."""
     path = one(draw, folder)
     content = bytearray(path.read_bytes())
-    if path.suffix != ".zip":
+    if path.suffix != ".zip" or not is_whole(path):
         return edit_content(draw, folder)
     end, begin = content.rindex(b"PK\5\6"), content.index(b"PK\1\2")
     what = draw.randrange(4)

@@ -101,7 +101,9 @@ VERBS: dict[str, Verb] = {
 def contents(url: str, options: Mapping[str, Any]) -> dict[str, str]:
     storage = Storage(options)
     return {
-        info.url.removeprefix(url): hashlib.sha256(storage.read(info.url)).hexdigest() for info in storage.list(url)
+        info.url.removeprefix(url): hashlib.sha256(storage.read(info.url)).hexdigest()
+        for info in storage.list(url)
+        if not info.url.endswith("/sources.parquet")  # which copies leave out
     }
 
 
