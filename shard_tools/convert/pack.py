@@ -163,6 +163,8 @@ class PackingRun:
         )
         meet_above(place.directory, schema, self._storage)
         self._there = _contents(place, self._storage)
+        if self._there == [join_url(place.directory, SOURCES)]:
+            self._there = []  # a run was killed before it noted its work: nothing of it stands
         if not options.overwrite:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
         self._found, self._earlier, self._noted = None, EarlierWork(), list[SourceIdentity]()

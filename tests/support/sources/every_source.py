@@ -40,7 +40,7 @@ def _csv(folder: Path) -> Made:
     rows = [f'{number},"a ""quoted""\r\nlüne {number}",{number * 7}' for number in range(COUNT)]
     (folder / "a.csv").write_bytes("\ufeffid,text,n\r\n".encode() + "\r\n".join(rows).encode())
     (folder / "b.tsv").write_text("id\tn\n" + "".join(f"b{number}\t{number}\n" for number in range(COUNT)))
-    return [str(folder)], ConvertOptions(key_field="id", columns=("n",), max_samples=9)
+    return [str(folder)], ConvertOptions(key_field="id", columns=("n",), max_samples=9, unlike_columns=True)
 
 
 def _tars(folder: Path) -> Made:
