@@ -162,7 +162,7 @@ class HfDataset:
         with contextlib.closing(self._table.batches(start, self._seed)) as batches:
             for first, batch in batches:
                 where = f"{self._table.where}, rows {first} to {first + batch.num_rows - 1}"
-                origin = self._table.file_of(first)
+                origin = self._table.file_of(first) if self._in_order else 0
                 for number, row in enumerate(plain_rows(batch, where), first):
                     yield self._mapper.record(row, number, f"{self._table.where}, row {number}", origin=origin)
 
