@@ -17,6 +17,8 @@ from tests.support.code.folders import ROOT
 from tests.support.contracts.meeting_kinds import CANNOT, CONTRADICTIONS, UNION, Contradiction, Met, meetings, write
 
 PAGE = ROOT / "docs" / "meaning.md"
+pytestmark = pytest.mark.thorough
+
 CURE = "write the page anew: PYTHONPATH=. .venv/bin/python tests/docs/test_meeting_table.py"
 NAMES = tuple(meetings(Contradiction(part="")))
 OF_CLASSES = tuple(name for name, one in CONTRADICTIONS.items() if one.part == "cls")

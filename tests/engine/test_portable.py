@@ -15,6 +15,7 @@ from streaming.device.copiers import page_locked
 from streaming.engine.workers.portable import SentOnce, dumps, received
 from tests.support.processes.forked import Forked
 from tests.support.sets.data_sets import write_set
+from tests.support.tiers import first_here
 
 _SCRIPT = """
 import contextlib
@@ -88,7 +89,7 @@ runpy.run_module("script", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("how", ["script under torch's spawn", "module under forkserver", "no file"])
+@pytest.mark.parametrize("how", first_here(["script under torch's spawn", "module under forkserver", "no file"], 1))
 def test_functions_of_the_main_script_reach_workers(tmp_path: Path, how: str, forked: Forked) -> None:
     """Main programs, forked, with processes that begin as new interpreters."""
     url = write_set(tmp_path / "set", (12,)).url

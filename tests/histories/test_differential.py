@@ -39,6 +39,7 @@ from tests.support.models.differential_cases import (
     write_set,
 )
 from tests.support.sets.data_sets import loaders
+from tests.support.tiers import first_here
 
 
 def draw_shuffle(dice: random.Random) -> bool | ShuffleConfig:
@@ -197,7 +198,7 @@ def play_case(case: Case) -> None:
 
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("part", first_here(range(NUM_PARTS), 2))
 def test_random_cases_against_tarfile(
     part: int, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:

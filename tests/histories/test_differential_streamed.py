@@ -35,6 +35,7 @@ from tests.support.models.differential_cases import (
     write_set,
 )
 from tests.support.sets.data_sets import loaders
+from tests.support.tiers import first_here
 
 STREAMS_EVERY = 5
 """Of so many cases that ``--differential-cases`` asks for one is played here."""
@@ -166,7 +167,7 @@ def play_stream(case: Case) -> None:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("part", first_here(range(NUM_PARTS), 2))
 def test_random_streams_against_tarfile(
     part: int,
     tmp_path: Path,

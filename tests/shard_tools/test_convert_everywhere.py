@@ -60,7 +60,9 @@ def told(source: Source, start: int) -> list[tuple[str, dict[str, bytes], str]]:
 def test_counted_records_are_the_same_from_any_position(tmp_path: Path, name: str) -> None:
     sources, chosen = EVERY[name](tmp_path)
     for unit in ("line", "blank-line", "file") if name == "text" else ("line",):
-        options = SourceOptions(key_field=chosen.key_field, shuffle_seed=chosen.shuffle_seed, unit=unit, unlike_columns=True)
+        options = SourceOptions(
+            key_field=chosen.key_field, shuffle_seed=chosen.shuffle_seed, unit=unit, unlike_columns=True
+        )
         source = open_source(sources, Storage(), kind=chosen.kind, options=options)
         assert isinstance(source, Countable)
         expected = told(source, 0)
