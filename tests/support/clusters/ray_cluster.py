@@ -85,9 +85,12 @@ class TwoNodes:
         until(lambda: not any(map(_runs, theirs)), "the cluster's processes end, which write into its folder",
               details=lambda: [one for one in theirs if _runs(one)])  # fmt: skip
         shutil.rmtree(self._folder)
-        children = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._children]
-        assert children == []
+        until(lambda: not self._left(), "no process is left that was not there before", details=self._left)
         assert shared_files() - self._before == Counter()
+
+    def _left(self) -> list[psutil.Process]:
+        """Return processes below this one that were not there before."""
+        return [one for one in psutil.Process().children(recursive=True) if one.pid not in self._children]
 
     def _processes(self) -> list[psutil.Process]:
         """Those of the cluster, wherever they stand in the tree, and the workers that were forked for it."""
