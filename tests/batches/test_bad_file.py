@@ -144,6 +144,7 @@ for number in range(150):
 """
 
 
+@pytest.mark.thorough
 def test_processes_do_not_mix_their_lines(tmp_path: Path, forked: Forked) -> None:
     path, output = tmp_path / "bad.jsonl", tmp_path / "output"
     processes = [forked.start(WRITER, str(path), str(rank), output=output) for rank in range(3)]

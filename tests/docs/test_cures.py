@@ -49,6 +49,7 @@ from tests.support.code.source_tree import PACKAGES
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set
 from tests.support.sets.index_files import touch
+from tests.support.tiers import first_here
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 _COMMAND = re.compile(r"shard_tools ([a-z]+)([^`;.]*)")
@@ -508,7 +509,7 @@ def change_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", sorted(SCENARIOS))
+@pytest.mark.parametrize("name", first_here(sorted(SCENARIOS), 6))
 def test_a_cure_works_as_it_is_written(name: str, tmp_path: Path) -> None:
     SCENARIOS[name][0](tmp_path)
 

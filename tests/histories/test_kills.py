@@ -168,6 +168,7 @@ with ShardWriter(arguments["url"] + "/{:03d}.tar", max_samples=3, storage_option
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_the_writer_to_a_bucket(die: Die, mini_s3: MiniS3Server, seed: int) -> None:
     """Parts of an upload that nobody ends are no object: not listed, not read, and no hindrance."""

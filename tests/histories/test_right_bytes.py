@@ -26,6 +26,7 @@ from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
 from streaming.index.sample_table import SampleTable
 from tests.support.sets.data_sets import mesh_of
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -603,7 +604,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", first_here(CASES, 40), ids=str)
 def test_each_row_is_its_key(
     case: Case,
     folders: Callable[..., Path],

@@ -30,6 +30,7 @@ from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked, all_end
 from tests.support.processes.leftovers import leftovers
 from tests.support.shared_fixtures import server_imports
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -381,7 +382,7 @@ def test_warnings_are_honest(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.matrix), 2])
 @pytest.mark.parametrize("epoch_size", [None, 24])
-@pytest.mark.parametrize("make", [Stream, Shuffled, Stateful, InTwo, lambda size: Sharded(size, 8)])
+@pytest.mark.parametrize("make", first_here([Stream, Stateful, Shuffled, InTwo, lambda size: Sharded(size, 8)], 2))
 def test_iterables_resume_to_the_batch(
     make: Any, epoch_size: int | None, num_workers: int, request: pytest.FixtureRequest
 ) -> None:

@@ -251,6 +251,7 @@ def test_one_rank_of_three_is_killed_and_torchrun_restarts_them_in_place(
         assert total(epoch) == Counter(samples.keys)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after", "num_workers"), [(4, 3, 0), (3, 1, 2)])
 def test_killed_in_mid_epoch_and_resumed_on_another_world_size(
     samples: SampleSet, tmp_path: Path, forked: Forked, before: int, after: int, num_workers: int

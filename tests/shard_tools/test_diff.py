@@ -28,6 +28,8 @@ from streaming.index.large_members import LARGE_BYTES
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
+pytestmark = pytest.mark.thorough
+
 Fields = Mapping[str, bytes]
 Samples = Sequence[tuple[str, Fields]]
 

@@ -35,6 +35,8 @@ from tests.support.processes.waiting import until
 from tests.support.servers.on_loopback import MiniS3Server, free_port
 from tests.support.sets.data_sets import write_set
 
+pytestmark = pytest.mark.thorough
+
 GOOD = Machine(
     system="Linux", python="3.13.1", cores=8, cores_there=8, quota_cores=None, memory_bytes=64 << 30,
     memory_left_bytes=60 << 30, is_memory_limited=False, shm_bytes=32 << 30, shm_left_bytes=32 << 30,

@@ -28,6 +28,8 @@ from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
+pytestmark = pytest.mark.thorough
+
 COUNT = {"train": 25, "val": 7}
 
 

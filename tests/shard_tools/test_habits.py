@@ -20,6 +20,8 @@ from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set
 
+pytestmark = pytest.mark.thorough
+
 WRITING = {
     "convert": ["convert", "{source}/lines.jsonl", "{target}"],
     "convert --tokenizer": ["convert", "{source}/lines.jsonl", "{target}", "--tokens-field", "tok"],

@@ -18,6 +18,8 @@ from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDat
 from streaming.errors import ConfigError, OptionError
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
+pytestmark = pytest.mark.thorough
+
 G, RANKS = 12, 2
 SHUFFLE = {"lanes": 2, "window": 6}
 

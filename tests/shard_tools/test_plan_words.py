@@ -17,6 +17,8 @@ from streaming.arguments import counted
 from streaming.errors import ConfigError
 from tests.support.sets.data_sets import mesh_of, write_set
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 64
 
 

@@ -25,6 +25,8 @@ from tests.support.sets.tars import write_tar
 from tests.support.sources.conversions import contents, members
 from tests.support.sources.image_files import saved, smooth
 
+pytestmark = pytest.mark.thorough
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")

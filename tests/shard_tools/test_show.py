@@ -34,6 +34,8 @@ from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.meanings import say_classes
 
+pytestmark = pytest.mark.thorough
+
 COUNT = 300
 LANGS = ("en", "de", None, "fr")
 

@@ -19,6 +19,8 @@ from streaming.storage import Storage
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.data_sets import mesh_of
 
+pytestmark = pytest.mark.thorough
+
 HOSTILE = "<script>alert(1)</script>&\"'"
 
 

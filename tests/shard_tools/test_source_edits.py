@@ -43,6 +43,7 @@ from streaming import StreamingDataset
 from streaming.errors import DataError, ShardstreamError
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.tiers import first_here
 
 Samples = list[tuple[str, dict[str, Any]]]
 
@@ -463,7 +464,7 @@ def cases(config: pytest.Config, share: float, what: str) -> Iterator[random.Ran
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("kind", first_here(COMMANDS, 4))
 def test_what_is_there_after_an_edit_is_what_the_source_holds(
     kind: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -41,6 +41,8 @@ from tests.support.servers.browser import Tab
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.tars import write_tar
 
+pytestmark = pytest.mark.thorough
+
 Sample = dict[str, Any]
 
 

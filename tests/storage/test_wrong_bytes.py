@@ -25,6 +25,7 @@ from tests.support.servers.fault_proxy import Fault, FaultProxy
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets import distant_sets
 from tests.support.sets.data_sets import mesh_of
+from tests.support.tiers import first_here
 
 NUM, PER_SHARD, BIG_BYTES = 24, 12, 140_000
 QUICK = {"first_backoff_s": 0.001, "hedge": False}
@@ -145,7 +146,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first_here(WAYS, 4))
 def test_whatever_reads_a_shard_asks_again(place: Place, tmp_path_factory: pytest.TempPathFactory, way: str) -> None:
     expected = WAYS[way](place, tmp_path_factory.mktemp("cache"))
     assert expected

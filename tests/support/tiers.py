@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+_GIVEN = type(pytest.param())
+
 
 def first_here(values: Iterable[Any], number: int) -> list[Any]:
     """Return parameters: the first ones as they are, and those after ``number`` of them marked ``thorough``."""
-    each = enumerate(values)
-    return [one if at < number else pytest.param(one, marks=pytest.mark.thorough) for at, one in each]
+    each = [one if isinstance(one, _GIVEN) else pytest.param(one) for one in values]
+    rest = [pytest.param(*one.values, marks=[*one.marks, pytest.mark.thorough], id=one.id) for one in each[number:]]
+    return each[:number] + rest
