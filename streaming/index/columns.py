@@ -349,6 +349,15 @@ def joined_type(types: Iterable[pa.DataType]) -> pa.DataType | None:
     return pa.uint64() if pa.uint64() in found else pa.int64()
 
 
+def joined_type_name(one: str, other: str) -> str | None:
+    """Return Arrow's name of the type that joins two others, given by name; None: they cannot be compared."""
+    try:
+        kind = joined_type([pa.type_for_alias(one), pa.type_for_alias(other)])
+    except ValueError:  # a type without a short name, which no other one joins
+        return None
+    return None if kind is None else str(kind)
+
+
 def recast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
     """Return values of a column as ``kind``, one that columns have; None if one would not stay what it is."""
     try:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-import pyarrow as pa
-
 from streaming.errors import ConfigError
-from streaming.index.columns import joined_type
+from streaming.index.columns import joined_type_name
 from streaming.schema.value import TOKEN_TYPES, Schema, SchemaColumn, SchemaField, TokenMeaning
 
 Classes: TypeAlias = Literal["union", "own"] | None
@@ -193,11 +191,8 @@ def _wider(one: str, other: str) -> Any:
 
 def _wider_column(one: str, other: str) -> Any:
     """Join types of columns, given by Arrow's names, as columns of several shards are joined."""
-    try:
-        kind = joined_type([pa.type_for_alias(one), pa.type_for_alias(other)])
-    except ValueError:  # a type without a short name, which no other one joins
-        return _MISSING
-    return _MISSING if kind is None else str(kind)
+    kind = joined_type_name(one, other)
+    return _MISSING if kind is None else kind
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {
