@@ -74,12 +74,19 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = (
-    "test_memory", "test_ray", "test_trainers", "test_shutdown_processes", "test_demo", "test_differential",
-    "test_hosts", "test_distributed", "test_examples", "test_remesh_processes", "test_workers", "test_ordinary",
-    "test_promises", "test_differential_streamed", "test_cache_processes", "test_portable", "test_kills", "test_resume",
-    "test_torture", "test_mixture", "test_scale", "test_shutdown", "test_dispatch", "test_restarting_server",
-    "test_unindexed", "test_imports", "test_readme", "test_tar_parse", "test_reshard", "test_loader", "test_lanes",
-    "test_mixture_exact", "test_curriculum", "test_remesh", "test_epochs",
+    "test_writing_ray", "test_verbs_ray", "test_optimize", "test_shutdown_processes", "test_source_contract",
+    "test_examples", "test_bench", "test_differential", "test_ordinary", "test_site", "test_ray", "test_memory",
+    "test_show_order", "test_meeting_table", "test_promises", "test_distributed", "test_workers", "test_hosts",
+    "test_optimize_ray", "test_show_safety", "test_secrets", "test_option_table", "test_wrong_bytes", "test_resume",
+    "test_trainers", "test_media_pages", "test_shutdown", "test_portable", "test_demo", "test_states_of_programs",
+    "test_without_torch", "test_show", "test_torture", "test_reshard", "test_cures", "test_types", "test_distant",
+    "test_lent_views", "test_items_contract", "test_index_flips", "test_show_order_browser", "test_imports",
+    "test_source_edits", "test_storage", "test_architecture", "test_right_bytes", "test_curriculum",
+    "test_storage_faults", "test_traces", "test_security", "test_unindexed", "test_mixture", "test_interrupts",
+    "test_storage_failing", "test_show_run", "test_calls", "test_tokenize", "test_video", "test_kills",
+    "test_site_pages", "test_fields", "test_moments", "test_unfinished", "test_map", "test_stats",
+    "test_reshard_elsewhere", "test_mapped", "test_convert_sources", "test_bad_samples", "test_random_transforms",
+    "test_differential_streamed", "test_convert_everywhere", "test_foreign_loops", "test_loader",
 )  # fmt: skip
 
 
