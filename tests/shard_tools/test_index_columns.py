@@ -121,7 +121,9 @@ def test_an_older_late_column_stays_until_the_new_one_is_whole(tmp_path: Path) -
     files = {path: path.read_bytes() for path in (tmp_path / "_shardstream/columns/json.n").rglob("*.*")}
     assert len(files) == 3
     write(2, "\ud800")
-    assert run("index", tmp_path, "--columns", "json.n").exit_code == 1
+    failed = run("index", tmp_path, "--columns", "json.n")
+    assert failed.exit_code, failed.output
+    assert "'2-0'" in failed.stderr, failed.stderr
     now = {path: path.read_bytes() for path in (tmp_path / "_shardstream/columns/json.n").rglob("*.*")}
     assert now == files
     where = "\"json.n\" = 'a'"
