@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.columns.target import AddReport, ColumnShard, ColumnTarget
+from shard_tools.columns.target import AddReport, ColumnShard, ColumnTarget, Filled
 from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.pieces import ShardPieces
@@ -56,9 +56,12 @@ def lift_column(
         raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
 
     calls = Calls(workers=workers, executor=executor, progress=progress or NoProgress())
-    filled = target.fill(version, partial(_lifted, path), calls=calls)
-    if sum(one.num_missing for one in filled) == sum(target.sizes):
-        raise ConfigError(f"{path}: no sample has a value there; `shard_tools cat URL KEY` shows what one has")
+
+    def check(filled: Sequence[Filled]) -> None:
+        if sum(one.num_missing for one in filled) == sum(target.sizes):
+            raise ConfigError(f"{path}: no sample has a value there; `shard_tools cat URL KEY` shows what one has")
+
+    filled = target.replace(version, partial(_lifted, path), check, calls=calls)
     return target.finish(filled, version=version, made_from=path, begun_s=begun)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,9 +119,12 @@ class ColumnShard:
 
     def write(self, values: pa.Array, version: str) -> None:
         """Write the values; another time they replace those."""
+        self.storage.put(self.path, self.file(values, version))
+
+    def file(self, values: pa.Array, version: str) -> bytes:
+        """Return the values as the bytes of a file."""
         shard, fingerprint = self.rows.shards[0], self.rows.fingerprint
-        data = write_column(values, name=self.column, shard=shard, fingerprint=fingerprint, version=version)
-        self.storage.put(self.path, data)
+        return write_column(values, name=self.column, shard=shard, fingerprint=fingerprint, version=version)
 
 
 ShardValues = Callable[[ColumnShard], pa.Array]
@@ -237,6 +242,40 @@ class ColumnTarget:
         shards = map(self.shard, range(len(self.urls)))
         return list(calls.map(partial(_fill, version, values, again), shards, shared=shared))
 
+    def replace(
+        self, version: str, values: ShardValues, check: Callable[[Sequence[Filled]], None], *, calls: Calls
+    ) -> list[Filled]:
+        """Do what :meth:`fill` does, but withdraw an older column only once all values are known.
+
+        An older column stays whole if a value cannot be read: until then, values lie in files on this machine.
+
+        Args:
+            version: Version of the column.
+            values: Gives the values of a shard.
+            check: Judges the summaries before an older column is withdrawn; it raises if they cannot be a column.
+            calls: Who asks for them; its progress receives every shard.
+        """
+        if not self._taken:
+            filled = self.fill(version, values, calls=calls)
+            check(filled)
+            return filled
+        calls.progress.start(total_bytes=None, total=len(self.urls))
+        shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
+        shards = [self.shard(number) for number in range(len(self.urls))]
+        filled = list[Filled]()
+        with tempfile.TemporaryDirectory(prefix="shardstream-column-") as folder:
+            files = [Path(folder, str(number)) for number in range(len(shards))]
+            made = calls.map(partial(_made, version, values), shards, shared=shared)
+            for file, (data, one) in zip(files, made, strict=True):
+                file.write_bytes(data)
+                filled.append(one)
+            check(filled)
+            _joined_kind(self.name, filled)
+            self.begin()
+            places = [(shard.path, file) for shard, file in zip(shards, files, strict=True)]
+            list(map_ordered(lambda place: self.storage.put(place[0], place[1].read_bytes()), places, THREADS))
+        return filled
+
     def finish(
         self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, **more: Any
     ) -> AddReport:
@@ -253,14 +292,7 @@ class ColumnTarget:
             ConfigError: Shards hold values that cannot be compared.
         """
         missing = [one.num_missing for one in filled]
-        found = sorted({one.type for one in filled} - {"null"})
-        joined = joined_type(map(pa.type_for_alias, found))
-        if joined is None:
-            raise ConfigError(
-                f"column {self.name!r}: shards hold values of different types: {', '.join(found)}; a column "
-                f"has numbers, or text, or booleans"
-            )
-        kind = str(joined)
+        kind = _joined_kind(self.name, filled)
         homes = np.array([self.homes.index(home_of(url, self.index_url)) for url in self.urls])
         for number, home in enumerate(self.homes):
             mine = np.flatnonzero(homes == number).tolist()
@@ -277,6 +309,28 @@ class ColumnTarget:
             num_missing=num_missing, seconds=time.monotonic() - begun_s,
             **{"num_rows": num_samples - num_missing, **more},
         )  # fmt: skip
+
+
+def _joined_kind(name: str, filled: Sequence[Filled]) -> str:
+    """Return the type of the values of all shards.
+
+    Raises:
+        ConfigError: Shards hold values that cannot be compared.
+    """
+    found = sorted({one.type for one in filled} - {"null"})
+    joined = joined_type(map(pa.type_for_alias, found))
+    if joined is None:
+        raise ConfigError(
+            f"column {name!r}: shards hold values of different types: {', '.join(found)}; a column "
+            f"has numbers, or text, or booleans"
+        )
+    return str(joined)
+
+
+def _made(version: str, values: ShardValues, shard: ColumnShard, progress: Progress) -> tuple[bytes, Filled]:
+    array = values(shard)
+    progress.advance(num=1)
+    return shard.file(array, version), Filled(str(array.type), array.null_count)
 
 
 def _fill(version: str, values: ShardValues, again: bool, shard: ColumnShard, progress: Progress) -> Filled:  # noqa: FBT001

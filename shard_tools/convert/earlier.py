@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shard_tools.convert.base.identity import (
@@ -20,7 +20,7 @@ from streaming.errors import IndexFormatError
 from streaming.index.files import is_sealed
 from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, join_url
+from streaming.storage import Storage, join_url, redact
 
 _THREADS = 16  # that read inputs again
 _log = logging.getLogger(__name__)
@@ -69,9 +69,12 @@ def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Or
 
 
 def earlier_work(
-    directory: str, name: str, storage: Storage, journal: Journal, changes: ChangedInputs, *, column: str | None
-) -> EarlierWork:
+    directory: str, name: str, storage: Storage, journal: Journal, changes: ChangedInputs, *, column: str | None,
+    columns: Collection[str] = (),
+) -> EarlierWork:  # fmt: skip
     """Return the finished shards: numbered from 0 without a gap, each with an intact sample table of its size.
+
+    That table has the ``columns`` of the work: `index` cannot rebuild them from a shard alone.
 
     Everything is done if the journal says so, the shards hold that many samples, and no input changed. Otherwise the
     last one is left out and written again: it may hold fewer samples than fit, and so there is always a shard to write,
@@ -84,10 +87,11 @@ def earlier_work(
         journal: The journal of the earlier run.
         changes: What changed since.
         column: Column of the sample table with the number of each sample's record, if not every record becomes one.
+        columns: Columns that the work writes into every sample table.
     """
     sizes = {info.url: info.size_bytes for info in storage.list(directory)}
     tables: list[SampleTable] = []
-    while (table := _finished_shard(directory, name.format(len(tables)), sizes, storage)) is not None:
+    while (table := _finished_shard(directory, name.format(len(tables)), sizes, storage, columns)) is not None:
         tables.append(table)
     complete = journal.complete and sum(table.num_samples for table in tables) == journal.num_samples
     complete = complete and changes.first is None
@@ -114,7 +118,9 @@ def _holds(position: Waypoint | None, changes: ChangedInputs) -> bool:
     return position is not None and (changes.first is None or position.through < changes.first)
 
 
-def _finished_shard(directory: str, name: str, sizes: Mapping[str, int], storage: Storage) -> SampleTable | None:
+def _finished_shard(
+    directory: str, name: str, sizes: Mapping[str, int], storage: Storage, columns: Collection[str]
+) -> SampleTable | None:
     url = join_url(directory, samples_path(name))
     size_bytes = sizes.get(join_url(directory, name))
     if size_bytes is None or url not in sizes:
@@ -123,5 +129,12 @@ def _finished_shard(directory: str, name: str, sizes: Mapping[str, int], storage
         table = storage.read_parsed(url, SampleTable.from_parquet, is_sealed)
     except IndexFormatError as error:
         _log.warning("%s; this shard and those after it are written again", error)
+        return None
+    lacking = sorted({*columns} - {*table.columns})
+    if lacking:
+        _log.warning(
+            "%s: lacks columns that this work writes: %s; this shard and those after it are written again",
+            redact(url), ", ".join(lacking),
+        )  # fmt: skip
         return None
     return table if table.shard.size_bytes == size_bytes else None

@@ -173,7 +173,7 @@ class PackingRun:
             self._found = self._refuse_others(self._noted)
             self._earlier = earlier_work(
                 place.directory, place.name, self._storage, self._found, self._changes(self._found),
-                column=position if isinstance(position, str) else None,
+                column=position if isinstance(position, str) else None, columns=columns,
             )  # fmt: skip
         stays = self._earlier.num_shards
         journal = self._found or self._journal

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from threading import Lock
@@ -22,16 +23,19 @@ from streaming.catalog.build import (
     home_of,
     index_shards,
     read_chunks,
+    read_footer_of,
     read_schema,
     samples_url,
     shard_name,
     write_schema,
 )
 from streaming.catalog.unfinished import Mark, expand_whole
+from streaming.errors import IndexFormatError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import KEY, Values, read_sample_columns, stable_hash
 from streaming.index.files import is_sealed
 from streaming.index.layout import chunks_path, samples_path
+from streaming.index.sample_table import columns_from_footer
 from streaming.schema.meeting import RESHARD, met
 from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, redact, split_url
@@ -41,6 +45,7 @@ from streaming.types import DuplicateKeys, Int64Array
 _log = logging.getLogger(__name__)
 _MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
 _SHOWN = 5
+_ASKED = 32  # shards of an index that are asked for the names of their columns, beside those that are named
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
 
 
@@ -134,7 +139,7 @@ def index(
         storage: The store.
         index_url: Where to write the index; default: beside the shards.
         workers: Shards scanned in parallel.
-        force: Read every shard again.
+        force: Read every shard again; columns of its sample table stay, where its keys did.
         prune: Remove shards from the index that are no longer in the store.
         duplicate_keys: How to treat a key that occurs twice in a shard; as for ``StreamingDataset``.
         allow_unfinished: Index what is there of a set that is not whole, and declare it whole: the marks of its
@@ -191,7 +196,7 @@ def index(
         seconds=time.monotonic() - started,
         num_keys_again=num_again,
         first_keys_again=first_again,
-        lacking=_lacking(shards, columns),
+        lacking=_lacking(shards, columns, _other_columns(shards, homes, storage, index_url)),
         findings=tuple(findings),
         num_passed_over=told.passed_over.num_files,
         first_passed_over=told.passed_over.first,
@@ -256,9 +261,30 @@ def _compare_tables(
     return [columns for _, columns in found], num_again if is_small or not with_keys else None, tuple(first)
 
 
-def _lacking(shards: Sequence[str], columns: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the columns that each shard lacks and others have."""
-    all_columns = {name for names in columns for name in names}
+def _other_columns(shards: Sequence[str], homes: Sequence[str], storage: Storage, index_url: str | None) -> set[str]:
+    """Return the columns of shards that are not named but are in the same indexes.
+
+    At most ``_ASKED`` of an index are asked, evenly spread: a set of many shards may be indexed one by one.
+    """
+    urls = list[str]()
+    for home in homes:
+        named = {shard_name(url, index_url) for url in shards if home_of(url, index_url) == home}
+        others = [shard.name for shard in read_chunks(storage, home).shards if shard.name not in named]
+        urls += [join_url(home, samples_path(name)) for name in others[:: -(-len(others) // _ASKED) or 1]]
+
+    def columns_at(url: str) -> list[str]:
+        with contextlib.suppress(IndexFormatError):
+            return read_footer_of(storage, url, columns_from_footer) or []
+        return []
+
+    return {name for names in map_ordered(columns_at, urls, READ_THREADS) for name in names}
+
+
+def _lacking(
+    shards: Sequence[str], columns: Sequence[tuple[str, ...]], others: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return the columns that each shard lacks and others have: named shards, or those with the columns ``others``."""
+    all_columns = {name for names in columns for name in names} | {*others}
     lacks = {redact(url): tuple(sorted(all_columns - {*names})) for url, names in zip(shards, columns, strict=True)}
     return {url: names for url, names in lacks.items() if names}
 

@@ -152,7 +152,7 @@ def _oddities(report: IndexReport) -> Iterator[str]:
         yield (
             f"without columns that other shards have, and so NULL there: {counted(len(report.lacking), 'shard')}, "
             f"first {url}: {plain(', '.join(names))}. `index` cannot know their values: repeat the command that wrote "
-            "the set, or add them under other names with `shard_tools column add`"
+            "the set, with --overwrite; or add them under other names with `shard_tools column add`, --lift or --from"
         )
 
 

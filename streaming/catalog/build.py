@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -138,7 +138,8 @@ def index_shards(
         urls: Shards.
         index_url: Directory in which ``_shardstream/`` is written; default: each shard's own directory.
         parallel: Shards scanned in parallel; default: the number of CPUs that this process may use.
-        force: Scan every shard again.
+        force: Scan every shard again. The lifted columns of its old sample table stay, if that is readable and has
+            the same keys.
         processes: Scan in processes instead of threads: faster for small records, but a script needs its ``if __name__
             == "__main__":`` guard.
         executor: Executor on which to scan, such as a cluster. The caller shuts it down.
@@ -274,8 +275,35 @@ def _index_shard(
         storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress,
         on_passed_over=passed_over.append,
     )  # fmt: skip
-    storage.put(stored_url, table.to_parquet() if damaged is None else _restored(storage, table, damaged, todo))
+    if force:
+        data = _with_columns(storage, table, stored_url, url)
+    else:
+        data = table.to_parquet() if damaged is None else _restored(storage, table, damaged, todo)
+    storage.put(stored_url, data)
     return table.chunks, sum(passed_over, PassedOver())
+
+
+def _with_columns(storage: Storage, table: SampleTable, stored_url: str, url: str) -> bytes:
+    """Return the sample file of a shard that was scanned again, with the columns of the old file if the keys agree."""
+    try:
+        old = storage.read_parsed(stored_url, SampleTable.from_parquet, is_sealed)
+    except NotFoundError:
+        return table.to_parquet()
+    except IndexFormatError:
+        return table.restored(storage.read(stored_url)) or table.to_parquet()
+    if not old.columns or list(old.keys) != list(table.keys):
+        if old.columns:
+            _log.warning(
+                "%s: its keys changed since it was indexed, so its columns are dropped: %s",
+                redact(url), ", ".join(old.columns),
+            )  # fmt: skip
+        return table.to_parquet()
+    if (old.shard.size_bytes, *old.span_crc32c) != (table.shard.size_bytes, *table.span_crc32c):
+        _log.warning(
+            "%s: its bytes changed since it was indexed, its keys did not; its columns stay as they were: %s",
+            redact(url), ", ".join(old.columns),
+        )  # fmt: skip
+    return replace(table, columns=old.columns).to_parquet()
 
 
 def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _Todo) -> bytes:
@@ -293,8 +321,8 @@ def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _
         raise IndexFormatError(
             f"{redact(join_url(todo.home, samples_path(todo.name)))}: damaged, with its columns {', '.join(lost)}, "
             f"which the shard does not hold. Restore the file from a copy of the data set; or repeat the command that "
-            f"wrote the set: `shard_tools convert` writes this shard and those after it again. Or rebuild all sample "
-            f"tables without columns, `shard_tools index --force {folder}`, and add them anew, "
+            f"wrote the set: `shard_tools convert` writes this shard and those after it again. Or rebuild this sample "
+            f"table without them, `shard_tools index --force {redact(todo.url)}`, and add them under other names, "
             f"`shard_tools column add {folder} NAME …`"
         )
     return table.to_parquet()
