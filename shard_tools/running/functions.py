@@ -10,6 +10,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -182,6 +183,9 @@ def _pieces(value: Any, inside: set[int]) -> Iterable[bytes]:  # noqa: C901, PLR
         return _joined(type(value).__name__, value, inside | {id(value)})
     if isinstance(value, (set, frozenset)):
         return _joined("set", sorted(map(digest_of, value)), inside)
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return _joined(kind, [getattr(value, one.name, None) for one in fields(value)], inside | {id(value)})
     return _named("other", f"{type(value).__module__}.{type(value).__qualname__}".encode())
 
 
