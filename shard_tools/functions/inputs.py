@@ -217,7 +217,23 @@ def _files_in(value: Any) -> Iterator[SourceFile]:
         except (OSError, ValueError):  # no file
             continue
         if status is not None and stat.S_ISREG(status.st_mode):
-            yield SourceFile(url=name, name=name, size_bytes=status.st_size, version=version_of_file(status))
+            yield SourceFile(url=_noted(name), name=name, size_bytes=status.st_size, version=version_of_file(status))
+
+
+def _noted(name: str) -> str:
+    """Return the path of a file as it can be noted among the inputs.
+
+    Raises:
+        ConfigError: It is not UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"inputs: the name of the file {os.fsencode(name)!r} is not UTF-8, so that its changes cannot be noted; "
+            "rename the file"
+        ) from error
+    return name
 
 
 def _names_in(value: Any) -> Iterator[str]:

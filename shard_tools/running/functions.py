@@ -6,9 +6,11 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import os
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -18,10 +20,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from streaming import errors
 from streaming.errors import ConfigError
 
 _SHOWN = 16  # hex digits
 _MAIN_OF_A_CHILD = "__mp_main__"
+_FAILED = "_shard_tools_failed"
+_OURS = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(errors.__file__) + os.sep)
 
 
 def imported(spec: str, option: str) -> Callable[..., Any]:
@@ -122,6 +127,35 @@ def dumps(thing: Any, what: str = "it") -> bytes:
     except Exception as error:  # of anybody's __reduce__
         raise ConfigError(f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}") from error
     return out.getvalue()
+
+
+def blame(error: BaseException, failed: str, cure: str = "") -> None:
+    """Note which call of a user's function raised an error; commands then show it in words, as no error of their own.
+
+    Args:
+        error: What the function raised.
+        failed: What failed on what.
+        cure: What helps.
+    """
+    error.add_note(f"{failed}; {cure}" if cure else failed)
+    vars(error)[_FAILED] = failed
+
+
+def blamed(error: BaseException) -> str:
+    """Return which call of a user's function raised an error; "" if that is not known."""
+    return str(vars(error).get(_FAILED, ""))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error without the frames of ours that led to the user's, if there are any of these."""
+    shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    told = shown
+    while shown is not None:
+        users = [*itertools.dropwhile(lambda frame: frame.filename.startswith(_OURS), shown.stack)]
+        if users:
+            shown.stack = traceback.StackSummary.from_list(users)
+        shown = shown.__cause__ or shown.__context__
+    return "".join(told.format()) if told else ""
 
 
 def why_not_sent(function: Any) -> str:

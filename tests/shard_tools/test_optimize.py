@@ -519,6 +519,16 @@ def test_a_file_that_changed_is_seen_in_an_array_of_names(tmp_path: Path) -> Non
         assert members(tmp_path / "t") == {"000000000.txt": text.encode()}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("as_given", [os.fsdecode, bytes])
+def test_a_file_whose_name_is_not_utf8_is_refused_in_words(tmp_path: Path, as_given: Any) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.txt"
+    with open(name, "wb"):
+        pass
+    with pytest.raises(ConfigError, match=r"xff.txt' is not UTF-8.*rename the file"):
+        here(lambda _: {"txt": "x"}, [as_given(name)], tmp_path / "t")
+
+
 def test_dataclasses_of_other_values_are_other_inputs(tmp_path: Path) -> None:
     here(lambda item: {"txt": str(item.label)}, [Item("x", 1)], tmp_path / "t")
     with pytest.raises(TargetNotEmptyError):
