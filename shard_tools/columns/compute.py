@@ -15,7 +15,7 @@ import pyarrow as pa
 from shard_tools.columns.lift import as_array, samples_of
 from shard_tools.columns.target import AddReport, ColumnShard, ColumnTarget
 from shard_tools.running.engine import DEFAULT_WORKERS, Calls
-from shard_tools.running.functions import imported, source_digest
+from shard_tools.running.functions import blame, imported, source_digest, traceback_of
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
@@ -158,7 +158,8 @@ def _applied(
         except ShardstreamError:
             raise
         except Exception as error:
-            error.add_note(f"in {url}, by {name}")
+            error.add_note(f"In the function:\n{traceback_of(error)}")
+            blame(error, f"{name} failed on the sample {key!r} of {url}")
             raise
 
     return [value(key, encoded) for key, encoded in samples_of(shard, shard.table(), fields)]

@@ -9,6 +9,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
 
@@ -26,6 +27,8 @@ from streaming.storage import local_path, redact
 
 _SHOWN_CHARACTERS = 200
 _LONGEST_PATH = 4096
+_OBJECTS = np.dtype(object)
+_KINDS_OF_NAMES = "USO"  # arrays of texts, bytes and objects; numbers name no file
 
 
 class Inputs(Protocol):
@@ -177,7 +180,7 @@ class ListInputs:
         return {"kind": "list", "num_inputs": len(values), "digest": digest_of(told)}
 
     def origins(self) -> Origins:
-        """Return the local files that inputs name, by themselves or in a tuple, list or dict; and files of lines.
+        """Return the local files that inputs name, by themselves or in containers at any depth; and files of lines.
 
         What a function reads of other stores is its own concern: an input is then the URL that it gets.
         """
@@ -187,7 +190,7 @@ class ListInputs:
     def _origins(self) -> Origins:  # as they are before the first one is read
         found = [*self._values.origins().inputs] if isinstance(self._values, FileLines) else []
         store = SourceStorage()
-        if not isinstance(self._values, (range, np.ndarray)):
+        if not isinstance(self._values, range) and getattr(self._values, "dtype", _OBJECTS).kind in _KINDS_OF_NAMES:
             for number in range(len(self)):
                 found += origins_of([*_files_in(self._values[number])], store, number=number)
         return Origins(inputs=found, store=store)
@@ -206,16 +209,58 @@ class ListInputs:
 
 
 def _files_in(value: Any) -> Iterator[SourceFile]:
-    """Yield the local files that an input names."""
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else (value,)
-    for part in parts:
-        if not isinstance(part, (str, os.PathLike)):
-            continue
-        name = os.fspath(part)
+    """Yield the local files that an input names, at any depth, each once."""
+    for name in dict.fromkeys(_names_in(value)):
         try:
-            is_path = isinstance(name, str) and 0 < len(name) <= _LONGEST_PATH and is_local(name)
+            is_path = 0 < len(name) <= _LONGEST_PATH and is_local(name)
             status = os.stat(local_path(name)) if is_path else None
         except (OSError, ValueError):  # no file
             continue
         if status is not None and stat.S_ISREG(status.st_mode):
-            yield SourceFile(url=name, name=name, size_bytes=status.st_size, version=version_of_file(status))
+            yield SourceFile(url=_noted(name), name=name, size_bytes=status.st_size, version=version_of_file(status))
+
+
+def _noted(name: str) -> str:
+    """Return the path of a file as it can be noted among the inputs.
+
+    Raises:
+        ConfigError: It is not UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"inputs: the name of the file {os.fsencode(name)!r} is not UTF-8, so that its changes cannot be noted; "
+            "rename the file"
+        ) from error
+    return name
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Yield each text that may be a path, in an order that is the same in every process."""
+    seen: set[int] = set()  # containers, which may hold themselves
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, (str, bytes, os.PathLike)):
+            yield os.fsdecode(part)
+        elif id(part) not in seen:
+            inner = _parts_of(part)
+            if inner:
+                seen.add(id(part))
+                left += reversed(inner)
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    """Return what a container holds, as far as it may name files; () for all else."""
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)  # texts have another order in each process
+    if isinstance(value, np.ndarray):
+        return value.ravel().tolist() if value.dtype.kind in _KINDS_OF_NAMES else ()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, one.name, None) for one in fields(value)]
+    return ()

@@ -13,6 +13,7 @@ from shard_tools.convert.base.identity import Origins
 from shard_tools.convert.base.records import Record, Skipped
 from shard_tools.functions.inputs import Inputs
 from shard_tools.functions.produce import Kind, Made
+from shard_tools.running.functions import blame
 from shard_tools.running.parts import Runner
 from shard_tools.running.progress import Progress
 from streaming.arguments import counted, most_bad
@@ -153,18 +154,18 @@ class FunctionSource:
 
     def _fail(self, made: Made) -> None:
         """Raise the error of an input, or count it."""
+        url, key, row = made.given
         where = self.inputs.describe(made.number)
+        named = f"{where}, key {key!r}" if key else where
         partly = f", after {counted(made.part, 'sample')} of it" if made.part else ""
         if self.policy.on_error == "raise":
             error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
-            error.add_note(
-                f"{self.name} failed on {where}{partly}; on_error='drop' (--on-error drop) leaves such inputs out"
-            )
+            cure = "on_error='drop' (--on-error drop) leaves such inputs out"
+            blame(error, f"{self.name} failed on {named}{partly}", cure)
             raise error
         if not self.tally.num_failed:
-            _log.warning("%s failed on %s%s: %s; others like it are counted", self.name, where, partly, made.reason)
+            _log.warning("%s failed on %s%s: %s; others like it are counted", self.name, named, partly, made.reason)
         self.tally.num_failed += 1
-        url, key, row = made.given
         if self.policy.bad_file is not None:
             record = BadRecord(
                 url=url or where, key=key, number=made.number, sample_in_shard=row, stage="transform",
@@ -175,7 +176,7 @@ class FunctionSource:
         if self.tally.num_failed > allowed:
             raise TooManyBadSamplesError(
                 f"{self.name} failed on {self.tally.num_failed} of the first {made.number + 1} inputs, the last one "
-                f"{where}: {made.reason}; max_bad_samples={self.policy.max_bad_samples} allows {allowed} of "
+                f"{named}: {made.reason}; max_bad_samples={self.policy.max_bad_samples} allows {allowed} of "
                 f"{len(self.inputs)}"
             )
 

@@ -6,10 +6,13 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import os
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -17,10 +20,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from streaming import errors
 from streaming.errors import ConfigError
 
 _SHOWN = 16  # hex digits
 _MAIN_OF_A_CHILD = "__mp_main__"
+_FAILED = "_shard_tools_failed"
+_OURS = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(errors.__file__) + os.sep)
 
 
 def imported(spec: str, option: str) -> Callable[..., Any]:
@@ -123,6 +129,35 @@ def dumps(thing: Any, what: str = "it") -> bytes:
     return out.getvalue()
 
 
+def blame(error: BaseException, failed: str, cure: str = "") -> None:
+    """Note which call of a user's function raised an error; commands then show it in words, as no error of their own.
+
+    Args:
+        error: What the function raised.
+        failed: What failed on what.
+        cure: What helps.
+    """
+    error.add_note(f"{failed}; {cure}" if cure else failed)
+    vars(error)[_FAILED] = failed
+
+
+def blamed(error: BaseException) -> str:
+    """Return which call of a user's function raised an error; "" if that is not known."""
+    return str(vars(error).get(_FAILED, ""))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error without the frames of ours that led to the user's, if there are any of these."""
+    shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    told = shown
+    while shown is not None:
+        users = [*itertools.dropwhile(lambda frame: frame.filename.startswith(_OURS), shown.stack)]
+        if users:
+            shown.stack = traceback.StackSummary.from_list(users)
+        shown = shown.__cause__ or shown.__context__
+    return "".join(told.format()) if told else ""
+
+
 def why_not_sent(function: Any) -> str:
     """Name what a function refers to and cannot be pickled; "" if that is none of its variables."""
     while isinstance(function, functools.partial):
@@ -182,6 +217,9 @@ def _pieces(value: Any, inside: set[int]) -> Iterable[bytes]:  # noqa: C901, PLR
         return _joined(type(value).__name__, value, inside | {id(value)})
     if isinstance(value, (set, frozenset)):
         return _joined("set", sorted(map(digest_of, value)), inside)
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return _joined(kind, [getattr(value, one.name, None) for one in fields(value)], inside | {id(value)})
     return _named("other", f"{type(value).__module__}.{type(value).__qualname__}".encode())
 
 

@@ -8,13 +8,13 @@ import signal
 import struct
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
 from mmap import PAGESIZE, mmap
 from multiprocessing.connection import Connection
 from typing import Any
 
+from shard_tools.running.functions import traceback_of
 from streaming.errors import WorkerError
 
 WORK, TASK, FREE = "work", "task", "free"  # from the parent
@@ -191,7 +191,7 @@ class _Parent:
 
 def dump_error(error: BaseException, told: str = "") -> bytes:
     """Pickle an exception with its traceback as a note; one that cannot be, as a ``WorkerError`` that says the same."""
-    text = "".join(traceback.format_exception(error))
+    text = traceback_of(error)
     if not told:
         try:
             error.add_note(f"In the worker process:\n{text}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from shard_tools.running.functions import blamed
 from shard_tools.running.switches import is_on
 from shard_tools.terminal import render
 from shard_tools.terminal.config_file import warn_of_variables
@@ -32,7 +33,7 @@ class ToolGroup(click.Group):
         if ctx.parent is None:
             warn_of_variables(self)
         try:
-            return super().invoke(ctx)
+            return self._invoked(ctx)
         except ShardstreamError as error:
             if isinstance(error, ReadOnlyError) and is_on("dry_run"):
                 _tell_dry_run(ctx, error)
@@ -58,6 +59,22 @@ class ToolGroup(click.Group):
             _tell_program(ctx, error, "stopped; run the same command again to go on")
             ctx.exit(130)
 
+    def _invoked(self, ctx: click.Context) -> Any:
+        """Run the command, and tell what a user's function raised, of any type, as a failure of that function."""
+        try:
+            return super().invoke(ctx)
+        except (Exception, SystemExit) as error:
+            failed = "" if isinstance(error, ShardstreamError) or ctx.meta.get(_DEBUG) else blamed(error)
+            if not failed:
+                raise
+            told = RuntimeError(f"{failed}: {type(error).__name__}: {error}")
+            for note in getattr(error, "__notes__", ()):
+                if said := note.removeprefix(failed).removeprefix("; "):
+                    told.add_note(said)
+            render.show_error(told)
+            _tell_program(ctx, told, str(told), kind=type(error).__name__)
+            ctx.exit(1)
+
     def _fail(self, ctx: click.Context, error: ShardstreamError) -> None:
         """Tell a failure, and exit with its code."""
         if ctx.meta.get(_DEBUG):
@@ -79,11 +96,11 @@ def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
     click.echo(f"{said}Would first {stopped.action} {redact(stopped.url)}. Dry run: nothing was written.")
 
 
-def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
+def _tell_program(ctx: click.Context, error: BaseException, message: str, *, kind: str = "") -> None:
     """Print a failure as a JSON object on standard output if ``--json`` was given."""
     if ctx.meta.get(_AS_JSON):
         notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
-        told = {"type": type(error).__name__, "message": redact_text(message), "notes": notes}
+        told = {"type": kind or type(error).__name__, "message": redact_text(message), "notes": notes}
         click.echo(render.as_json({"ok": False, "error": told}, indent=2))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 import sys
 
 import numpy as np
@@ -285,6 +286,43 @@ def test_wav_that_was_written_to_a_pipe_states_no_length_and_is_read():
     at = data.index(b"data") + 4
     data[at : at + 4] = b"\xff" * 4
     assert Sound()(bytes(data)).shape == (1, 16_000)
+
+
+def riff(data: bytes, *after: tuple[bytes, bytes], rate: int = 8_000, kind: bytes = b"RIFF") -> bytes:
+    """A WAV of one channel of 8 bits, whose odd chunks are padded."""
+    order = ">" if kind == b"RIFX" else "<"
+    form = struct.pack(order + "HHIIHH", 1, 1, rate, rate, 1, 8)
+    chunks = [(b"fmt ", form), (b"data", data), *after]
+    if kind == b"RF64":
+        num_bytes = 4 + 28 + sum(8 + len(content) + len(content) % 2 for _, content in chunks) + 8
+        chunks.insert(0, (b"ds64", struct.pack("<QQQI", num_bytes, len(data), len(data), 0)))
+    body = b"WAVE"
+    for name, content in chunks:
+        size = 2**32 - 1 if kind == b"RF64" and name == b"data" else len(content)
+        body += name + struct.pack(order + "I", size) + content + bytes(len(content) % 2)
+    return kind + struct.pack(order + "I", 2**32 - 1 if kind == b"RF64" else len(body)) + body
+
+
+@pytest.mark.parametrize("kind", [b"RIFF", b"RIFX", b"RF64"])
+@pytest.mark.parametrize("after", [(), ((b"LIST", b"INFO"),), ((b"LIST", b"INFOx"),)])
+@pytest.mark.parametrize("num_frames", [100, 101])
+def test_only_the_byte_that_pads_may_be_missing(num_frames, after, kind):
+    whole = riff(bytes(range(num_frames)), *after, kind=kind)
+    assert Sound()(whole).shape == (1, num_frames)
+    if len(after[-1][1] if after else range(num_frames)) % 2:
+        assert Sound()(whole[:-1]).shape == (1, num_frames)
+    else:
+        with pytest.raises(ValueError, match="truncated"):
+            Sound()(whole[:-1])
+    with pytest.raises(ValueError, match="truncated"):
+        Sound()(whole[:-2])
+
+
+def test_each_cut_of_a_sound_of_16_bits_is_an_error():
+    whole = streams.sound("wav", 0.01)
+    for missing in (1, 2, 3):
+        with pytest.raises(ValueError, match="truncated"):
+            Sound()(whole[:-missing])
 
 
 def bare_mp3(waves, rate=44_100, mode="VARIABLE"):

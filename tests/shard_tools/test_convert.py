@@ -541,6 +541,22 @@ def test_source_without_files_is_refused(tmp_path: Path) -> None:
         convert(str(tmp_path / "blank.jsonl"), str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("row", "fields", "said"),
+    [
+        ("{}", (), "this row is empty, and a sample needs a field; delete the row from the source"),
+        ('{"a": 1}', (("a", "-"),), "nothing is left of this row; name fewer columns with --field COLUMN=-"),
+        ('{"a": null}', (("a", "txt"),), r"each value of this row is NULL \(a\); delete the row from the source"),
+    ],
+)
+def test_a_row_without_a_field_says_why(
+    tmp_path: Path, row: str, fields: tuple[tuple[str, str], ...], said: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(f'{{"a": "x", "b": 2}}\n{row}\n')
+    with pytest.raises(DataError, match=rf"in\.jsonl:2: {said}$"):
+        convert(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), options=ConvertOptions(fields=fields))
+
+
 def test_layouts_that_cannot_be_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "b.csv").write_text("x\n1\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,37 @@ def test_failing_samples_are_listed_for_reshard(tmp_path: Path, source: Path) ->
     refused = shell("map", source, tmp_path / "u", "made_samples:refuses_threes", "--write-bad", bad)
     assert refused.exit_code == 2
     assert "--max-bad and --write-bad are for --on-error drop." in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "key", "told"),
+    [
+        ("refuses_threes", "0003", "LookupError: a three"),
+        ("opens_nothing", "0000", r"FileNotFoundError: .*No such file or directory: '/nowhere/0000'"),
+        ("imports_nothing", "0000", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("leaves", "0000", "SystemExit: cannot do 0000"),
+    ],
+)
+def test_a_function_that_fails_is_named_in_words_and_as_json(
+    tmp_path: Path, source: Path, function: str, key: str, told: str
+) -> None:
+    asked = ("map", source, tmp_path / "t", f"made_samples:{function}", "--workers", 1)
+    failed = shell(*asked, "--json")
+    assert failed.exit_code == 1
+    said = json.loads(failed.stdout)["error"]
+    first = rf"made_samples:{function} failed on sample \d+ of .*/000000\.tar, key '{key}': ({told})"
+    assert re.fullmatch(first, said["message"])
+    assert said["type"] == told.partition(":")[0]
+    notes = "\n".join(said["notes"])
+    assert notes.endswith("on_error='drop' (--on-error drop) leaves such inputs out")
+    assert f"in {function}\n" in notes
+    assert "shard_tools/functions" not in notes
+    plain = shell(*asked)
+    assert (plain.exit_code, plain.stdout) == (1, "")
+    assert f"Error: {said['message']}" in plain.stderr
+    assert f"in {function}\n" in plain.stderr
+    assert "shard_tools/functions" not in plain.stderr
+    assert isinstance(shell(*asked, "--debug").exception, SystemExit if function == "leaves" else Exception)
 
 
 def test_damaged_samples_are_failing_samples(tmp_path: Path, source: Path) -> None:

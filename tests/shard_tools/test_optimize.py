@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
@@ -474,6 +475,64 @@ def test_samples_of_a_set_are_inputs(tmp_path: Path) -> None:
 def test_sequences_are_inputs(tmp_path: Path, inputs: Any, same: list[Any]) -> None:
     here(lambda value: {"json": [value]}, inputs, tmp_path / "t")
     assert [json.loads(value)[0] for value in members(tmp_path / "t").values()] == same
+
+
+@dataclass(frozen=True)
+class Item:
+    path: Any
+    label: int = 0
+
+
+def holds_itself(path: str) -> list[Any]:
+    inputs: list[Any] = [path]
+    inputs.append(inputs)
+    return inputs
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda path: path, os.fsencode, Path, lambda path: {"p": [path]}, lambda path: ((path,),),
+        lambda path: {"a": {"p": path}}, lambda path: [{"a": ({"b": [Path(path)]},)}], lambda path: {path, "other"},
+        lambda path: frozenset({(path, 1)}), Item, lambda path: [Item({"p": [Item(path)]})],
+        lambda path: (1, np.array([path])), lambda path: np.array([[path, None]], object), holds_itself,
+    ],
+)  # fmt: skip
+def test_a_file_that_changed_is_seen_however_deep_an_input_names_it(tmp_path: Path, wrapped: Any) -> None:
+    def read(given: Any) -> dict[str, str]:
+        del given
+        return {"txt": file.read_text()}
+
+    file = tmp_path / "in.txt"
+    for text in ("one", "two!"):
+        file.write_text(text)
+        assert not here(read, [wrapped(str(file))], tmp_path / "t").was_complete
+        assert members(tmp_path / "t") == {"000000000.txt": text.encode()}
+        assert here(read, [wrapped(str(file))], tmp_path / "t").was_complete
+
+
+def test_a_file_that_changed_is_seen_in_an_array_of_names(tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    for text in ("one", "two!"):
+        file.write_text(text)
+        here(lambda path: {"txt": Path(path).read_text()}, np.array([str(file)]), tmp_path / "t")
+        assert members(tmp_path / "t") == {"000000000.txt": text.encode()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("as_given", [os.fsdecode, bytes])
+def test_a_file_whose_name_is_not_utf8_is_refused_in_words(tmp_path: Path, as_given: Any) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.txt"
+    with open(name, "wb"):
+        pass
+    with pytest.raises(ConfigError, match=r"xff.txt' is not UTF-8.*rename the file"):
+        here(lambda _: {"txt": "x"}, [as_given(name)], tmp_path / "t")
+
+
+def test_dataclasses_of_other_values_are_other_inputs(tmp_path: Path) -> None:
+    here(lambda item: {"txt": str(item.label)}, [Item("x", 1)], tmp_path / "t")
+    with pytest.raises(TargetNotEmptyError):
+        here(lambda item: {"txt": str(item.label)}, [Item("x", 2)], tmp_path / "t")
 
 
 def test_keys_of_ones_own_must_differ(tmp_path: Path) -> None:

@@ -231,11 +231,19 @@ class RowMapper:
             found.append((next(iter(rest)), "json", content))
             remarks += (remark,) if remark else ()
         if not found and not self.named_only:
-            raise DataError("nothing is left of this row; name fewer columns with --field COLUMN=-")
+            raise DataError(self._nothing_left(row))
         fields = {name: content for _, name, content in found}
         if len(fields) < len(found):
             _refuse_twice(found)
         return fields, remarks
+
+    def _nothing_left(self, row: Mapping[str, object]) -> str:
+        """Return why a row becomes no field, and the cure."""
+        if not row:
+            return "this row is empty, and a sample needs a field; delete the row from the source"
+        if any(name == DROP and column in row for column, name in self.fields):
+            return "nothing is left of this row; name fewer columns with --field COLUMN=-"
+        return f"each value of this row is NULL ({', '.join(row)}); delete the row from the source"
 
     def _own_field(self, column: str, value: object) -> str | None:
         """Return the field of a column that no option names; None if the value belongs into ``json``."""

@@ -54,7 +54,8 @@ def _links_of_wav(stream: WatchedFile) -> list[Link]:
         stop = stream.num_bytes
         # Programs that write to a pipe leave 0 or the largest number.
         if 0 < size < 2**32 - 1 - 64 or head[:4] == b"RF64":
-            if stream.num_bytes - at + 1 < size + 8:  # the byte that pads an odd chunk is often left out
+            missing = size + 8 - (stream.num_bytes - at)
+            if missing > 1 or (missing == 1 and not _lacks_pad(stream, at, order)):
                 raise ValueError(f"its header states {size + 8} bytes, and it has {stream.num_bytes - at}: truncated")
             ends = at + size + 8
             stop = next((end for end in (ends, ends + 1) if _is_wav(stream.peek(end, 12))), stop)
@@ -62,6 +63,23 @@ def _links_of_wav(stream: WatchedFile) -> list[Link]:
         if stop == stream.num_bytes:
             return links
         at = stop
+
+
+def _lacks_pad(stream: WatchedFile, at: int, order: Literal["little", "big"]) -> bool:
+    """Tell whether the WAV ends with an odd chunk that is whole: the byte that pads it is often left out."""
+    at, num_data_bytes = at + 12, 0
+    for _ in range(_MOST_CHUNKS):
+        head = stream.peek(at, 24)
+        size = int.from_bytes(head[4:8], order)
+        if head[:4] == b"ds64":
+            num_data_bytes = int.from_bytes(head[16:24], order)
+        elif head[:4] == b"data" and size == 2**32 - 1:
+            size = num_data_bytes
+        at += 8 + size
+        if len(head) < 8 or at >= stream.num_bytes:
+            return at == stream.num_bytes and size % 2 == 1
+        at += size % 2
+    return False
 
 
 def _num_samples_of_gsm(stream: WatchedFile, at: int, stop: int, order: Literal["little", "big"]) -> int | None:

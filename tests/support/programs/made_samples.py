@@ -131,6 +131,24 @@ def draws_on_image(sample: dict[str, Any]) -> Any:
     return sample
 
 
+def opens_nothing(sample: dict[str, Any]) -> Any:
+    """Fails with an exception that commands tell in words of their own where they raise it."""
+    return {"txt": Path(f"/nowhere/{sample['__key__']}").read_text()}
+
+
+def imports_nothing(sample: dict[str, Any]) -> Any:
+    """Fails as a program does that lacks a package, and says why."""
+    try:
+        return sample["nothing"]
+    except KeyError as error:
+        raise ModuleNotFoundError("No module named 'nowhere'", name="torch") from error
+
+
+def leaves(sample: dict[str, Any]) -> Any:
+    """Calls sys.exit."""
+    sys.exit(f"cannot do {sample['__key__']}")
+
+
 def refuses_threes(sample: dict[str, Any]) -> Any:
     """Fails at keys that end in 3."""
     if sample["__key__"].endswith("3"):
