@@ -358,10 +358,15 @@ class IndexRecorder:
                 name: SchemaField(kind=kind_by_name(name)) for name in fields
                 if name not in self._schema.fields
             },
-            columns={name: SchemaColumn(type=kind) for name, kind in columns.items()},
+            columns={name: SchemaColumn(type=kind, origin=self._origin(name)) for name, kind in columns.items()},
         )  # fmt: skip
         both = joined({"": self._schema, "this shard": seen})
         self._schema = both.agreed if isinstance(both, SchemaConflict) else both
+
+    def _origin(self, name: str) -> str:
+        """Return the path of a column's values in a sample, if it is named otherwise."""
+        source = self._columns.get(name)
+        return source if isinstance(source, str) and source != name else ""
 
     def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
         try:

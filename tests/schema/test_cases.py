@@ -18,8 +18,10 @@ from shard_tools import ShardWriter, optimize
 from shard_tools.cli import cli
 from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.tokens.run import TokenizeOptions, tokenize
-from streaming import Balanced, DataLoader, Mixture, Packed, StreamingDataset
+from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, StateError
+from streaming.schema.meeting import met
+from streaming.schema.value import Schema
 from tests.support.clusters.executors import Sending
 from tests.support.contracts.meeting_kinds import UNCHANGED
 from tests.support.sets.meanings import classes_of, schema_of
@@ -297,3 +299,68 @@ def test_other_processes_write_the_same_bytes(sets: tuple[Path, Path], tmp_path:
         made = tree(tmp_path / name / "here")
         assert tree(tmp_path / name / "there") == made
         assert made
+
+
+def with_lifted(tmp_path: Path, kind: str) -> tuple[list[str], str]:
+    """Return two sets of unlike classes with a column that was lifted from them, and its name."""
+    urls = []
+    for place, names in (("one", FIRST), ("two", OTHER)):
+        columns: Any = {"path": ["json.label"], "named": {"lab": "json.label"}}.get(kind, [])
+        with ShardWriter(
+            f"{tmp_path}/{place}/{{:d}}.tar", columns=columns, classes={"json:label": names, "cls": names}
+        ) as writer:
+            for number, name in enumerate(names):
+                writer.write({"__key__": f"{place}{number}", "cls": number, "json": {"label": number, "is": name}})
+        urls.append(f"{tmp_path}/{place}")
+        if kind.startswith("late"):
+            run("column", "add", urls[-1], "lab", "--lift", "cls" if kind == "late field" else "json.label")
+    return urls, "json.label" if kind == "path" else "lab"
+
+
+LIFTED = ["path", "named", "late field", "late path"]
+
+
+@pytest.mark.parametrize("kind", LIFTED)
+def test_columns_lifted_from_unlike_classes_are_not_chosen_by(tmp_path: Path, kind: str) -> None:
+    urls, column = with_lifted(tmp_path, kind)
+    union = StreamingDataset(urls, classes="union")
+    refused = f"numbers of column '{column}' mean other classes"
+    with pytest.raises(ConfigError, match=refused):
+        StreamingDataset(urls, classes="union", where=f"{column} = 1")
+    with pytest.raises(ConfigError, match=refused):
+        Balanced(union, by=column)
+    with pytest.raises(ConfigError, match=refused):
+        Curriculum(union, column, Schedule.root(0.25, 1.0, over=4, degree=3))
+    out = tmp_path / "out"
+    assert "written anew" in run("reshard", *urls, out, "--classes", "union", "--sort", column, fails=True)
+    assert refused in run("reshard", *urls, out, "--classes", "union", "--where", f"{column} = 1", fails=True)
+    assert len(StreamingDataset(urls[0], where=f"{column} = 1")) == 1  # by itself, each set is plain
+    assert Schema.from_bytes(schema_of(urls[0]).to_bytes(), "again") == schema_of(urls[0])
+
+
+@pytest.mark.parametrize("kind", LIFTED)
+@pytest.mark.parametrize("fields", [[], ["--fields", "cls"]])
+@pytest.mark.parametrize("turned", [False, True])
+def test_columns_lifted_from_classes_are_written_as_the_field_is(
+    tmp_path: Path, kind: str, fields: list[str], turned: bool
+) -> None:
+    urls, column = with_lifted(tmp_path, kind)
+    urls = urls[::-1] if turned else urls
+    more = ["--columns", column] if kind.startswith("late") else []
+    run("reshard", *urls, tmp_path / "out", "--classes", "union", *more, *fields)
+    names = classes_of(tmp_path / "out")
+    assert schema_of(tmp_path / "out").columns[column].classes == tuple(names)
+    assert not schema_of(tmp_path / "out").columns[column].is_late
+    for number in range(len(names)):
+        chosen = StreamingDataset(str(tmp_path / "out"), where=f"{column} = {number}")
+        assert {one["cls"] for one in chosen} == {number}
+    assert len(names) == 4
+
+
+def test_a_lifted_column_that_only_one_set_has_is_translated_too(tmp_path: Path) -> None:
+    urls, column = with_lifted(tmp_path, "late field")
+    run("column", "drop", urls[0], column)
+    for order in (urls, urls[::-1]):
+        together = met({url: schema_of(url) for url in order}, classes="union")
+        assert together.unlike == {column}
+        assert together.schema.columns[column].classes == together.schema.classes["cls"]
