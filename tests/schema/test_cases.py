@@ -364,3 +364,46 @@ def test_a_lifted_column_that_only_one_set_has_is_translated_too(tmp_path: Path)
         together = met({url: schema_of(url) for url in order}, classes="union")
         assert together.unlike == {column}
         assert together.schema.columns[column].classes == together.schema.classes["cls"]
+
+
+def arrays(folder: Path, *dtypes: str, samples: int = 1) -> str:
+    """Write a shard of arrays of each of these types."""
+    for shard, dtype in enumerate(dtypes):
+        with ShardWriter(f"{folder}/{{:d}}.tar", start_shard=shard) as writer:
+            for number in range(samples):
+                value = np.arange(3).astype(dtype)
+                writer.write({"__key__": f"{folder.name}{shard}-{number}", "vec.npy": value, "cls": number})
+    return str(folder)
+
+
+@pytest.mark.parametrize(("one", "other"), [("int32", "int64"), ("float32", "float64"), ("uint8", "bool")])
+def test_arrays_of_two_types_are_refused_where_sets_meet(tmp_path: Path, one: str, other: str) -> None:
+    urls = [arrays(tmp_path / dtype, dtype, dtype) for dtype in (one, other)]
+    assert [schema_of(url).fields["vec.npy"].dtype for url in urls] == [one, other]
+    with pytest.raises(ConfigError, match=rf"'vec\.npy': dtype is {one} in .*, but {other} in .*decode="):
+        StreamingDataset(urls)
+    assert "dtype" in run("reshard", *urls, tmp_path / "out", fails=True)
+    run("reshard", urls[0], tmp_path / "again")
+    assert schema_of(tmp_path / "again").fields["vec.npy"].dtype == one
+
+    def widened(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"vec.npy": sample["vec.npy"].astype(other)}
+
+    optimize(widened, urls[0], tmp_path / "made", workers=0, progress=False)
+    assert schema_of(tmp_path / "made").fields["vec.npy"].dtype == other
+
+
+@pytest.mark.parametrize("samples", [1, 40])
+def test_nothing_is_said_of_the_type_of_arrays_where_shards_of_a_set_differ(
+    tmp_path: Path, samples: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    alike = arrays(tmp_path / "alike", "int32", "int32", samples=samples)
+    assert schema_of(alike).fields["vec.npy"].dtype == "int32"
+    mixed = arrays(tmp_path / "mixed", "int32", "int64", samples=samples)
+    assert schema_of(mixed).fields["vec.npy"].dtype == ""
+    assert not caplog.messages
+    StreamingDataset([alike, mixed])
+    assert "does not say the dtype of field 'vec.npy'" in caplog.text
+    with ShardWriter(f"{tmp_path}/text/{{:d}}.tar") as writer:
+        writer.write({"__key__": "k", "vec.npy": b"no array", "empty.npy": b""})
+    assert {one.dtype for one in schema_of(tmp_path / "text").fields.values()} == {""}
