@@ -407,3 +407,11 @@ def test_nothing_is_said_of_the_type_of_arrays_where_shards_of_a_set_differ(
     with ShardWriter(f"{tmp_path}/text/{{:d}}.tar") as writer:
         writer.write({"__key__": "k", "vec.npy": b"no array", "empty.npy": b""})
     assert {one.dtype for one in schema_of(tmp_path / "text").fields.values()} == {""}
+
+
+def test_arrays_of_two_types_in_one_batch_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mixed = arrays(tmp_path / "mixed", "int16", "uint16", samples=4)
+    loader = DataLoader(StreamingDataset(mixed, shuffle=False), batch_size=8, num_workers=0)
+    for _ in range(2):
+        assert all(isinstance(batch["vec.npy"], list) for batch in loader)
+    assert caplog.text.count("field 'vec.npy': arrays of types int16, uint16 in one batch") == 1
