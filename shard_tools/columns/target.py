@@ -27,7 +27,7 @@ from streaming.index.columns import joined_type, read_column, read_sample_column
 from streaming.index.files import is_sealed
 from streaming.index.layout import SCHEMA_FILE, checked_name, column_document_path, column_path, columns_directory
 from streaming.index.sample_table import SampleTable
-from streaming.schema.value import LATE, Schema, SchemaColumn
+from streaming.schema.value import Schema, SchemaColumn, late_origin
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
@@ -300,7 +300,7 @@ class ColumnTarget:
                 name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
                 num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
             )  # fmt: skip
-            told = SchemaColumn(type=kind, origin=f"{LATE}, version {version}, from {redact(made_from)}")
+            told = SchemaColumn(type=kind, origin=late_origin(version, redact(made_from)))
             _note_column(self.storage, home, self.name, told)
             self.storage.put(join_url(home, column_document_path(self.name)), document.to_bytes())
         num_samples, num_missing = sum(self.sizes), sum(missing)

@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, cast
 
 import crc32c
@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from shard_tools.write.above import meet_above
+from shard_tools.write.array_types import array_types, is_npy, without_array_types
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_array, column_value, follow, parse_columns
 from shard_tools.write.encode import Buffers
 from shard_tools.write.sample_runs import SampleRun
@@ -260,7 +261,10 @@ class IndexRecorder:
         there = read_schema(self._storage, self._index)
         if not there:
             return self._schema
-        both = {f"the set in {redact(self._index)}": there, "what is written into it": self._schema}
+        both = {
+            f"the set in {redact(self._index)}": without_array_types(there),
+            "what is written into it": without_array_types(self._schema),
+        }
         return met(both, cure="Number the classes as there, or write to a directory of their own").schema
 
     def column_values(self, sample: Mapping[str, object], key: str) -> tuple[ColumnValue, ...]:
@@ -336,10 +340,8 @@ class IndexRecorder:
 
     def publish_chunk_table(self) -> None:
         """Write the chunk table of all indexed shards in the directory, including those of other writers."""
-        sizes = {
-            shard_name(join_url(self._directory, name), self._elsewhere): size_bytes
-            for name, size_bytes in self._sizes_below(self._directory, ".tar").items()
-        }
+        names = self._sizes_below(self._directory, ".tar")
+        sizes = {self._name_of(name): size_bytes for name, size_bytes in names.items()}
         tables = dict(self._tables)
         beside = self._from_chunk_table(sizes, known=tables.keys())
         tables |= beside
@@ -348,8 +350,21 @@ class IndexRecorder:
             return
         if beside:
             self._schema = self._beside()
+        self._add_array_types([name for name in names if self._name_of(name) in tables])
         write_schema(self._storage, self._index, self._schema)  # first: whoever sees the shards sees what they mean
         self._storage.put(join_url(self._index, chunks_path()), ChunkTable.merged(tables).to_parquet())
+
+    def _name_of(self, name: str) -> str:
+        """Return the name in the index of a shard of the directory."""
+        return shard_name(join_url(self._directory, name), self._elsewhere)
+
+    def _add_array_types(self, names: Sequence[str]) -> None:
+        """Say in the schema of which type the arrays in these shards of the directory are, where they are of one."""
+        arrays = {name for name in self._schema.fields if is_npy(name)}
+        urls = [join_url(self._directory, name) for name in sorted(names)]
+        types = array_types(self._storage, urls, self._elsewhere, arrays)
+        said = {name: replace(self._schema.fields[name], dtype=types.get(name, "")) for name in arrays}
+        self._schema = replace(self._schema, fields={**self._schema.fields, **said})
 
     def _saw(self, fields: Sequence[str], columns: Mapping[str, str]) -> None:
         """Add to the schema what a shard has."""
@@ -358,10 +373,15 @@ class IndexRecorder:
                 name: SchemaField(kind=kind_by_name(name)) for name in fields
                 if name not in self._schema.fields
             },
-            columns={name: SchemaColumn(type=kind) for name, kind in columns.items()},
+            columns={name: SchemaColumn(type=kind, origin=self._origin(name)) for name, kind in columns.items()},
         )  # fmt: skip
         both = joined({"": self._schema, "this shard": seen})
         self._schema = both.agreed if isinstance(both, SchemaConflict) else both
+
+    def _origin(self, name: str) -> str:
+        """Return the path of a column's values in a sample, if it is named otherwise."""
+        source = self._columns.get(name)
+        return source if isinstance(source, str) and source != name else ""
 
     def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
         try:

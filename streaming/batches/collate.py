@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -27,6 +28,9 @@ _INT64 = np.iinfo(np.int64)
 _NONE: Mapping[str, Form] = MappingProxyType({})
 _DTYPES: tuple[str, ...] = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 _DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
+
+
+_log = logging.getLogger(__name__)
 
 
 def default_collate(
@@ -65,8 +69,18 @@ def default_collate(
         if name in jagged:
             batch[name] = collate_jagged(name, values, jagged[name], [one.get("__key__") for one in samples], make)
         else:
-            batch[name] = values if name in _ALWAYS_LISTS else _collate_field(values, make)
+            batch[name] = values if name in _ALWAYS_LISTS else _collate_field(values, make, name)
     return batch
+
+
+@cache
+def _tell_of_types(name: str, types: frozenset[str]) -> None:
+    """Warn, once per process, that arrays of unlike types stay a list."""
+    if len(types) > 1:
+        _log.warning(
+            "field %r: arrays of types %s in one batch, which stay a list; have transform make them one type",
+            name, ", ".join(sorted(types)),
+        )  # fmt: skip
 
 
 def empty_like(batch: Mapping[str, object]) -> Batch:
@@ -165,19 +179,19 @@ def _cannot_cut(part: object, where: str) -> ConfigError:
     )
 
 
-def collate_field(values: list[object], *, allocate: Allocate | None = None) -> object:
+def collate_field(values: list[object], *, name: str, allocate: Allocate | None = None) -> object:
     """Collate the values of one field, one per sample, as :func:`default_collate` does."""
-    return _collate_field(values, _allocate if allocate is None else _checking(allocate))
+    return _collate_field(values, _allocate if allocate is None else _checking(allocate), name)
 
 
-def _collate_field(values: list[object], make: Allocate) -> object:
+def _collate_field(values: list[object], make: Allocate, name: str) -> object:
     """Return the values of one field as a tensor if all agree, otherwise as a list."""
     kinds = set(map(type, values))
     if len(kinds) > 1:
         return _collate_mixed(values, make)
     kind = kinds.pop()
     if kind is np.ndarray or issubclass(kind, np.generic):
-        return _stack_arrays(cast("list[npt.NDArray[Any]]", values), make)
+        return _stack_arrays(cast("list[npt.NDArray[Any]]", values), make, name)
     if kind is int:
         return _integers(cast("list[int]", values), make)
     if kind is float or kind is bool:
@@ -219,11 +233,12 @@ def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
     return tensor
 
 
-def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate) -> object:
+def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate, name: str) -> object:
     """Return one tensor if shapes and dtypes agree and torch knows the dtype; else a list."""
     first = values[0]
     dtype = _torch_dtypes().get(first.dtype.newbyteorder("="))
     if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
+        _tell_of_types(name, frozenset(str(value.dtype) for value in values))
         return _to_tensors(values)
     tensor = make((len(values), *first.shape), dtype)
     np.stack(values, out=tensor.numpy())

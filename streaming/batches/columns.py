@@ -79,7 +79,7 @@ class Columns:
         for name, where in rows.fields.items():
             decoder, form = _decoders_of(rows, decoders, name, where), (jagged or {}).get(name)
             if form is None:
-                cut = _cut_of(rows, decoder, where, allocate, turn)
+                cut = _cut_of(rows, name, decoder, where, allocate, turn)
             else:
                 cut = _jagged(name, form, rows, decoder, where, allocate, turn)
             self._cuts.append((name, cut))
@@ -153,7 +153,7 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 
 
 def _cut_of(
-    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, turn: _Turn
+    rows: Rows, name: str, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, turn: _Turn
 ) -> Cut:
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
@@ -169,7 +169,7 @@ def _cut_of(
     if decoder is view:
         return lambda low, high: rows.lent(where.of(slice(low, high)))
     values = _values_of(rows, decoder, where, turn)
-    return lambda low, high: collate_field(values(low, high), allocate=allocate)
+    return lambda low, high: collate_field(values(low, high), name=name, allocate=allocate)
 
 
 def _values_of(

@@ -26,7 +26,7 @@ MAX_UNPACKED_BYTES = 2**30
 """Default bound on what one ``.npz`` may unpack to: far above any sane sample, far below a node's memory."""
 
 _MAGIC = b"\x93NUMPY"
-_MAX_HEADER_BYTES = 16384  # numpy's own reader accepts 10,000 characters
+MAX_NPY_HEADER_BYTES = 16384  # numpy's own reader accepts 10,000 characters
 _PLAIN_KINDS = "biufc"
 
 
@@ -99,20 +99,36 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
         ValueError: The header is damaged or describes objects (pickle), or the payload has another length.
     """
     view = memoryview(data)
-    prefix = bytes(view[:12])
-    if prefix[:6] != _MAGIC or prefix[6:7] not in {b"\1", b"\2", b"\3"} or len(prefix) < 12:
-        raise ValueError(f"not a .npy file of version 1 to 3: it starts with {prefix[:8]!r}")
-    start = 10 if prefix[6] == 1 else 12
-    stop = start + int.from_bytes(prefix[8:start], "little")
-    if stop > min(len(view), _MAX_HEADER_BYTES):
-        raise ValueError(f".npy header: it claims {stop} bytes, {len(view)} are here, {_MAX_HEADER_BYTES} are allowed")
-    dtype, fortran_order, shape = _npy_header(bytes(view[start:stop]), prefix[6])
+    dtype, fortran_order, shape, stop = _npy_head(view)
     expected, got = math.prod(shape) * dtype.itemsize, len(view) - stop
     if expected != got:
         raise ValueError(f".npy: {shape} of {dtype} should be {expected} bytes, but the payload has {got}")
     flat = np.frombuffer(view[stop:], dtype) if got else np.empty(0, dtype)
     result = flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
     return result.copy(order="K")
+
+
+def npy_dtype(head: ReadBuffer) -> np.dtype[Any]:
+    """Return the type of the array of a ``.npy`` file, given its first bytes with the whole header.
+
+    Raises:
+        ValueError: The header is damaged or describes objects (pickle).
+    """
+    return _npy_head(memoryview(head))[0]
+
+
+def _npy_head(view: memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
+    """Return (dtype, Fortran order, shape) of a ``.npy`` file, and where its payload begins."""
+    prefix = bytes(view[:12])
+    if prefix[:6] != _MAGIC or prefix[6:7] not in {b"\1", b"\2", b"\3"} or len(prefix) < 12:
+        raise ValueError(f"not a .npy file of version 1 to 3: it starts with {prefix[:8]!r}")
+    start = 10 if prefix[6] == 1 else 12
+    stop = start + int.from_bytes(prefix[8:start], "little")
+    if stop > min(len(view), MAX_NPY_HEADER_BYTES):
+        raise ValueError(
+            f".npy header: it claims {stop} bytes, {len(view)} are here, {MAX_NPY_HEADER_BYTES} are allowed"
+        )
+    return *_npy_header(bytes(view[start:stop]), prefix[6]), stop
 
 
 @functools.lru_cache(maxsize=128)  # fields of one dataset share a few headers: parsing costs more than the copy

@@ -66,10 +66,10 @@ class SchemaConflict:
     agreed: Schema
 
     def __str__(self) -> str:
-        of_fields = {(one.name, one.meaning, one.other_meaning) for one in self.differences if one.of == "field"}
+        of_fields = {(one.meaning, one.other_meaning) for one in self.differences if one.of == "field"}
         told = [  # a column that holds the numbers of a field is not told again
             one for one in self.differences
-            if one.of == "field" or (one.name, one.meaning, one.other_meaning) not in of_fields
+            if one.of == "field" or (one.meaning, one.other_meaning) not in of_fields
         ]  # fmt: skip
         shown = "; ".join(map(str, told[:_SHOWN]))
         more = len(told) - _SHOWN

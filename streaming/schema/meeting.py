@@ -70,7 +70,7 @@ def met(
     plain = joined(sets) if classes is not None else found
     unlike = frozenset[str]()
     if isinstance(plain, SchemaConflict):
-        unlike = frozenset(one.name for one in plain.differences if (one.of, one.facet) == ("column", "classes"))
+        unlike = _unlike_columns(sets, plain)
     if isinstance(found, SchemaConflict):
         found = without(found, stated)
     if isinstance(found, SchemaConflict):
@@ -80,6 +80,13 @@ def met(
         what = "numbers are translated by name" if classes == "union" else "a number means what its own set says"
         _log.warning("classes=%r: %s; %s", classes, plain, what)
     return Meaning(sets=dict(sets), schema=found, unlike=unlike)
+
+
+def _unlike_columns(sets: Mapping[str, Schema], conflict: SchemaConflict) -> frozenset[str]:
+    """Return the columns whose numbers mean other classes in another set, be it only in a field that it has there."""
+    found = {(one.of, one.name) for one in conflict.differences if one.facet == "classes"}
+    lifted = {name for schema in sets.values() for name, part in schema.lifted.items() if ("field", part) in found}
+    return frozenset({name for of, name in found if of == "column"} | lifted)
 
 
 def refusal(conflict: SchemaConflict, cure: str) -> ConfigError:

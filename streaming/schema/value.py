@@ -21,6 +21,7 @@ WITHIN = ":"
 """Between a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
 LATE = "late"
 """How the origin of a column begins that was added after the shards were written."""
+_FROM = ", from "
 TOKEN_TYPES = ("uint16", "uint32")
 RESTORE = "restore it from a copy of the data set, or convert that again; or delete it: the set then says nothing"
 
@@ -88,7 +89,8 @@ class SchemaColumn:
 
     Attributes:
         type: Arrow's name of their type.
-        origin: Where they come from: :data:`LATE` with the version, or what lifted them, for people.
+        origin: Where they come from: the path of the values in a sample, if the name is another one; of a late column,
+            :data:`LATE` with the version, then the path, function or file that they are from.
         classes: Names of classes; the place of a name is its number.
     """
 
@@ -101,10 +103,22 @@ class SchemaColumn:
         """Whether it was added after the shards were written."""
         return self.origin.startswith(LATE)
 
+    @property
+    def made_from(self) -> str:
+        """What its values are from, such as a path in a sample; "" if the name says it."""
+        return self.origin.partition(_FROM)[2] if self.is_late else self.origin
+
+
+def late_origin(version: str, made_from: str) -> str:
+    """Return the origin of a column that is added after the shards were written."""
+    return f"{LATE}, version {version}{_FROM}{made_from}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """What a set means.
+
+    A column that was lifted from a field, or from a value within one, has the classes of that.
 
     Attributes:
         fields: By name. A name with a colon is a value within a field: ``"json:objects.label"``.
@@ -114,8 +128,24 @@ class Schema:
     fields: Mapping[str, SchemaField] = field(default_factory=dict)
     columns: Mapping[str, SchemaColumn] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        numbered = {name: self.classes[part] for name, part in self.lifted.items()}
+        columns = {
+            name: replace(one, classes=numbered[name])
+            if name in numbered and {*one.classes} <= {*numbered[name]} else one
+            for name, one in self.columns.items()
+        }  # fmt: skip
+        object.__setattr__(self, "columns", columns)
+
     def __bool__(self) -> bool:
         return bool(self.fields or self.columns)
+
+    @property
+    def lifted(self) -> dict[str, str]:
+        """The field, or the part of one, that each column holds the numbers of classes of."""
+        parts = {part.replace(WITHIN, "."): part for part in self.classes}
+        paths = {name: one.made_from or name for name, one in self.columns.items()} if parts else {}
+        return {name: parts[path] for name, path in paths.items() if path in parts}
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:

@@ -18,8 +18,10 @@ from shard_tools import ShardWriter, optimize
 from shard_tools.cli import cli
 from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.tokens.run import TokenizeOptions, tokenize
-from streaming import Balanced, DataLoader, Mixture, Packed, StreamingDataset
+from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, StateError
+from streaming.schema.meeting import met
+from streaming.schema.value import Schema
 from tests.support.clusters.executors import Sending
 from tests.support.contracts.meeting_kinds import UNCHANGED
 from tests.support.sets.meanings import classes_of, schema_of
@@ -297,3 +299,119 @@ def test_other_processes_write_the_same_bytes(sets: tuple[Path, Path], tmp_path:
         made = tree(tmp_path / name / "here")
         assert tree(tmp_path / name / "there") == made
         assert made
+
+
+def with_lifted(tmp_path: Path, kind: str) -> tuple[list[str], str]:
+    """Return two sets of unlike classes with a column that was lifted from them, and its name."""
+    urls = []
+    for place, names in (("one", FIRST), ("two", OTHER)):
+        columns: Any = {"path": ["json.label"], "named": {"lab": "json.label"}}.get(kind, [])
+        with ShardWriter(
+            f"{tmp_path}/{place}/{{:d}}.tar", columns=columns, classes={"json:label": names, "cls": names}
+        ) as writer:
+            for number, name in enumerate(names):
+                writer.write({"__key__": f"{place}{number}", "cls": number, "json": {"label": number, "is": name}})
+        urls.append(f"{tmp_path}/{place}")
+        if kind.startswith("late"):
+            run("column", "add", urls[-1], "lab", "--lift", "cls" if kind == "late field" else "json.label")
+    return urls, "json.label" if kind == "path" else "lab"
+
+
+LIFTED = ["path", "named", "late field", "late path"]
+
+
+@pytest.mark.parametrize("kind", LIFTED)
+def test_columns_lifted_from_unlike_classes_are_not_chosen_by(tmp_path: Path, kind: str) -> None:
+    urls, column = with_lifted(tmp_path, kind)
+    union = StreamingDataset(urls, classes="union")
+    refused = f"numbers of column '{column}' mean other classes"
+    with pytest.raises(ConfigError, match=refused):
+        StreamingDataset(urls, classes="union", where=f"{column} = 1")
+    with pytest.raises(ConfigError, match=refused):
+        Balanced(union, by=column)
+    with pytest.raises(ConfigError, match=refused):
+        Curriculum(union, column, Schedule.root(0.25, 1.0, over=4, degree=3))
+    out = tmp_path / "out"
+    assert "written anew" in run("reshard", *urls, out, "--classes", "union", "--sort", column, fails=True)
+    assert refused in run("reshard", *urls, out, "--classes", "union", "--where", f"{column} = 1", fails=True)
+    assert len(StreamingDataset(urls[0], where=f"{column} = 1")) == 1  # by itself, each set is plain
+    assert Schema.from_bytes(schema_of(urls[0]).to_bytes(), "again") == schema_of(urls[0])
+
+
+@pytest.mark.parametrize("kind", LIFTED)
+@pytest.mark.parametrize("fields", [[], ["--fields", "cls"]])
+@pytest.mark.parametrize("turned", [False, True])
+def test_columns_lifted_from_classes_are_written_as_the_field_is(
+    tmp_path: Path, kind: str, fields: list[str], turned: bool
+) -> None:
+    urls, column = with_lifted(tmp_path, kind)
+    urls = urls[::-1] if turned else urls
+    more = ["--columns", column] if kind.startswith("late") else []
+    run("reshard", *urls, tmp_path / "out", "--classes", "union", *more, *fields)
+    names = classes_of(tmp_path / "out")
+    assert schema_of(tmp_path / "out").columns[column].classes == tuple(names)
+    assert not schema_of(tmp_path / "out").columns[column].is_late
+    for number in range(len(names)):
+        chosen = StreamingDataset(str(tmp_path / "out"), where=f"{column} = {number}")
+        assert {one["cls"] for one in chosen} == {number}
+    assert len(names) == 4
+
+
+def test_a_lifted_column_that_only_one_set_has_is_translated_too(tmp_path: Path) -> None:
+    urls, column = with_lifted(tmp_path, "late field")
+    run("column", "drop", urls[0], column)
+    for order in (urls, urls[::-1]):
+        together = met({url: schema_of(url) for url in order}, classes="union")
+        assert together.unlike == {column}
+        assert together.schema.columns[column].classes == together.schema.classes["cls"]
+
+
+def arrays(folder: Path, *dtypes: str, samples: int = 1) -> str:
+    """Write a shard of arrays of each of these types."""
+    for shard, dtype in enumerate(dtypes):
+        with ShardWriter(f"{folder}/{{:d}}.tar", start_shard=shard) as writer:
+            for number in range(samples):
+                value = np.arange(3).astype(dtype)
+                writer.write({"__key__": f"{folder.name}{shard}-{number}", "vec.npy": value, "cls": number})
+    return str(folder)
+
+
+@pytest.mark.parametrize(("one", "other"), [("int32", "int64"), ("float32", "float64"), ("uint8", "bool")])
+def test_arrays_of_two_types_are_refused_where_sets_meet(tmp_path: Path, one: str, other: str) -> None:
+    urls = [arrays(tmp_path / dtype, dtype, dtype) for dtype in (one, other)]
+    assert [schema_of(url).fields["vec.npy"].dtype for url in urls] == [one, other]
+    with pytest.raises(ConfigError, match=rf"'vec\.npy': dtype is {one} in .*, but {other} in .*decode="):
+        StreamingDataset(urls)
+    assert "dtype" in run("reshard", *urls, tmp_path / "out", fails=True)
+    run("reshard", urls[0], tmp_path / "again")
+    assert schema_of(tmp_path / "again").fields["vec.npy"].dtype == one
+
+    def widened(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"vec.npy": sample["vec.npy"].astype(other)}
+
+    optimize(widened, urls[0], tmp_path / "made", workers=0, progress=False)
+    assert schema_of(tmp_path / "made").fields["vec.npy"].dtype == other
+
+
+@pytest.mark.parametrize("samples", [1, 40])
+def test_nothing_is_said_of_the_type_of_arrays_where_shards_of_a_set_differ(
+    tmp_path: Path, samples: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    alike = arrays(tmp_path / "alike", "int32", "int32", samples=samples)
+    assert schema_of(alike).fields["vec.npy"].dtype == "int32"
+    mixed = arrays(tmp_path / "mixed", "int32", "int64", samples=samples)
+    assert schema_of(mixed).fields["vec.npy"].dtype == ""
+    assert not caplog.messages
+    StreamingDataset([alike, mixed])
+    assert "does not say the dtype of field 'vec.npy'" in caplog.text
+    with ShardWriter(f"{tmp_path}/text/{{:d}}.tar") as writer:
+        writer.write({"__key__": "k", "vec.npy": b"no array", "empty.npy": b""})
+    assert {one.dtype for one in schema_of(tmp_path / "text").fields.values()} == {""}
+
+
+def test_arrays_of_two_types_in_one_batch_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mixed = arrays(tmp_path / "mixed", "int16", "uint16", samples=4)
+    loader = DataLoader(StreamingDataset(mixed, shuffle=False), batch_size=8, num_workers=0)
+    for _ in range(2):
+        assert all(isinstance(batch["vec.npy"], list) for batch in loader)
+    assert caplog.text.count("field 'vec.npy': arrays of types int16, uint16 in one batch") == 1

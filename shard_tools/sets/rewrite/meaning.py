@@ -163,7 +163,8 @@ class Retold:
             if column in said.columns and said.columns[column].classes:
                 fields[name] = replace(said.fields.get(name) or _INTEGER, classes=said.columns[column].classes)
         kept = {name: one for name, one in said.columns.items() if name in columns}
-        return Schema(fields=fields, columns={name: replace(one, type="") for name, one in kept.items()})
+        told = {name: replace(one, type="", origin=one.made_from) for name, one in kept.items()}
+        return Schema(fields=fields, columns=told)
 
 
 def _changes(own: Schema, wanted: Schema) -> SetChanges:
