@@ -336,10 +336,7 @@ class IndexRecorder:
 
     def publish_chunk_table(self) -> None:
         """Write the chunk table of all indexed shards in the directory, including those of other writers."""
-        sizes = {
-            shard_name(join_url(self._directory, name), self._elsewhere): size_bytes
-            for name, size_bytes in self._sizes_below(self._directory, ".tar").items()
-        }
+        sizes = self._sizes_of_shards()
         tables = dict(self._tables)
         beside = self._from_chunk_table(sizes, known=tables.keys())
         tables |= beside
@@ -350,6 +347,19 @@ class IndexRecorder:
             self._schema = self._beside()
         write_schema(self._storage, self._index, self._schema)  # first: whoever sees the shards sees what they mean
         self._storage.put(join_url(self._index, chunks_path()), ChunkTable.merged(tables).to_parquet())
+
+    def renew_schema(self) -> None:
+        """Write anew what the set means: what the writer is told, and what the sample tables have."""
+        sizes = self._sizes_of_shards()
+        self._from_sample_tables(sizes, known=())
+        write_schema(self._storage, self._index, self._schema)
+
+    def _sizes_of_shards(self) -> dict[str, int]:
+        """Return the sizes of the directory's shards, by their names in the index."""
+        return {
+            shard_name(join_url(self._directory, name), self._elsewhere): size_bytes
+            for name, size_bytes in self._sizes_below(self._directory, ".tar").items()
+        }
 
     def _saw(self, fields: Sequence[str], columns: Mapping[str, str]) -> None:
         """Add to the schema what a shard has."""

@@ -22,7 +22,10 @@ WITHIN = ":"
 LATE = "late"
 """How the origin of a column begins that was added after the shards were written."""
 TOKEN_TYPES = ("uint16", "uint32")
-RESTORE = "restore it from a copy of the data set, or convert that again; or delete it: the set then says nothing"
+RESTORE = (
+    "restore it from a copy of the data set, or convert that again with --overwrite; or delete it: the set then says "
+    "nothing"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
