@@ -54,12 +54,20 @@ from shard_tools.running.report import plain
 from shard_tools.write.above import meet_above, tell_above
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
+from shard_tools.write.recorder import IndexRecorder
 from shard_tools.write.writer import UnmarkedWriter
 from streaming.arguments import counted
-from streaming.catalog.build import read_chunks
+from streaming.catalog.build import read_chunks, read_schema
 from streaming.catalog.urls import is_shard
-from streaming.errors import ConfigError, DataError, ShardstreamError, first_of
-from streaming.index.layout import INDEX_DIRECTORY, UNFINISHED_FILE, WRITERS_DIRECTORY, samples_directory, samples_path
+from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, first_of
+from streaming.index.layout import (
+    INDEX_DIRECTORY,
+    SCHEMA_FILE,
+    UNFINISHED_FILE,
+    WRITERS_DIRECTORY,
+    samples_directory,
+    samples_path,
+)
 from streaming.schema.value import Schema
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
@@ -293,6 +301,8 @@ class PackingRun:
                 raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
             self._origins.check(_THREADS)
             remarks.left_out.update(reader.left_out_last() if isinstance(reader, LeavesOut) else ())
+        else:
+            self._renew_schema()
         remarks.log(redact(directory))
         table = read_chunks(storage, directory)
         if self._executor is not None and not earlier.complete and table.total_samples != number:
@@ -319,6 +329,21 @@ class PackingRun:
             left_out=dict(remarks.left_out),
             skipped=tuple(Skipped(path=path, reason=reason) for path, reason in self._skipped().items()),
         )
+
+    def _renew_schema(self) -> None:
+        """Write anew what a whole set means where its ``schema.json`` is missing or damaged."""
+        url = join_url(self.place.directory, SCHEMA_FILE)
+        try:
+            read_schema(self._storage, self.place.directory)
+            found = "is missing"
+        except IndexFormatError:
+            found = "is damaged"
+        if found == "is missing" and url in self._there:
+            return
+        _log.warning("%s %s: written anew, by the source and the sample tables", redact(url), found)
+        IndexRecorder(
+            self._storage, self.place.directory, index=None, columns={}, schema=self._target.schema
+        ).renew_schema()
 
     def _note_shard(self, num_shards: int, remarks: Remarks, num_bytes: int) -> None:
         """Note where the source stands after so many shards, the last one of so many bytes."""

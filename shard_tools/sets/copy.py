@@ -268,7 +268,7 @@ def _meet(
                 "replace it with --overwrite"
             )
         found[directory] = both
-        meet_above(directory, both, here)
+        meet_above(directory, both, here, is_whole=True)
     return found
 
 

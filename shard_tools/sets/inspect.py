@@ -26,8 +26,8 @@ from shard_tools.sets.open_set import (
     unfinished,
 )
 from streaming.arguments import counted
-from streaming.catalog.build import home_of, read_chunks
-from streaming.errors import DataError, NotFoundError, StorageError
+from streaming.catalog.build import home_of, read_chunks, read_schema
+from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError
 from streaming.filters.select import late_names
 from streaming.filters.views import View, list_views
 from streaming.index.columns import Values
@@ -195,6 +195,7 @@ def info(
                 fields[name] = _add(fields.get(name), name, present)
         progress.advance(num=1)
     late, views, broken = _beside(shards, storage)
+    damaged = damaged_schemas(shards.homes, storage)
     unlike = shards_unlike_index(shards, urls, storage) if shards.scanned is None else ()
     return DataSetInfo(
         num_shards=len(shards.urls),
@@ -207,8 +208,21 @@ def info(
         index=_where(shards, urls),
         has_index=shards.scanned is None,
         fingerprint=chunks.fingerprint,
-        findings=(*findings, *broken, *unlike, *shards.unlike(storage)),
+        findings=(*findings, *broken, *unlike, *(damaged or shards.unlike(storage))),
     )
+
+
+def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
+    """Return a finding for each set of which it cannot be read what it means."""
+
+    def found(home: str) -> Finding | None:
+        try:
+            read_schema(storage, home)
+        except IndexFormatError as error:
+            return Finding(kind="index", shard=home, what=str(error), cure="see the message")
+        return None
+
+    return [one for one in map_ordered(found, homes, READ_THREADS) if one is not None]
 
 
 def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[View], list[Finding]]:

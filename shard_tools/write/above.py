@@ -32,13 +32,20 @@ def sets_above(directory: str, storage: Storage) -> Iterator[tuple[str, Schema]]
             yield place, schema
 
 
-def meet_above(directory: str, schema: Schema, storage: Storage) -> None:
+def meet_above(directory: str, schema: Schema, storage: Storage, *, is_whole: bool = False) -> None:
     """Refuse to write what contradicts a set above, before anything is written.
+
+    Args:
+        directory: The target.
+        schema: What will be written there.
+        storage: The store.
+        is_whole: Whether ``schema`` is all that the set will say, even if that is nothing; what it does not say and
+            the set above does is logged. Otherwise its writer adds the fields that it sees.
 
     Raises:
         ConfigError: It does.
     """
-    for place, known in sets_above(directory, storage) if schema else ():
+    for place, known in sets_above(directory, storage) if schema or is_whole else ():
         met({redact(place): known, redact(directory): schema}, cure=f"Give another target; {RESHARD}")
 
 

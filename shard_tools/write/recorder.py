@@ -366,6 +366,13 @@ class IndexRecorder:
         said = {name: replace(self._schema.fields[name], dtype=types.get(name, "")) for name in arrays}
         self._schema = replace(self._schema, fields={**self._schema.fields, **said})
 
+    def renew_schema(self) -> None:
+        """Write anew what the set means: what the writer is told, and what the sample tables have."""
+        names = self._sizes_below(self._directory, ".tar")
+        self._from_sample_tables({self._name_of(name): size for name, size in names.items()}, known=())
+        self._add_array_types(list(names))
+        write_schema(self._storage, self._index, self._schema)
+
     def _saw(self, fields: Sequence[str], columns: Mapping[str, str]) -> None:
         """Add to the schema what a shard has."""
         seen = Schema(

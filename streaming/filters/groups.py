@@ -37,7 +37,7 @@ from streaming.index.columns import (
 from streaming.index.selection import Member, SampleGroups
 from streaming.index.where import unknown_column
 from streaming.job.shared_results import Peers, framed, part_of, shared_parts, unframed
-from streaming.plan.state import filter_fingerprint
+from streaming.plan.ledger import filter_fingerprint
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 

@@ -56,7 +56,7 @@ from streaming.index.selection import Everything, Filtered, Kept, Selection
 from streaming.index.where import Where, unknown_column
 from streaming.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.lru_cache import LruCache
-from streaming.plan.state import filter_fingerprint
+from streaming.plan.ledger import filter_fingerprint
 from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, scheme_of
 from streaming.types import Int64Array, ReadBuffer

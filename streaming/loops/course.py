@@ -24,11 +24,11 @@ from streaming.job.store import job_store, job_world_size
 from streaming.loops.runs import Held, NothingHeld, ReplannedRun
 from streaming.mixing.dealing import dealing_in
 from streaming.mixing.forecast import drawn_before
-from streaming.plan.ledger import Ledger
+from streaming.plan.ledger import Ledger, why_differs
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
-from streaming.plan.state import LoaderState, why_differs
+from streaming.plan.state import LoaderState
 from streaming.sources.mixed import MixedSource
 from streaming.types import override
 

@@ -379,6 +379,9 @@ class Ledger:
         known = self.sources
         for name, fingerprint in made.sources.items():
             if known.get(name, fingerprint) != fingerprint and name not in grown:
+                why = why_differs(known[name], fingerprint)
+                if why is not None:  # the shards are the same, and what is kept of them, or means, is not
+                    raise StateError(f"the source {name!r} is not the one of this state: {why}")
                 raise StateError(
                     f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, the "
                     f"state has {known[name][:12]}. Open the same shards in the same order, with the index and the "
@@ -402,3 +405,77 @@ def _check_strings(values: Sequence[object]) -> None:
 def _changed(was: Blend, now: Blend) -> str:
     other = "" if was.what == now.what else f"{now.what} "
     return f"{was.what} were {was.shown}, and {other}are {now.shown}"
+
+
+# ---------------------------------------------------------------------------------------------------- fingerprints
+
+
+def filter_fingerprint(base: str, parts: Mapping[str, str]) -> str:
+    """Return what tells a filtered set from every other one, and what it was made of, for messages.
+
+    The fingerprint of the shards, then ``;name=value`` of what was asked for, ``%`` and ``;`` as ``%25`` and ``%3B``.
+    """
+    return ";".join([base, *(f"{name}={_escaped(value)}" for name, value in parts.items())])
+
+
+MEANING = "meaning"
+"""The part of a fingerprint that says what numbers of classes and ids of tokens are."""
+
+
+def without_part(fingerprint: str, name: str) -> tuple[str, str]:
+    """Return a fingerprint without one of its parts, and what that part says; "" if there is none."""
+    base, parts = _taken_apart(fingerprint)
+    value = parts.pop(name, "")
+    return filter_fingerprint(base, parts), value
+
+
+def _escaped(value: str) -> str:
+    return value.replace("%", "%25").replace(";", "%3B")
+
+
+def why_differs(saved: str, own: str) -> str | None:
+    """Say in which part of a filter two fingerprints of the same shards differ; None if the shards do.
+
+    Args:
+        saved: That of a state.
+        own: That of the dataset at hand.
+    """
+    (base, was), (other, now) = _taken_apart(saved), _taken_apart(own)
+    if base != other or saved == own:
+        return None
+    for name in dict.fromkeys([*was, *now]):
+        if was.get(name) == now.get(name):
+            continue
+        if name == MEANING:
+            return (
+                f"numbers of classes or ids of tokens meant something else when the state was saved: "
+                f"{_shown(was.get(name))} then, {_shown(now.get(name))} now (names of fields, with how many classes "
+                "and a digest of their names). Open the sets with the schema.json and the classes= that they had"
+            )
+        if name.startswith("column "):
+            column = name.removeprefix("column ")
+            if column and name in was and name in now:
+                return (
+                    f"column {column!r} has changed since the state was saved: version {was[name]} then, "
+                    f"{now[name]} now. Give the new column another name, and resume with the one that the run began "
+                    f"with"
+                )
+            continue
+        if name != "kept":
+            return (
+                f"{name}: the state was saved with {_shown(was.get(name))}, this data set has {_shown(now.get(name))}"
+            )
+    return (
+        "the same filter keeps different samples than when the state was saved: columns of the sample tables that it "
+        "uses have changed"
+    )
+
+
+def _shown(value: str | None) -> str:
+    return "none" if value is None else repr(value)
+
+
+def _taken_apart(fingerprint: str) -> tuple[str, dict[str, str]]:
+    base, *parts = fingerprint.split(";")
+    named = (part.partition("=") for part in parts)
+    return base, {name: value.replace("%3B", ";").replace("%25", "%") for name, _, value in named}

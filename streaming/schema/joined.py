@@ -1,20 +1,21 @@
 """Join what sets mean where they meet: ``joined``.
 
 Without an option, joining is commutative but for the origins of columns, associative and idempotent. A set that says
-nothing of a field adds nothing (:func:`remarks` names it). Every facet of a field or column is joined by itself: equal
-values stay, a list of classes that begins with the other one wins, tokens take the wider type, and sets of values are
-united. Whatever cannot be joined so is a :class:`Difference`.
+nothing of a field adds nothing: :func:`remarks` names it, and :func:`untranslatable` does where others contradict each
+other. Every facet of a field or column is joined by itself: equal values stay, a list of classes that begins with the
+other one wins, tokens take the wider type, and sets of values are united. Whatever cannot be joined so is a
+:class:`Difference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.errors import ConfigError
 from streaming.index.columns import joined_type_name
-from streaming.schema.value import TOKEN_TYPES, Schema, SchemaColumn, SchemaField, TokenMeaning
+from streaming.schema.value import TOKEN_TYPES, WITHIN, Schema, SchemaColumn, SchemaField, TokenMeaning
 
 Classes: TypeAlias = Literal["union", "own"] | None
 """What becomes of numbers of unlike classes: ``"union"``: they are translated by name; ``"own"``: each set keeps its
@@ -120,31 +121,69 @@ def joined(sets: Mapping[str, Schema], *, classes: Classes = None) -> Schema | S
     return SchemaConflict(differences=differences, agreed=agreed) if differences else agreed
 
 
-def remarks(sets: Mapping[str, Schema], besides: SchemaConflict | None = None) -> list[str]:
+Unknown: TypeAlias = Mapping[str, Collection[str] | None]
+"""Fields that a set may have without saying so, by set; None: any."""
+
+
+def unknown_fields(schema: Schema) -> Collection[str] | None:
+    """Return the fields that a set may have without saying so: none if it says which ones it has; None: any."""
+    return () if schema.fields else None
+
+
+def remarks(
+    sets: Mapping[str, Schema], besides: SchemaConflict | None = None, unknown: Unknown | None = None
+) -> list[str]:
     """Return, in words, where sets say less than others that they meet: nothing, fewer classes, no tokenizer.
 
-    A set that says something, but not of this field, does not have it.
+    A set that says which fields it has, but not this one, does not have it.
 
-    What they contradict each other in (``besides``) is not told again.
+    What they contradict each other in (``besides``) is not told again, but which sets say nothing of it is.
     """
     told = {(one.name, one.facet) for one in besides.differences} if besides is not None else set()
     found: list[str] = []
     for (name, what), by_place in _said_by(sets).items():
+        silent = silent_sets(sets, name, by_place, unknown)
+        if silent:
+            known, is_open = next(iter(by_place)), (name, what) in told
+            means = "others contradict it, so nothing tells what is meant here" if is_open else "taken to be the same"
+            found.append(f"{_first_of(silent)} does not say the {what} of field {name!r}, which {known} says: {means}")
         if (name, what) in told:
             continue
-        silent = [
-            place for place, schema in sets.items() if place not in by_place and (not schema or name in schema.fields)
-        ]
-        if silent:
-            known, more = next(iter(by_place)), f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-            found.append(
-                f"{silent[0]}{more} does not say the {what} of field {name!r}, which {known} says: taken to be the same"
-            )
         distinct = {value: place for place, value in by_place.items()}
         if len(distinct) > 1:
             (one, here), (other, there), *_ = distinct.items()
             found.append(f"field {name!r}: {what} {_shown(one)} in {here}, but {_shown(other)} in {there}")
     return found
+
+
+def silent_sets(
+    sets: Mapping[str, Schema], name: str, saying: Collection[str], unknown: Unknown | None = None
+) -> list[str]:
+    """Return the sets that may have a field and are not among those that say something of it."""
+    base = name.partition(WITHIN)[0]
+    found = []
+    for place, schema in sets.items():
+        names = unknown_fields(schema) if unknown is None else unknown[place]
+        if place not in saying and (name in schema.fields or names is None or base in names):
+            found.append(place)
+    return found
+
+
+def untranslatable(sets: Mapping[str, Schema], conflict: SchemaConflict, unknown: Unknown | None = None) -> str:
+    """Say which set does not say its classes while others contradict each other in them; "": none."""
+    for one in conflict.differences:
+        saying = [place for place, schema in sets.items() if one.name in schema.classes]
+        silent = silent_sets(sets, one.name, saying, unknown) if (one.of, one.facet) == ("field", "classes") else []
+        if silent:
+            return (
+                f"{_first_of(silent)} does not say the classes of field {one.name!r}, and other sets contradict each "
+                f"other in them: {one}"
+            )
+    return ""
+
+
+def _first_of(places: Sequence[str]) -> str:
+    return places[0] if len(places) == 1 else f"{places[0]}, like {len(places) - 1} more,"
 
 
 def _said_by(sets: Mapping[str, Schema]) -> dict[tuple[str, str], dict[str, Any]]:

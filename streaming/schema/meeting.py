@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from streaming.errors import ConfigError
-from streaming.schema.joined import Classes, SchemaConflict, joined, remarks, without
+from streaming.schema.joined import (
+    Classes,
+    SchemaConflict,
+    Unknown,
+    joined,
+    remarks,
+    unknown_fields,
+    untranslatable,
+    without,
+)
 from streaming.schema.value import Schema
 
 _log = logging.getLogger(__name__)
@@ -26,11 +35,13 @@ class Meaning:
         sets: What each of them says, by the directory of its shards as shown.
         schema: What they say together.
         unlike: Columns whose numbers mean other classes in one set than in another.
+        unknown: Fields that one of them may have without saying so; None: any.
     """
 
     sets: Mapping[str, Schema] = field(default_factory=dict)
     schema: Schema = field(default_factory=Schema)
     unlike: frozenset[str] = frozenset()
+    unknown: Collection[str] | None = ()
 
     def check_condition(self, names: Iterable[str] | None, text: str = "", *, option: str = "where") -> None:
         """Refuse to choose by numbers that mean one thing in one set, and another in another.
@@ -54,6 +65,7 @@ class Meaning:
 
 def met(
     sets: Mapping[str, Schema], *, classes: Classes = None, stated: Iterable[str] = (), cure: str = LOADER_CURE,
+    unknown: Unknown | None = None,
 ) -> Meaning:  # fmt: skip
     """Return what sets mean together, and log where one says less than another.
 
@@ -62,10 +74,12 @@ def met(
         classes: What becomes of unlike classes.
         stated: Fields whose decoding the user states.
         cure: What to do about unlike classes.
+        unknown: Fields that each set may have without saying so; default: any, of a set that says nothing of fields.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: They contradict each other; or some do, and another one does not say what they differ in.
     """
+    unknown = {place: unknown_fields(schema) for place, schema in sets.items()} if unknown is None else unknown
     found = joined(sets, classes=classes)
     plain = joined(sets) if classes is not None else found
     unlike = frozenset[str]()
@@ -73,13 +87,41 @@ def met(
         unlike = _unlike_columns(sets, plain)
     if isinstance(found, SchemaConflict):
         found = without(found, stated)
+    _tell(sets, plain, unknown)
     if isinstance(found, SchemaConflict):
         found = _said_or_refused(found, cure)
-    _tell(sets, plain)
+    _check_silent(sets, plain, classes, unknown)
     if classes is not None and isinstance(plain, SchemaConflict):
         what = "numbers are translated by name" if classes == "union" else "a number means what its own set says"
         _log.warning("classes=%r: %s; %s", classes, plain, what)
-    return Meaning(sets=dict(sets), schema=found, unlike=unlike)
+    return Meaning(sets=dict(sets), schema=found, unlike=unlike, unknown=_any_of(unknown.values()))
+
+
+def _any_of(some: Iterable[Collection[str] | None]) -> frozenset[str] | None:
+    """Return the fields of all of these; None if one of them is None: any field."""
+    names: set[str] = set()
+    for one in some:
+        if one is None:
+            return None
+        names.update(one)
+    return frozenset(names)
+
+
+def _check_silent(
+    sets: Mapping[str, Schema], plain: Schema | SchemaConflict, classes: Classes, unknown: Unknown
+) -> None:
+    """Refuse a set that does not say its classes beside sets that contradict each other in them.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    silent = untranslatable(sets, plain, unknown) if classes and isinstance(plain, SchemaConflict) else ""
+    if silent:
+        raise ConfigError(
+            f"classes={classes!r}: {silent}. Convert that set again with `shard_tools convert SOURCE TARGET "
+            "--overwrite`, which writes what its numbers mean; or open it apart from the others; or leave the field "
+            "out of it with fields="
+        )
 
 
 def _unlike_columns(sets: Mapping[str, Schema], conflict: SchemaConflict) -> frozenset[str]:
@@ -125,11 +167,12 @@ def _said_or_refused(conflict: SchemaConflict, cure: str) -> Schema:
 def contradiction(sets: Mapping[str, Schema]) -> SchemaConflict | None:
     """Return what sets contradict each other in; what one does not say is logged."""
     found = joined(sets)
-    _tell(sets, found)
+    _tell(sets, found, {place: unknown_fields(schema) for place, schema in sets.items()})
     return found if isinstance(found, SchemaConflict) else None
 
 
-def _tell(sets: Mapping[str, Schema], found: Schema | SchemaConflict) -> None:
+def _tell(sets: Mapping[str, Schema], found: Schema | SchemaConflict, unknown: Unknown) -> None:
     """Log where sets say less than others."""
-    for remark in remarks(sets, found if isinstance(found, SchemaConflict) else None) if len(sets) > 1 else ():
+    conflict = found if isinstance(found, SchemaConflict) else None
+    for remark in remarks(sets, conflict, unknown) if len(sets) > 1 else ():
         _log.warning("%s", remark)

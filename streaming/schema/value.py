@@ -23,7 +23,10 @@ LATE = "late"
 """How the origin of a column begins that was added after the shards were written."""
 _FROM = ", from "
 TOKEN_TYPES = ("uint16", "uint32")
-RESTORE = "restore it from a copy of the data set, or convert that again; or delete it: the set then says nothing"
+RESTORE = (
+    "restore it from a copy of the data set, or convert that again with --overwrite; or delete it: the set then says "
+    "nothing"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

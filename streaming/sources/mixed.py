@@ -183,8 +183,10 @@ class MixedSource(JoinedSource):
         Raises:
             ConfigError: They contradict each other.
         """
-        sets = {_place_of(name, one): one.meaning.schema for name, one in sorted(self.sources.items())}
-        self.meaning = met(sets, classes=self.classes, cure=_CURE)
+        meanings = {_place_of(name, one): one.meaning for name, one in sorted(self.sources.items())}
+        sets = {place: one.schema for place, one in meanings.items()}
+        unknown = {place: one.unknown for place, one in meanings.items()}
+        self.meaning = met(sets, classes=self.classes, cure=_CURE, unknown=unknown)
         self._speak(self.meaning.schema.classes)
 
     def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:

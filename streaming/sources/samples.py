@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
@@ -24,9 +24,9 @@ from streaming.filters.views import asked_filter
 from streaming.index.selection import Selection
 from streaming.job.store import job_peers
 from streaming.job.unsharded_loader import tell_of_opening_alone
+from streaming.plan.ledger import MEANING, filter_fingerprint, without_part
 from streaming.plan.settings import ShuffleConfig
-from streaming.plan.state import MEANING, filter_fingerprint, without_part
-from streaming.schema.joined import Classes, translation
+from streaming.schema.joined import Classes, translation, unknown_fields
 from streaming.schema.meeting import met
 from streaming.schema.value import WITHIN, Schema
 from streaming.sources.keys import KeysOfShards, TableKeys
@@ -114,13 +114,16 @@ class SampleSource(ChunkSource, SampleRows):
             ConfigError: They contradict each other.
         """
         sets: dict[str, Schema] = {}
+        unknown: dict[str, Collection[str] | None] = {}
         for url, shown in zip(self.shards.urls, self.shards.shown_urls.tolist(), strict=True):
             place = shown.rpartition("/")[0]
             if place not in sets:
                 home = home_of(url, self.shards.index)
-                sets[place] = self.shards.schemas.get(home, Schema()).of_fields(self.fields)
+                schema = self.shards.schemas.get(home, Schema())
+                sets[place] = schema.of_fields(self.fields)
+                unknown[place] = self.fields if unknown_fields(schema) is None else ()
         stated = list(self.decode) if isinstance(self.decode, Mapping) else []
-        self.meaning = met(sets, classes=classes, stated=stated)
+        self.meaning = met(sets, classes=classes, stated=stated, unknown=unknown)
         self._undescribed = self.decoders
         self._speak(self.meaning.schema.classes)
 

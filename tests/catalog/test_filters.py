@@ -34,7 +34,7 @@ from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
 from streaming.index.selection import Filtered, Kept
 from streaming.job import shared_results
-from streaming.plan.state import filter_fingerprint, why_differs
+from streaming.plan.ledger import filter_fingerprint, why_differs
 from streaming.storage import Storage
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import blocks

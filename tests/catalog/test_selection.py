@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.selection import Everything, Filtered, Kept, SampleGroups, Selection
-from streaming.plan.state import filter_fingerprint
+from streaming.plan.ledger import filter_fingerprint
 
 FORMS = ("everything", "a range", "a filter", "a part of a filter", "a group", "a part of a group",
          "every nth", "every nth of a range", "every nth of a part of a filter", "every nth of a group")  # fmt: skip

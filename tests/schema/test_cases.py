@@ -21,10 +21,10 @@ from shard_tools.tokens.run import TokenizeOptions, tokenize
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, StateError
 from streaming.schema.meeting import met
-from streaming.schema.value import Schema
+from streaming.schema.value import Schema, SchemaColumn
 from tests.support.clusters.executors import Sending
 from tests.support.contracts.meeting_kinds import UNCHANGED
-from tests.support.sets.meanings import classes_of, schema_of
+from tests.support.sets.meanings import SCHEMA, classes_of, say, say_classes, schema_of
 from tests.support.sources.conversions import tree
 from tests.support.sources.foreign_sets import picture
 
@@ -147,6 +147,11 @@ def test_a_set_beside_another_one_that_numbers_otherwise_is_told(
     run("convert", pictures(tmp_path / "one", FIRST), tmp_path / "sets/day1")
     with caplog.at_level(logging.WARNING):
         run("convert", pictures(tmp_path / "two", OTHER), tmp_path / "sets/day2")
+    assert "give --classes a,b,c,d" in caplog.text
+    caplog.clear()
+    run("convert", tmp_path / "two", tmp_path / "sets/day2", "--overwrite", "--classes", "a,b,c,d")
+    with caplog.at_level(logging.WARNING):
+        run("convert", pictures(tmp_path / "part", FIRST[1:]), tmp_path / "sets/day3")
     assert f"give --classes {tmp_path}/sets/day1" in caplog.text
 
 
@@ -415,3 +420,95 @@ def test_arrays_of_two_types_in_one_batch_are_told_once(tmp_path: Path, caplog: 
     for _ in range(2):
         assert all(isinstance(batch["vec.npy"], list) for batch in loader)
     assert caplog.text.count("field 'vec.npy': arrays of types int16, uint16 in one batch") == 1
+
+
+def silent(folder: Path, how: str) -> Path:
+    """Let a set say nothing of its fields."""
+    (folder / SCHEMA).unlink()
+    if how == "columns":
+        run("column", "add", folder, "kind", "--lift", "json.class")
+    elif how == "index":
+        say(folder, Schema(columns={"class": SchemaColumn(type="string")}))
+    return folder
+
+
+SILENCE = ["", "columns", "index"]
+
+
+@pytest.mark.parametrize("how", SILENCE)
+@pytest.mark.parametrize("classes", ["union", "own"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+def test_a_silent_set_beside_sets_that_contradict_each_other_is_refused_by_name(
+    sets: tuple[Path, Path], tmp_path: Path, how: str, classes: Any, order: tuple[int, ...]
+) -> None:
+    run("convert", pictures(tmp_path / "from/three", "ca"), tmp_path / "sets/three", "--classes", "c,a")
+    silent(sets[1], how)
+    places = [str([*sets, tmp_path / "sets/three"][number]) for number in order]
+    named_silent = pytest.raises(ConfigError, match=r"sets/two\)? does not say the classes of field 'cls'.*--overwrite")
+    with named_silent:
+        StreamingDataset(places, classes=classes)
+    opened = {str(number): StreamingDataset(place) for number, place in enumerate(places)}
+    with named_silent:
+        Mixture(opened, classes=classes)
+    texts = {name: StreamingDataset(place, fields=["json"]) for name, place in zip("abc", places, strict=True)}
+    Mixture({**texts, "d": opened["0"]}, classes=classes)  # what is not read is not taken for anything
+    if classes == "union":
+        for verb in (["reshard"], ["map"]):
+            target, function = tmp_path / f"out-{verb[0]}", [UNCHANGED] if verb == ["map"] else []
+            said = run(*verb, *places, target, *function, "--classes", "union", fails=True)
+            assert "sets/two does not say the classes" in said
+    run("convert", tmp_path / "from/two", sets[1], "--overwrite")  # the cure
+    if classes == "union":
+        assert all(one == other for one, other in named(StreamingDataset(places, classes="union")))
+
+
+@pytest.mark.parametrize("how", SILENCE)
+def test_a_silent_set_is_named_wherever_it_meets_others(
+    sets: tuple[Path, Path], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent(sets[1], how)
+    word = "does not say the classes of field 'cls'"
+    with caplog.at_level(logging.WARNING):
+        StreamingDataset([str(one) for one in sets])
+    assert f"sets/two {word}" in caplog.text
+    run("convert", pictures(tmp_path / "from/three", "ca"), tmp_path / "sets/three", "--classes", "c,a")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        run("verify", *sets, tmp_path / "sets/three", fails=True)
+    assert f"sets/two {word}" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        run("copy", sets[1], sets[0] / "day2")
+    assert f"day2 {word}" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_convert_writes_anew_what_a_whole_set_means(
+    sets: tuple[Path, Path], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = sets[1] / SCHEMA
+    before = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(before.replace(b"b", b"x", 1))
+        assert "schema.json" in run("info", sets[1], fails=True)
+        for finding in (run("info", sets[1], fails=True), run("verify", sets[1], fails=True)):
+            assert "convert that again" in " ".join(finding.split())
+    with caplog.at_level(logging.WARNING):
+        run("convert", tmp_path / "from/two", sets[1])
+    assert f"schema.json is {how}: written anew" in caplog.text
+    assert path.read_bytes() == before
+
+
+def test_a_mixture_says_what_meant_something_else_when_its_state_was_saved(sets: tuple[Path, Path]) -> None:
+    def mixed() -> Mixture:
+        return Mixture({"x": StreamingDataset(str(sets[0]))})
+
+    with DataLoader(mixed(), 2, num_workers=0) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    say_classes(sets[0], {"cls": "xyz"})
+    meant = pytest.raises(StateError, match=r"source 'x' .*numbers of classes or ids of tokens meant something else")
+    with DataLoader(mixed(), 2, num_workers=0) as loader, meant:
+        loader.load_state_dict(state)

@@ -40,6 +40,7 @@ from streaming.tar.passed_over import in_side_folder, why_no_sample
 HIDDEN = "hidden: a name that starts with a dot"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
+_LISTED = 12  # names that a message lists
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _log = logging.getLogger(__name__)
 
@@ -236,8 +237,18 @@ def _tell_of_neighbors(names: Sequence[str], target: str, storage: Storage) -> N
         known = read_schema(storage, place)
         conflict = joined({place: Schema(fields={"cls": known.fields.get("cls", SchemaField())}), target: own})
         if isinstance(conflict, SchemaConflict):
-            _log.warning("%s. To number classes as there, give --classes %s", conflict, place)
+            there = known.fields["cls"].classes
+            lacking = [name for name in names if name not in there]
+            given = place if not lacking else _longer_list([*there, *lacking], place)
+            _log.warning("%s. To number classes as there, give --classes %s", conflict, given)
             return
+
+
+def _longer_list(names: Sequence[str], place: str) -> str:
+    """Say what to give for a set's classes and further ones: the list itself, or a file if that is long."""
+    if len(names) <= _LISTED and not any("," in name for name in names):
+        return ",".join(names)
+    return f"NAMES.txt with one name a line: those of {place}, then the new ones, such as {names[-1]!r}"
 
 
 def _numbered(

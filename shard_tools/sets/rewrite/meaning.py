@@ -16,7 +16,7 @@ from streaming.catalog.build import home_of
 from streaming.decode.by_set import renumbered
 from streaming.errors import DataError
 from streaming.filters.views import asked_filter
-from streaming.schema.joined import Classes, translation
+from streaming.schema.joined import Classes, translation, unknown_fields
 from streaming.schema.meeting import Meaning, met
 from streaming.schema.value import WITHIN, Schema, SchemaColumn, SchemaField
 from streaming.storage import Storage, redact
@@ -113,8 +113,10 @@ class Retold:
         Raises:
             ConfigError: The sets contradict each other in what this does not cure.
         """
-        by_home = {home: schema.of_fields(fields) for home, schema in shards.schemas(storage).items()}
-        meaning = met({redact(home): one for home, one in by_home.items()}, classes=classes, cure=CURE)
+        whole = shards.schemas(storage)
+        by_home = {home: schema.of_fields(fields) for home, schema in whole.items()}
+        unknown = {redact(home): fields if unknown_fields(one) is None else () for home, one in whole.items()}
+        meaning = met({redact(home): one for home, one in by_home.items()}, classes=classes, cure=CURE, unknown=unknown)
         changes = {home: _changes(schema, meaning.schema) for home, schema in by_home.items()}
         return cls(
             meaning=meaning, index_url=shards.index_url,
