@@ -66,6 +66,7 @@ def difference(drawn, rng):
     return max(0.0, off - more) / (1.5 if to != rate else 1.0), words  # a filter may add what two libraries differ in
 
 
+@pytest.mark.thorough
 def test_random_clips_of_videos_are_parts_of_the_whole(video, pytestconfig):
     av.logging.set_level(None)
     seed = pytestconfig.getoption("--torture-seed")

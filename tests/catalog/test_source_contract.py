@@ -46,6 +46,7 @@ class TestLocal(SourceContract):
         return StreamingDataset(str(folder), **options)
 
 
+@pytest.mark.thorough
 class TestS3(SourceContract):
     @pytest.fixture(autouse=True)
     def _bucket(self, mini_s3: MiniS3Server, samples: Path) -> None:

@@ -346,6 +346,7 @@ def bytes_read(mini_s3: MiniS3Server, samples: SampleSet, world_size: int, **opt
     return num_bytes
 
 
+@pytest.mark.thorough
 def test_unshuffled_ranks_read_twice_only_what_shares_a_checksum(mini_s3: MiniS3Server, s3_samples: SampleSet) -> None:
     """Chunks here are below 64 KiB, so each is one span: read by every rank that needs a sample of it, and no other."""
     dataset = s3_samples.open(shuffle=False)

@@ -29,6 +29,7 @@ from tests.support.contracts.program_kinds import EPOCHS, PROGRAMS, STEPS, Check
 from tests.support.processes.played_ranks import read_here
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents
+from tests.support.tiers import first_here
 
 Maker = Callable[[], Any]
 MORE_KINDS = (
@@ -121,7 +122,7 @@ NOT_CHOSEN = {("step", 1), ("step", 3)}
 
 
 @every_kind
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", first_here(PROGRAMS, 5), ids=lambda program: program.__name__)
 def test_every_program_goes_on_with_the_next_batch(
     program: Program, kind: str, made: dict[str, Maker], truth: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

@@ -72,6 +72,7 @@ def test_lanes_are_a_common_divisor_of_all_sizes() -> None:
         assert chosen.lanes == lanes, steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
 @pytest.mark.parametrize("kind", ["set", "mixture", "in order"])
 def test_epochs_are_dealt_out_alike_on_all_worlds(samples: SampleSet, last_batch: str, kind: str) -> None:

@@ -101,6 +101,7 @@ def test_functions_after_a_union_get_its_numbers(sets: tuple[Path, Path]) -> Non
     assert all(one == other for one, other in named(outer))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", ["reshard", "map"])
 def test_what_writes_one_set_refuses_or_writes_by_name(sets: tuple[Path, Path], tmp_path: Path, verb: str) -> None:
     function = [UNCHANGED] if verb == "map" else []

@@ -28,6 +28,8 @@ from streaming.storage import Storage
 from tests.support.contracts.verb_cases import LENGTH, NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 
+pytestmark = pytest.mark.thorough
+
 _MOST_BYTES = 1 << 20
 
 

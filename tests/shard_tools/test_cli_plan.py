@@ -26,6 +26,8 @@ from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.plan import memory as budget
 from streaming.plan.plan import FIRST_ROWS
 
+pytestmark = pytest.mark.thorough
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["plan", *map(str, arguments)], prog_name="shard_tools")

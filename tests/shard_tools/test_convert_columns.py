@@ -28,6 +28,8 @@ from streaming.errors import ConfigError, DataError
 from tests.support.sets.tars import write_tar
 from tests.support.sources.conversions import members
 
+pytestmark = pytest.mark.thorough
+
 NUM_DIGESTS = 2000
 ACCIDENTS = (b"BM", b"\xff\xfb", b"ID3", b"\xff\xd8\xff\xd0", b"\0\0\0\0ftyq", b"GIF8")  # how files begin, or nearly
 

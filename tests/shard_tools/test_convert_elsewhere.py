@@ -17,6 +17,8 @@ from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from tests.support.clusters.executors import Stopping
 from tests.support.sources.conversions import contents, parquet_source
 
+pytestmark = pytest.mark.thorough
+
 
 def small_source(folder: Path) -> str:
     return parquet_source(folder, num_rows=150)

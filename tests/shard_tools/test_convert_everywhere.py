@@ -24,6 +24,8 @@ from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sources.conversions import contents
 from tests.support.sources.every_source import DATA, EVERY
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

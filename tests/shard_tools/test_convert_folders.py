@@ -27,6 +27,8 @@ from tests.support.sources import drawn_sounds, streams
 from tests.support.sources.conversions import members
 from tests.support.sources.foreign_sets import picture, write_sound
 
+pytestmark = pytest.mark.thorough
+
 FILES = ConvertOptions(kind="files")
 
 

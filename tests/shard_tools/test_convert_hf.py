@@ -26,6 +26,8 @@ from streaming.errors import ConfigError, DataError, NotFoundError
 from tests.support.sources.conversions import members
 from tests.support.sources.foreign_sets import hf, picture, write_sound
 
+pytestmark = pytest.mark.thorough
+
 HF = ConvertOptions(kind="hf")
 
 

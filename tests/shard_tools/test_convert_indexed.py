@@ -29,6 +29,8 @@ from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamE
 from streaming.storage import Storage
 from tests.support.sources.conversions import members
 
+pytestmark = pytest.mark.thorough
+
 DATA = Path(__file__).resolve().parent / "data"
 
 

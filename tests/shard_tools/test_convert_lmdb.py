@@ -21,6 +21,8 @@ from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamE
 from streaming.storage import Storage
 from tests.support.sources.conversions import members, tree
 
+pytestmark = pytest.mark.thorough
+
 JPG = b"\xff\xd8\xff\xe0"
 
 

@@ -24,6 +24,8 @@ from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sources.conversions import contents
 from tests.support.sources.foreign_sets import MAKE, audio, files, picture
 
+pytestmark = pytest.mark.thorough
+
 COUNT = 50
 KINDS = tuple(MAKE)
 

@@ -34,6 +34,8 @@ from tests.support.servers.fault_proxy import Fault, FaultProxy
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import make_sample
 
+pytestmark = pytest.mark.thorough
+
 COUNT = 60
 
 

@@ -222,6 +222,7 @@ def test_failing_samples_are_listed_for_reshard(tmp_path: Path, source: Path) ->
     assert "--max-bad and --write-bad are for --on-error drop." in refused.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("function", "key", "told"),
     [

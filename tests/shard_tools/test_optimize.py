@@ -69,6 +69,7 @@ def of_one_writer(target: Path, num_inputs: int, **options: Any) -> dict[str, by
     return contents(target)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"max_bytes": 100_000, "columns": ["json.i"]}, {"max_samples": 20}])
 def test_any_number_of_workers_writes_what_a_plain_loop_writes(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = of_one_writer(tmp_path / "plain", 500, **options)
@@ -305,6 +306,7 @@ def test_a_process_that_dies_is_replaced(tmp_path: Path) -> None:
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_an_input_that_ends_processes_is_named_or_dropped(tmp_path: Path) -> None:
     with pytest.raises(WorkerDiedError, match="dies_always ends worker processes at this input") as raised:
         run(dies_always, range(40), tmp_path / "t", workers=2)

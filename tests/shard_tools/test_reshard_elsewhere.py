@@ -21,6 +21,8 @@ from streaming.storage import Storage
 from tests.support.clusters.executors import Sending, Stopping
 from tests.support.sources.conversions import contents
 
+pytestmark = pytest.mark.thorough
+
 COUNT = 120
 COLUMNS = {"number": "json.number", "lang": "json.lang", "name": "json.name"}
 

@@ -22,6 +22,8 @@ from streaming.errors import ConfigError, DataError
 from tests.support.sets.index_files import change_document
 from tests.support.sets.meanings import schema_of
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(6)
 IDS = [RNG.integers(0, 50_000, RNG.integers(1, 300)).tolist() for _ in range(60)]
 MASKS = [RNG.integers(0, 2, len(ids)).tolist() for ids in IDS]

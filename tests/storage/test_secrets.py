@@ -377,6 +377,7 @@ def test_each_class_is_tried() -> None:
     assert {*CLASSES} | WITHOUT_URLS == {*streaming.__all__, *shard_tools.__all__}
 
 
+@pytest.mark.thorough
 def test_classes_tell_no_secret(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     caplog.set_level(logging.DEBUG)
     told = Told()

@@ -146,7 +146,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", first_here(WAYS, 4))
+@pytest.mark.parametrize("way", first_here(WAYS, 2))
 def test_whatever_reads_a_shard_asks_again(place: Place, tmp_path_factory: pytest.TempPathFactory, way: str) -> None:
     expected = WAYS[way](place, tmp_path_factory.mktemp("cache"))
     assert expected
@@ -227,6 +227,7 @@ def test_a_mirror_that_is_wrong_too_leaves_the_bytes_of_the_primary(place: Place
     assert found[1] == found[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["chunks.parquet", "000.tar.parquet"])
 def test_index_files_through_a_proxy(place: Place, name: str) -> None:
     """The other kinds of files: ``tests/catalog/test_index_flips.py``."""
