@@ -25,7 +25,7 @@ pytestmark = pytest.mark.thorough
 WRITING = {
     "convert": ["convert", "{source}/lines.jsonl", "{target}"],
     "convert --tokenizer": ["convert", "{source}/lines.jsonl", "{target}", "--tokens-field", "tok"],
-    "index": ["index", "{set}/", "--force"],
+    "index": ["index", "{set}/", "--force", "--index", "{target}"],
     "reshard": ["reshard", "{set}/", "{target}"],
     "copy": ["copy", "{set}/", "{target}"],
     "copy elsewhere": ["copy", "{set}/", "{target}", "--target-option", "read_timeout_s=5"],
