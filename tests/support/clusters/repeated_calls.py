@@ -38,10 +38,15 @@ class Watched(Executor):
         return executor.submit(counting, *args, **kwargs)
 
     def check_repeats(self) -> None:
-        """Check that every call ended once on a node that lived, and at least one was at work on the other."""
+        """Check that no call of a node that lived was made again, and that none was lost with the other node.
+
+        A call that ended there is made again unless its result had left the node before it died.
+        """
         ended = Counter({path.name: path.stat().st_size for path in self._folder.iterdir()})
-        assert ended.pop(self.mortal._node) > 0
-        assert ended.total() == self.num_calls >= self.mortal.workers
+        there = ended.pop(self.mortal._node)
+        assert there > 0
+        assert ended.total() <= self.num_calls <= ended.total() + there, (ended, there, self.num_calls)
+        assert self.num_calls >= self.mortal.workers
 
 
 @dataclass(frozen=True)
