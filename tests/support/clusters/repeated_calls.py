@@ -24,29 +24,41 @@ class Watched(Executor):
     """
 
     def __init__(self, mortal: MortalExecutor, folder: Path, name: str = "") -> None:
-        self.mortal, self._folder, self._name = mortal, folder, name
+        self.mortal, self._name = mortal, name
         self._counting: dict[int, _Counting] = {}
-        self.num_calls = 0
-        folder.mkdir()
+        self._mortal_calls, self._other_calls = _Calls(folder / "mortal"), _Calls(folder / "other")
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        counting = self._counting.setdefault(id(function), _Counting(function, self._folder))
-        self.num_calls += 1
         inner: Any = getattr(function, "function", function)  # what a look for shared files is put before
         name = getattr(getattr(inner, "func", inner), "__name__", "")
-        executor = self.mortal if not self._name or name == self._name else self.mortal._inner
-        return executor.submit(counting, *args, **kwargs)
+        is_mortal = not self._name or name == self._name
+        calls = self._mortal_calls if is_mortal else self._other_calls
+        calls.num_calls += 1
+        counting = self._counting.setdefault(id(function), _Counting(function, calls.folder))
+        return (self.mortal if is_mortal else self.mortal._inner).submit(counting, *args, **kwargs)
 
     def check_repeats(self) -> None:
-        """Check that no call of a node that lived was made again, and that none was lost with the other node.
+        """Check that every call ended once.
 
-        A call that ended there is made again unless its result had left the node before it died.
+        A call of the watched function ended on a node that lived, and at least one was at work on the doomed node, from
+        which none returns. Calls of other functions were over before, wherever Ray put them.
         """
-        ended = Counter({path.name: path.stat().st_size for path in self._folder.iterdir()})
-        there = ended.pop(self.mortal._node)
-        assert there > 0
-        assert ended.total() <= self.num_calls <= ended.total() + there, (ended, there, self.num_calls)
-        assert self.num_calls >= self.mortal.workers
+        ended, others = self._mortal_calls.ended(), self._other_calls.ended()
+        assert ended.pop(self.mortal._node) > 0
+        assert ended.total() == self._mortal_calls.num_calls, ended
+        assert others.total() == self._other_calls.num_calls, others
+        assert self._mortal_calls.num_calls + self._other_calls.num_calls >= self.mortal.workers
+
+
+class _Calls:
+    """Calls of one kind: how many were made, and a folder with a byte for each that ended, in a file per node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.num_calls = folder, 0
+        folder.mkdir(parents=True)
+
+    def ended(self) -> Counter[str]:
+        return Counter({path.name: path.stat().st_size for path in self.folder.iterdir()})
 
 
 @dataclass(frozen=True)
