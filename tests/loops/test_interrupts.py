@@ -180,7 +180,10 @@ def test_thrown_at_any_moment(samples: SampleSet, kind: str, place: str, alarmed
         second = read(loader, [])
     dice, before, num_thrown = random.Random(kind), leftovers(), 0
     moments = range(1, seen[0] + 1)
-    for at in sorted(dice.sample(moments, min(30 if place == "anywhere" else 80, len(moments)))):
+    num_tried, num_expected = min(30 if place == "anywhere" else 80, len(moments)), min(21, len(moments) // 2 + 1)
+    for number, at in enumerate(dice.sample(moments, len(moments))):
+        if number >= num_tried and num_thrown >= num_expected:
+            break  # runs differ in their length, so some moments do not come, and finalizers throw to nobody
         received: list[list[str]] = []
         loader = opened()
         try:
@@ -195,7 +198,7 @@ def test_thrown_at_any_moment(samples: SampleSet, kind: str, place: str, alarmed
         assert read(loader, []) in (first, second), at
         loader.close()
     assert leftovers() - before == {}  # what earlier tests left may end meanwhile
-    assert num_thrown > min(20, len(moments) // 2)  # runs differ in their length, and see above
+    assert num_thrown >= num_expected
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # finalizers throw to nobody
