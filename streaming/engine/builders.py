@@ -21,6 +21,7 @@ from streaming.batches.rows import Rows
 from streaming.counters import Metrics
 from streaming.decode import ArrayDecoder, decodes_images, gives_bytes, integer, raw, text, view
 from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.batch_memory import BatchMemory
 from streaming.engine.threads.pace import Lap, WorkerPace
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _PARALLEL_SHARE = 0.9
 """Of the bytes of a batch, what must be decoded without the interpreter's lock so that threads do not wait for it."""
+_QUICK_BYTES = 1 << 20
+"""Bytes of a batch up to which copying it takes less time than waking a thread that would do so in parallel."""
 PATIENCE_S = 0.1
 """Time that the first batch waits for a worker process, which takes a tenth of that if the fork server is warm."""
 
@@ -42,8 +45,8 @@ PATIENCE_S = 0.1
 class Builder(Protocol):
     """Build batches. Thread-safe."""
 
-    allocate: Allocate | None
-    """Allocator for the tensors of batches that this process begins from now on; None: fresh memory."""
+    allocate: Allocate
+    """Allocator for the tensors of batches that this process begins from now on."""
 
     def begin(self, changed: Callable[[], None]) -> None:
         """Prepare for a run; ``changed`` is called, in any thread, when ``in_consumer`` turns False between batches."""
@@ -53,8 +56,8 @@ class Builder(Protocol):
         """Whether the calling thread does the work, so that the consumer may as well do it itself."""
 
     @property
-    def holds_gil(self) -> bool:
-        """Whether building is pure Python: then the consumer builds, without a thread in between."""
+    def is_quick(self) -> bool:
+        """Whether a batch costs less than handing it from thread to thread, so that who is in a hurry builds it."""
 
     @property
     def in_consumer(self) -> bool:
@@ -90,16 +93,23 @@ class Builder(Protocol):
 
 
 class LocalBuilder:
-    """Build batches in the calling thread."""
+    """Build batches in the calling thread.
+
+    Args:
+        recipe: How to build.
+        memory: Where large tensors lie.
+        metrics: Where ``batches_in_turn`` is counted.
+    """
 
     is_local = True
 
-    def __init__(self, recipe: Recipe, metrics: Metrics | None = None) -> None:
+    def __init__(self, recipe: Recipe, memory: BatchMemory, metrics: Metrics | None = None) -> None:
         self._recipe = recipe
         self._metrics = metrics or Metrics()
         self._under_way: dict[int, BatchWork] = {}
-        self.allocate: Allocate | None = None
-        self.holds_gil = False
+        self._memory = memory
+        self.allocate: Allocate = memory.allocate
+        self.is_quick = self._only_copies = False
         self._functions = recipe.functions_of_user
         self._watch = DrawWatch(self._functions)
         self._is_watching = bool(self._functions)  # until it is known that they draw no random numbers
@@ -113,7 +123,7 @@ class LocalBuilder:
     @property
     def in_consumer(self) -> bool:
         """See ``Builder``."""
-        return self.holds_gil or self._is_watching
+        return self._is_watching
 
     def build(
         self,
@@ -127,8 +137,9 @@ class LocalBuilder:
         watched: bool = True,
     ) -> Any:
         """See ``Builder``; not ``watched``: no function that might draw from generators of the process is called."""
-        if not self.holds_gil:
-            self.holds_gil = is_trivial(self._recipe, rows.fields)
+        if not self._only_copies:
+            self._only_copies = is_trivial(self._recipe, rows.fields)
+        self.is_quick = self._only_copies and bytes_of(rows) <= _QUICK_BYTES
         thread = threading.get_ident()
         work = self._under_way[thread] = BatchWork(batch, rows.keys, rows.urls)
 
@@ -184,7 +195,7 @@ class LocalBuilder:
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """See ``Builder``."""
-        self.allocate = None if locker is None else locker.allocate
+        self.allocate = self._memory.allocate if locker is None else locker.allocate
 
     def give_up(self) -> None:
         """See ``Builder``. A thread that is inside a user's function cannot be stopped."""
@@ -210,23 +221,28 @@ class WorkerBuilder:
     Args:
         recipe: How to build.
         pool: The processes.
+        memory: Where large tensors of batches lie that this process builds.
         metrics: Where ``batches_before_workers`` is counted.
         helps: Whether this process builds anything until they are up.
     """
 
-    def __init__(self, recipe: Recipe, pool: WorkerPool, metrics: Metrics | None = None, *, helps: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe, pool: WorkerPool, memory: BatchMemory, metrics: Metrics | None = None, *,
+        helps: bool = True,
+    ) -> None:  # fmt: skip
         self._recipe = recipe
         self._pool = pool
         self._pace = pool.pace
         self._metrics = metrics or Metrics()
         self._metrics.add("batches_before_workers", 0)
-        self._local = LocalBuilder(recipe)
+        self._memory = memory
+        self._local = LocalBuilder(recipe, memory)
         self._helps = helps
         self._has_users_code = bool(recipe.functions_of_user)
         self._is_trivial = self._stands_in = False
         self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
         self._begun_s = self._told_before = 0.0
-        self.allocate: Allocate | None = None
+        self.allocate: Allocate = memory.allocate
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""
@@ -248,14 +264,14 @@ class WorkerBuilder:
         return self._is_trivial or self._stands_in
 
     @property
-    def holds_gil(self) -> bool:
+    def is_quick(self) -> bool:
         """See ``Builder``."""
-        return self._is_trivial
+        return self._is_trivial and self._local.is_quick
 
     @property
     def in_consumer(self) -> bool:
         """See ``Builder``."""
-        return self.is_local
+        return self._stands_in
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
@@ -303,6 +319,7 @@ class WorkerBuilder:
     def _tell_of_before(self) -> None:
         """Log, at the first batch for a worker process, how many were built without one."""
         self._pool.dismiss_stand_in()
+        self._memory.close()  # from here on batches lie in the ring
         count = self._metrics.get("batches_before_workers")
         untold, self._told_before = count - self._told_before, count
         if untold:
@@ -334,6 +351,11 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
     return all(decoder in (raw, view, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
+
+
+def bytes_of(rows: Rows) -> int:
+    """Return the bytes of the fields of rows, as they are stored."""
+    return sum(int(where.sizes.clip(0).sum()) for where in rows.fields.values())
 
 
 def is_parallel(recipe: Recipe, rows: Rows) -> bool:
@@ -370,6 +392,7 @@ class Crew:
         recipe: Decode, transform, collate.
         arena: Memory that holds the bytes of samples until they are built.
         builder: Builds batches.
+        memory: Memory that holds the large tensors of batches which this process builds.
         ring: Memory that holds the batches of worker processes; None without worker processes.
         abandoned: A finished run has left behind, or may still leave behind, a thread that uses the arena: no other run
             may use it.
@@ -383,9 +406,11 @@ class Crew:
         self.abandoned = False
         self.recipe = recipe
         self.arena = Arena(arena_bytes, shared=num_workers > 0)
+        self.memory = BatchMemory(batch_bytes)
+        self._closing.callback(self.memory.close)
         self.ring: BatchRing | None = None
         self._pool: WorkerPool | None = None
-        self.builder: Builder = LocalBuilder(recipe, metrics)
+        self.builder: Builder = LocalBuilder(recipe, self.memory, metrics)
         if not num_workers:
             return
         try:
@@ -393,7 +418,7 @@ class Crew:
             self._closing.callback(self.ring.close)
             self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics, pace=pace)
             self._closing.callback(self._pool.close)
-            self.builder = WorkerBuilder(recipe, self._pool, metrics, helps=helps)
+            self.builder = WorkerBuilder(recipe, self._pool, self.memory, metrics, helps=helps)
         except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()

@@ -14,7 +14,9 @@ that the thread had begun, or otherwise as the failure of the whole run, which t
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +39,10 @@ _log = logging.getLogger(__name__)
 
 _LOCK_S = 2.0
 """How long a report waits for the lock, which is never held for more than milliseconds."""
+_SHORT_STEP_S = 0.2e-3
+"""Time between two requests for batches in which no thread that has to be woken builds a batch."""
+_SHORT_STEPS = 8
+"""Number of such steps, one after the other, that show that the consumer only pulls batches."""
 _WITH_USER = 2
 """Batches that a training loop usually holds: while it asks for the next one, the last one is still in use."""
 
@@ -86,6 +92,30 @@ class Depth:
         return (_WITH_USER + 1) * self._largest_bytes + self._making_bytes
 
 
+class Haste:
+    """Tell whether the consumer leaves time, between two batches, to build the next one. For one thread.
+
+    Attributes:
+        is_great: It does not: it asks for one batch after the other, as if to copy or to count them.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._left_s = -math.inf
+        self._num_short = 0
+        self.is_great = False
+
+    def asks(self) -> None:
+        """Note that the consumer asks for a batch."""
+        is_short = self._clock() - self._left_s < _SHORT_STEP_S
+        self._num_short = self._num_short + 1 if is_short else 0
+        self.is_great = self._num_short >= _SHORT_STEPS
+
+    def leaves(self) -> None:
+        """Note that it goes away with one."""
+        self._left_s = self._clock()
+
+
 class Memory(Protocol):
     """The memory that batches are built from, which outlives a run.
 
@@ -132,6 +162,7 @@ class Delivery(ABC):
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._failure: BaseException | None = None
         self._depth = Depth(depth, batch_bytes, num_builders)
+        self._haste = Haste()
         self._quiet = False
         """Whether the consumer cuts batches from memory that only it holds, so that handing one out affects nobody
         else.
@@ -220,6 +251,7 @@ class Delivery(ABC):
         number = self._handed_out
         if number >= self._num_batches:
             raise StopIteration
+        self._haste.asks()
         # set before _closed is read; close() sets _closed before it reads this
         self._consumer = threading.current_thread()
         try:
@@ -237,10 +269,12 @@ class Delivery(ABC):
         else:
             with self._changed:  # one more batch may be built ahead now
                 self._handed_out = number + 1
-                with suppress(Exception):  # this batch is good; the next one raises the failure of the run
-                    self._go_on()
-                if self._threads:
+                if not self._builders or not self._builds_ahead:
+                    with suppress(Exception):  # this batch is good; the next one raises the failure of the run
+                        self._go_on()
+                if self._threads:  # builders go on, so that planning does not keep the consumer
                     self._changed.notify_all()
+        self._haste.leaves()
         return value
 
     def _take_or_close(self, number: int) -> Any:
@@ -267,7 +301,8 @@ class Delivery(ABC):
         with self._changed:
             # Each batch is built once: by whoever counts it in _started under this lock.
             while not self._closed:
-                self._go_on()
+                if number not in self._results:
+                    self._go_on()
                 if number in self._results:
                     value, error = self._results.pop(number)
                     if isinstance(error, DrawSeenError):
@@ -351,7 +386,9 @@ class Delivery(ABC):
         Only as many builders work as batches may be in progress, always the first ones that are free, because each
         thread, and each process behind it, keeps memory of its own after its first batch.
         """
-        if self._builder.in_consumer or place >= self._depth.now:
+        if self._builder.in_consumer or place >= self._depth.now or not self._builds_ahead:
+            return False
+        if place and self._builder.is_quick:
             return False
         return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
 
@@ -383,7 +420,12 @@ class Delivery(ABC):
 
     def _builder_looks(self) -> bool:
         """Tell whether builders call ``_go_on``: after the consumer, since the run may still be in the making."""
-        return not self._builder.holds_gil and self._started > self._first
+        return self._builds_ahead and self._started > self._first
+
+    @property
+    def _builds_ahead(self) -> bool:
+        """Whether threads build: a quick batch is handed over only to a consumer that has left them the time."""
+        return not (self._builder.is_quick and self._haste.is_great)
 
     def _deliver(self, number: int) -> None:
         """Build a batch in a builder thread, and leave it, or the error that prevented it, for the consumer."""

@@ -265,7 +265,7 @@ class Pipeline(Delivery):
         return value
 
     def _open_group(self, first: int) -> Group | None:
-        if not self._builder.holds_gil or not self._items.group_rows:
+        if self._builds_ahead or not self._items.group_rows:
             return None
         allocate, each = self._builder.allocate, self._items.rows_each(self._plan.row_of(first))
         return self._groups.open(

@@ -16,6 +16,7 @@ from streaming.batches.items.whole import WholeSamples
 from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.builders import LocalBuilder, is_trivial
+from streaming.engine.memory.batch_memory import BatchMemory
 from streaming.engine.workers.transport import rows_from_wire, rows_to_wire
 from streaming.errors import ChecksumError, DecodeError
 from streaming.packing.layout import PackRows, PackShape
@@ -145,12 +146,15 @@ def test_who_asks_is_told_which_row_is_decoded() -> None:
 def test_what_is_being_built_is_told_of_until_it_is_built() -> None:
     told: list[list[str]] = []
     builder = LocalBuilder(
-        Recipe(parts=(part("", {"cls": lambda _: told.append(builder.describe())}, on_error="raise"),))
+        Recipe(parts=(part("", {"cls": lambda _: told.append(builder.describe())}, on_error="raise"),)),
+        BatchMemory(1 << 20),
     )
     builder.build(rows_of((0, {"cls": b"1"})), None, lambda _: iter(()), lambda _: None, batch=7)
     assert ["builds batch 7" in line for line in told[0]] == [True]
     assert builder.describe() == []
-    builder = LocalBuilder(Recipe(parts=(part("", {"cls": lambda _: 1 / 0}, on_error="raise"),)))
+    builder = LocalBuilder(
+        Recipe(parts=(part("", {"cls": lambda _: 1 / 0}, on_error="raise"),)), BatchMemory(1 << 20)
+    )
     with pytest.raises(DecodeError):
         builder.build(rows_of((0, {"cls": b"1"})), None, lambda _: iter(()), lambda _: None)
     assert builder.describe() == []

@@ -395,7 +395,7 @@ def test_what_is_written_to_a_view_reaches_nobody_else(folder: Path, limit: str)
 def test_a_copy_from_before_another_thread_restored_the_chunk_is_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with DataLoader(open_at(folder), BATCH) as loader:
+    with DataLoader(open_at(folder), BATCH, num_threads=0) as loader:  # nothing is lent ahead
         batches = iter(loader)
         batch = next(batches)
         for view in batch["bin"]:

@@ -1,0 +1,146 @@
+"""Lend memory for the large tensors of batches that this process builds, and use it again: ``BatchMemory``.
+
+Fresh memory is slow memory: above its threshold the C library maps it, the system zeroes it page by page at the first
+touch, and unmaps it in the thread that lets go of the batch, which is the training thread. Here a block returns when
+nothing refers to it any more: every tensor, view and array over it keeps one NumPy array alive, whose finalizer puts
+the block back. So a batch that is kept never changes. Pages return to the system when another block needs the room, in
+the thread that builds.
+
+A forked child has a copy of its own, since blocks are private.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+
+from streaming.arguments import format_bytes
+from streaming.forks import in_children, renew_lock
+from streaming.platforms import MAP_NORESERVE, want_huge_pages
+
+_log = logging.getLogger(__name__)
+
+LEAST_BYTES = 1 << 18
+"""Smaller tensors come from the C library, which keeps what they free."""
+_STEPS = 4
+"""Sizes of blocks between two powers of two, so that fields of varying size find a block that fits."""
+_MOST_WASTE = 2
+"""A block is lent for tensors of at least this fraction of its size."""
+_MOST_BLOCKS = 4096
+"""Blocks that may be lent at the same time. A process may have 65,530 mappings."""
+
+
+class _Block:
+    """One private mapping. Compared by identity."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        want_huge_pages(self.memory)
+
+
+class BatchMemory:
+    """Allocate tensors for batches, in blocks that come back. Thread-safe.
+
+    Finalizers run anywhere, perhaps in a thread that is executing ``allocate``: they only append to a deque.
+
+    Args:
+        limit_bytes: Limit on all blocks, lent and free. Beyond it tensors get fresh memory.
+
+    Example:
+        >>> memory = BatchMemory(1 << 30)
+        >>> memory.allocate((64, 3, 224, 224), torch.uint8).shape
+        torch.Size([64, 3, 224, 224])
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._free: deque[_Block] = deque()
+        self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
+        self._closed = self._is_told = False
+        self._lock = threading.Lock()
+        """Guards ``_blocks``, and who takes which block from ``_free``."""
+        self.peak_bytes = 0
+        in_children(self, renew_lock)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks, lent and free; pages that were never written take no memory."""
+        with self._lock:
+            return self._held()
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that wait to be lent again."""
+        return len(self._free)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor with arbitrary content."""
+        num_bytes = dtype.itemsize
+        for length in shape:
+            num_bytes *= length
+        block = None if num_bytes < LEAST_BYTES else self._block_for(num_bytes)
+        if block is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        root = np.frombuffer(block.memory, np.uint8, num_bytes)
+        weakref.finalize(root, self._give_back, block).atexit = False
+        return torch.from_numpy(root).view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Return free blocks to the system. Tensors stay valid, and free their memory when they go."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+
+    def _give_back(self, block: _Block) -> None:
+        if not self._closed:
+            self._free.append(block)
+
+    def _block_for(self, num_bytes: int) -> _Block | None:
+        """Return a free or a new block for one tensor; None: there is no room for one."""
+        size = _rounded(num_bytes)
+        with self._lock:
+            fitting = [one for one in self._free.copy() if num_bytes <= one.num_bytes <= _MOST_WASTE * size]
+            if fitting:
+                # The smallest, and of these the one that returned last: its pages are likely in a cache.
+                block = min(reversed(fitting), key=lambda one: one.num_bytes)
+                self._free.remove(block)
+                return block
+            surplus = self._held() + size - self._limit_bytes
+            while surplus > 0 and self._free:
+                surplus -= self._free.popleft().num_bytes  # the one idle longest; unmapped here
+            if surplus > 0 or self._closed or len(self._blocks) >= _MOST_BLOCKS:
+                self._tell_of_limit(num_bytes)
+                return None
+            try:
+                block = _Block(size)
+            except OSError:  # under a tight `ulimit -v`: what frees memory is the error of a plain allocation
+                return None
+            self._blocks.add(block)
+            self.peak_bytes = max(self.peak_bytes, self._held())
+            return block
+
+    def _held(self) -> int:
+        return sum(block.num_bytes for block in self._blocks)
+
+    def _tell_of_limit(self, num_bytes: int) -> None:
+        if self._closed or self._is_told:
+            return
+        self._is_told = True
+        _log.info(
+            "the program keeps so many batches that their memory cannot be used again within memory_limit (%s of "
+            "batches): a tensor of %s, and others, got fresh memory, which is slower",
+            format_bytes(self._limit_bytes), format_bytes(num_bytes),
+        )  # fmt: skip
+
+
+def _rounded(num_bytes: int) -> int:
+    """Return the size of a block for ``num_bytes``: the next of four steps between powers of two."""
+    step = max(mmap.PAGESIZE, (1 << (num_bytes - 1).bit_length()) // (2 * _STEPS))
+    return -(-num_bytes // step) * step
