@@ -152,9 +152,7 @@ def test_what_is_being_built_is_told_of_until_it_is_built() -> None:
     builder.build(rows_of((0, {"cls": b"1"})), None, lambda _: iter(()), lambda _: None, batch=7)
     assert ["builds batch 7" in line for line in told[0]] == [True]
     assert builder.describe() == []
-    builder = LocalBuilder(
-        Recipe(parts=(part("", {"cls": lambda _: 1 / 0}, on_error="raise"),)), BatchMemory(1 << 20)
-    )
+    builder = LocalBuilder(Recipe(parts=(part("", {"cls": lambda _: 1 / 0}, on_error="raise"),)), BatchMemory(1 << 20))
     with pytest.raises(DecodeError):
         builder.build(rows_of((0, {"cls": b"1"})), None, lambda _: iter(()), lambda _: None)
     assert builder.describe() == []

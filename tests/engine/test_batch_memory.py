@@ -1,0 +1,183 @@
+"""Memory of batches: a kept tensor never changes, what came back is used again, and the limit holds."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shard_tools import ShardWriter
+from streaming import DataLoader, StreamingDataset
+from streaming.engine.delivery import _SHORT_STEP_S, _SHORT_STEPS, Haste
+from streaming.engine.memory.batch_memory import LEAST_BYTES, BatchMemory, _rounded
+from tests.support.processes.waiting import PATIENCE_S
+
+LARGE = 2 * LEAST_BYTES
+
+
+def filled(memory: BatchMemory, value: int, num_bytes: int = LARGE) -> torch.Tensor:
+    """Return a tensor of a value."""
+    return memory.allocate((num_bytes,), torch.uint8).fill_(value % 256)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["make", "drop"]), st.integers(0, 5), st.integers(LEAST_BYTES // 2, 4 * LARGE)),
+        max_size=50,
+    ),
+    limit=st.integers(0, 16 * LARGE),
+)
+@settings(deadline=None)
+def test_a_kept_tensor_never_changes_and_the_limit_holds(steps: list[tuple[str, int, int]], limit: int) -> None:
+    memory, kept = BatchMemory(limit), dict[int, tuple[int, torch.Tensor]]()
+    for number, (what, place, num_bytes) in enumerate(steps):
+        kept.pop(place, None)
+        if what == "make":
+            kept[place] = number % 256, filled(memory, number, num_bytes)
+            assert kept[place][1].untyped_storage().nbytes() == num_bytes, "what pickle would send"
+        assert all(bool(tensor.eq(value).all()) for value, tensor in kept.values())
+        assert memory.held_bytes <= limit
+    memory.close()
+    assert all(bool(tensor.eq(value).all()) for value, tensor in kept.values())
+    assert memory.num_free == 0
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda tensor: tensor,
+    "view": lambda tensor: tensor[3:],
+    "array": lambda tensor: tensor.numpy(),
+    "array of view": lambda tensor: tensor[5:].numpy()[::2],
+    "product": lambda tensor: tensor[1:] * 1,
+    "typed": lambda tensor: tensor.view(torch.int32)[::3],
+}
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_a_block_comes_back_with_the_last_reference(keep: str) -> None:
+    memory = BatchMemory(4 * LARGE)
+    tensor = memory.allocate((LARGE // 8, 2), torch.float32)
+    place = tensor.data_ptr()
+    kept = KEPT[keep](tensor)
+    assert memory.num_free == 0
+    del tensor
+    gc.collect()
+    assert memory.num_free == (keep == "product"), "which has memory of its own"
+    del kept
+    gc.collect()
+    assert memory.num_free == 1
+    assert memory.allocate((LARGE,), torch.uint8).data_ptr() == place
+
+
+def test_sizes_that_vary_share_blocks() -> None:
+    memory = BatchMemory(1 << 30)
+    places = {filled(memory, 1, LARGE + step * 4096).data_ptr() for step in range(LARGE // 4096 // 2)}
+    assert len(places) <= 3
+    assert all(size <= _rounded(size) <= size * 5 / 4 + mmap.PAGESIZE for size in range(1, 1 << 22, 4097))
+
+
+def test_small_tensors_are_not_its_business() -> None:
+    memory = BatchMemory(1 << 30)
+    assert filled(memory, 1, LEAST_BYTES - 1).eq(1).all()
+    assert (memory.held_bytes, memory.num_free) == (0, 0)
+
+
+def test_beyond_the_limit_memory_is_fresh_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    memory = BatchMemory(3 * LARGE)
+    with caplog.at_level("INFO"):
+        kept = [filled(memory, value) for value in range(6)]
+    assert memory.held_bytes == memory.peak_bytes == 3 * LARGE
+    assert [bool(tensor.eq(value).all()) for value, tensor in enumerate(kept)] == [True] * 6
+    assert len(caplog.records) == 1
+    del kept
+    gc.collect()
+    assert memory.num_free == 3
+    filled(memory, 7, 3 * LARGE)
+    assert memory.held_bytes == 3 * LARGE, "those that are too small made room"
+
+
+def test_threads_share_nothing() -> None:
+    memory, wrong = BatchMemory(64 * LARGE), list[int]()
+
+    def work(value: int) -> None:
+        for _ in range(50):
+            tensors = [filled(memory, value) for _ in range(3)]
+            wrong.extend(value for tensor in tensors if not tensor.eq(value).all())
+
+    threads = [threading.Thread(target=work, args=(value,), daemon=True) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert memory.held_bytes <= 4 * 2 * 3 * LARGE, "of each thread those of this round and of the last one"
+
+
+def test_a_forked_child_has_a_copy_of_its_own() -> None:
+    memory = BatchMemory(4 * LARGE)
+    kept, spare = filled(memory, 1), filled(memory, 2)
+    del spare
+    with memory._lock:  # as if another thread had it
+        child = os.fork()
+        if not child:
+            other = memory.allocate((LARGE,), torch.uint8).numpy()  # torch's threads did not come along
+            other[:], kept.numpy()[:] = 3, 4
+            os._exit(not ((other == 3).all() and (kept.numpy() == 4).all()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert kept.eq(1).all()
+
+
+def test_a_tensor_travels_by_pickle() -> None:
+    tensor = filled(BatchMemory(4 * LARGE), 9)
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)
+
+
+def test_haste_is_a_row_of_short_steps_and_one_long_step_ends_it() -> None:
+    now = [0.0]
+    haste = Haste(lambda: now[0])
+
+    def step(seconds: float) -> bool:
+        now[0] += seconds
+        haste.asks()
+        haste.leaves()
+        return haste.is_great
+
+    assert not step(0), "the first request comes from nowhere"
+    assert [step(_SHORT_STEP_S / 2) for _ in range(_SHORT_STEPS + 2)] == [False] * (_SHORT_STEPS - 1) + [True] * 3
+    assert not step(2 * _SHORT_STEP_S)
+    assert not step(_SHORT_STEP_S / 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"jagged": ("npy",)}, {"pin_memory": True}], ids=["stacked", "jagged", "pinned"]
+)
+def test_batches_use_memory_again_and_kept_ones_stay(tmp_path: Path, num_workers: int, options: dict[str, Any]) -> None:
+    with ShardWriter(tmp_path, max_bytes="4MiB") as writer:
+        for number in range(64):
+            values = np.full(LEAST_BYTES // 8, number, np.int32)
+            writer.write({"__key__": f"{number:02}", "npy": values})
+    dataset = StreamingDataset(tmp_path, shuffle=False)
+    places, kept = set[int](), dict[int, torch.Tensor]()
+    with DataLoader(dataset, 4, num_workers=num_workers, prefetch_factor=1, num_threads=1, **options) as loader:
+        for number, batch in enumerate(loader):
+            values = batch["npy"].values if "jagged" in options else batch["npy"]
+            places.add(values.data_ptr())
+            if number % 8 == 3:
+                kept[number] = values
+            del batch, values
+        assert len(places) < 16, "of 16 batches"
+        for number, values in kept.items():
+            numbers = values.reshape(4, -1).unique(dim=1).flatten().tolist()
+            assert numbers == list(range(4 * number, 4 * number + 4))
