@@ -18,8 +18,8 @@ from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.build import Part, Recipe
 from streaming.batches.draw_watch import generator_states
-from streaming.decode import resolve_decoders
 from streaming.counters import Metrics
+from streaming.decode import resolve_decoders
 from streaming.loops.base import LoopConfig, open_sharing
 from streaming.plan.memory import Budget
 from streaming.plan.settings import Shape
