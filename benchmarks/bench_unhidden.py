@@ -6,7 +6,7 @@ process of its own, since what an allocator has kept depends on what it did befo
     python benchmarks/bench_unhidden.py                        # all kinds, 0 and 2 workers, torch's loader beside
     python benchmarks/bench_unhidden.py --kinds arrays,large --contestants ours,ours-2 --rounds 1 --scale 0.25
 
-Environment variables reach each process: compare ``MALLOC_MMAP_THRESHOLD_`` and ``MALLOC_TRIM_THRESHOLD_`` of 4294967296.
+Environment variables reach each process: such as glibc's ``MALLOC_MMAP_THRESHOLD_`` and ``MALLOC_TRIM_THRESHOLD_``.
 
 Columns, in ms: *unhidden* is ``next`` and letting go of the last batch together, median of all steps (of the best
 round); then each of the two by the wall clock (median, 95th percentile) and in CPU time of the thread, with the minor
