@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -68,6 +69,15 @@ def write_shards(folder: str, samples: Iterable[Mapping[str, object]], *, per_sh
     with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=per_shard, max_bytes="4GB", columns=columns) as writer:
         for sample in samples:
             writer.write(sample)
+
+
+def read_all(folder: str) -> None:
+    """Bring every file below ``folder`` into the page cache: all contestants' data together may not fit."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(parent, name), "rb", buffering=0) as file:
+                while file.read(16 << 20):
+                    pass
 
 
 def shard_files(folder: str) -> list[str]:
@@ -149,6 +159,13 @@ def machine() -> str:
         f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory_bytes / 2**30:.0f} GiB, load {load:.1f}, "
         f"Python {platform.python_version()}, {packages}"
     )
+
+
+def commit() -> str:
+    """The commit of the tree that is measured; empty: there is no history."""
+    ran = subprocess.run(["git", "-C", os.path.dirname(__file__) or ".", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    return ran.stdout.strip()
 
 
 def installed(*names: str) -> Iterator[str]:

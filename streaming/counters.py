@@ -52,11 +52,21 @@ class Observer:
         """Note work that was done elsewhere, by a process or a device that ``lane`` names."""
 
 
+WAITS = frozenset(("wait_for_fetch_s", "wait_for_build_s", "wait_for_batch_s", "exchange_s"))
+"""What is timed under these names is waiting for others: for bytes, builders, readers, and other ranks."""
+
+
 class _Here(threading.local):
     account: dict[str, float] | None = None
+    waited_s = 0.0
 
 
 _here = _Here()
+
+
+def waited_here_s() -> float:
+    """Return the seconds that this thread has spent on ``WAITS`` so far, of any loader."""
+    return _here.waited_s
 
 
 def account_here(account: dict[str, float] | None) -> None:
@@ -167,6 +177,8 @@ class Timed:
             # No addition is lost. As in `add`, whose call would take longer.
             values = metrics._values
             values[name] = values.get(name, 0) + seconds
+        if name in WAITS:
+            _here.waited_s += seconds
         begun = self.begun
         if begun is not None:
             begun.end(self.start_s, end_s, self.told, self.args)

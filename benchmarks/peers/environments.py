@@ -148,25 +148,35 @@ def interpreter(name: str, venvs: str) -> str:
     """
     if name == OURS:
         return sys.executable
-    requirements = os.path.join(HERE, "requirements", f"{name}.txt")
+    return installed(os.path.join(venvs, name), os.path.join(HERE, "requirements", f"{name}.txt"))
+
+
+def installed(folder: str, requirements: str, *, bare: str = "") -> str:
+    """The Python of the environment ``folder``, installed if it is not yet there, or was of other requirements.
+
+    ``bare`` is installed last, without what it depends on.
+
+    Raises:
+        PeerError: It does not install.
+    """
     with open(requirements) as file:
-        wanted = file.read()
-    folder = os.path.join(venvs, name)
+        wanted = file.read() + bare
     python, mark = os.path.join(folder, "bin", "python"), os.path.join(folder, "installed.txt")
     if os.path.exists(mark):
         with open(mark) as file:
             if file.read() == wanted:
                 return python
-    print(f"installing {name} into {folder} …", file=sys.stderr)
+    print(f"installing {requirements} into {folder} …", file=sys.stderr)
     if not os.path.exists(python):
         venv.create(folder, with_pip=True)
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", requirements]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise PeerError(f"does not install: pip took more than {_INSTALL_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        raise PeerError(f"does not install: {last_line(done.stderr)}")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in ([*pip, "-r", requirements], *([[*pip, "--no-deps", bare]] if bare else [])):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise PeerError(f"does not install: pip took more than {_INSTALL_TIMEOUT_S:.0f} s") from None
+        if done.returncode:
+            raise PeerError(f"does not install: {last_line(done.stderr)}")
     with open(mark, "w") as file:
         file.write(wanted)
     return python

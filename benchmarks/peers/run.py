@@ -16,8 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ import quoted
 import source
 from environments import OURS, PEERS, Peer, PeerError, interpreter, last_line, versions
 from report import Case, flaw, rate
-from s3_server import as_store
+from s3_server import serving
 from sets import SETS, Set
 
 S3_SETS = ("images-raw", "records", "tokens", "large")
@@ -183,7 +181,7 @@ class Bench:
             shards, data = self.source(one), self.data(peer, one)
         except PeerError as failed:
             return {"failed": str(failed)}
-        read_all(data if data != shards and os.path.isdir(data) else shards)
+        common.read_all(data if data != shards and os.path.isdir(data) else shards)
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as scratch:
             output = os.path.join(scratch, "result.json")
@@ -221,28 +219,6 @@ class Bench:
         return {**kept, "PYTHONPATH": REPOSITORY} if PEERS[peer].home == OURS else kept
 
 
-def read_all(folder: str) -> None:
-    """Bring every file below ``folder`` into the page cache: all contestants' data together may not fit."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(parent, name), "rb", buffering=0) as file:
-                while file.read(16 << 20):
-                    pass
-
-
-@contextmanager
-def s3_server(folder: str) -> Iterator[dict[str, str]]:
-    """The server with ``folder``'s files; how contestants reach it."""
-    command = [sys.executable, os.path.join(HERE, "s3_server.py"), folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        try:
-            yield as_store(int(server.stdout.readline()))
-        finally:
-            server.stdin.close()
-
-
 def prepare(bench: Bench, args: argparse.Namespace, results: Results) -> list[str]:
     """Environments and data of all; the peers that can take part."""
     present = []
@@ -272,13 +248,6 @@ def shown(case: Case, run: dict[str, Any], size: int) -> str:
     found = flaw(run)
     text = f"{found.word}: {found.reason}" if found else f"{rate(run, size):12,.0f} {SETS[case.set].unit}/s"
     return f"{case.set:15} {case.where:5} {case.workers} workers  {TITLES[case.peer]:34} {text}"
-
-
-def commit() -> str:
-    """The commit of the tree that is measured; empty: there is no history."""
-    ran = subprocess.run(["git", "-C", REPOSITORY, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True,
-                         check=False)  # fmt: skip
-    return ran.stdout.strip()
 
 
 def write_report(results: Results, folder: str, args: argparse.Namespace) -> str:
@@ -315,11 +284,11 @@ def main() -> None:
     args.peers = prepare(bench, args, results)
     if any(results.wants(case, args.rounds - 1) for case in cases(args)):
         results.content["machine"] = common.machine()
-        results.content["commit"] = commit()
+        results.content["commit"] = common.commit()
     results.save()
     if args.prepare:
         return
-    with s3_server(bench.root) as store:
+    with serving(bench.root) as store:
         for round_number in range(args.rounds):
             for case in cases(args):
                 if results.wants(case, round_number):

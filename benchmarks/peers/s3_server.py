@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(1, os.path.dirname(os.path.dirname(_HERE)))
@@ -35,6 +38,19 @@ def objects(folder: str) -> dict[str, StoredObject]:
 def as_store(port: int) -> dict[str, str]:
     """The arguments of a contestant's ``Store``."""
     return {"endpoint": f"http://127.0.0.1:{port}", "bucket": BUCKET, "key": KEY, "secret": SECRET, "region": REGION}
+
+
+@contextmanager
+def serving(folder: str) -> Iterator[dict[str, str]]:
+    """A process of this program with ``folder``'s files; how contestants reach it."""
+    command = [sys.executable, os.path.abspath(__file__), folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            yield as_store(int(server.stdout.readline()))
+        finally:
+            server.stdin.close()
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NoReturn, Protocol, Self
 
-from streaming.counters import Metrics
+from streaming.counters import Metrics, waited_here_s
 from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.position import Place, Position
 from streaming.epochs.watch import Watchdog
@@ -371,7 +371,7 @@ class Batches(Generic[BatchT]):
             self._turn.check()
         if self._failure is not None:
             raise IteratorEndedError(self._failure)
-        begun_s, begun_thread_s = time.perf_counter(), time.thread_time()
+        begun_s, begun_thread_s, begun_waited_s = time.perf_counter(), time.thread_time(), waited_here_s()
         try:
             self._watchdog.begin()
             batch = self._next()
@@ -380,10 +380,10 @@ class Batches(Generic[BatchT]):
             raise
         finally:
             self._watchdog.end()
-        self._count(begun_s, begun_thread_s)
+        self._count(begun_s, begun_thread_s, begun_waited_s)
         return batch
 
-    def _count(self, begun_s: float, begun_thread_s: float) -> None:
+    def _count(self, begun_s: float, begun_thread_s: float, begun_waited_s: float) -> None:
         """Count a batch that is about to be handed out, and how the consumer's time was spent since the last one."""
         last_s, now_s = self._handed_out_s, time.perf_counter()
         self._handed_out_s = now_s
@@ -394,6 +394,7 @@ class Batches(Generic[BatchT]):
             spent["first_batch_s"] = now_s - begun_s
         else:
             spent["consumer_s"] = begun_s - last_s
+            spent["unhidden_s"] = max(0.0, now_s - begun_s - (waited_here_s() - begun_waited_s))
         self._loop.metrics.add_each(spent)
 
     def hold_back(self, change: int) -> None:

@@ -78,7 +78,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: Work
     )
 
 
-def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
+def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
     """Return the options of the reading side, and how one rank of a data share reads for the others, if one does.
 
     Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges rows
@@ -100,7 +100,7 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, tuple[Stage, ...]]:
         )  # fmt: skip
         config = replace(config, num_workers=1)
     sharing = Sharing.of_replicas(
-        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges, metrics=metrics
     )
     return replace(config, recipe=recipe), (sharing,)
 
@@ -187,7 +187,7 @@ class BaseLoop(Loop, Generic[_Contents]):
         sample_in_shard: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config.shape)
-        self.config, self._stages = open_sharing(config)
+        self.config, self._stages = open_sharing(config, self.metrics)
         self._read_set = dataset
         self.order = order
         self._machinery: Machinery[_Contents] = Machinery(self.metrics)
@@ -243,7 +243,8 @@ class BaseLoop(Loop, Generic[_Contents]):
         gauges = self._machinery.gauges()
         gauges["requests_in_flight"] = len(self._read_set.in_flight())
         own = self.metrics.snapshot()
-        gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
+        for name in ("consumer_thread_s", "unhidden_s"):
+            gauges[f"{name}_per_batch"] = own.get(name, 0.0) / max(1.0, own.get("batches", 0))
         return {**own, **shared, **gauges}
 
     def describe(self) -> str:

@@ -55,6 +55,8 @@ OF_LOADERS = (
         consumer_s="time between two batches: your own work",
         in_loader_s="time that the training thread spent inside the loader: waits, building, hand-over",
         first_batch_s="the part of it spent on the first batches of iterations",
+        unhidden_s="the part of it, after first batches, that was no wait: what the training thread did itself, "
+        "which no prefetching hides",
         consumer_thread_s="CPU time of the training thread inside the loader",
         copy_s="with DevicePrefetcher: time that the training thread spent starting copies to the device",
         wait_for_device_s="with it: time that the training thread waited for the device, which is busy then",
@@ -106,6 +108,7 @@ OF_SHARDS = (
     *_rows(
         "gauge",
         consumer_thread_s_per_batch="consumer_thread_s per batch, on average",
+        unhidden_s_per_batch="unhidden_s per batch, on average",
         fetched_ahead="batches ahead of training whose bytes are in memory, now",
         built_ahead="batches that are built and wait to be handed out, now",
         requests_in_flight="requests to the store that are under way, now",
@@ -125,7 +128,8 @@ OF_SHARDS = (
 OF_ORDINARY = (
     *_rows(
         "counter",
-        wait_for_batch_s="time the consumer waited for torch's loader, or for the readers",
+        wait_for_batch_s="time the consumer waited for torch's loader, for the readers, or for the rank that reads for "
+        'it (replicate="broadcast")',
         discarded_batches="batches left out because another rank ran out of data",
         reader_restarts="remote readers that were restarted",
     ),

@@ -24,6 +24,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming.batches.portion import NUM_SAMPLES
+from streaming.counters import Metrics
 from streaming.engine.threads.jobs import LOOK_UP_S
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
@@ -62,16 +63,20 @@ class Sharing:
         option: See ``ReplicaGroup``.
         of: See ``ReplicaGroup``.
         reads_inline: On the reading rank, the thread that asks for batches reads; else a separate thread.
+        metrics: Where the consumer's waits are counted; None: nowhere.
 
     Attributes:
         ranks: All ranks; the first one reads.
+        metrics: Where the consumer's waits are counted.
     """
 
     def __init__(
         self, portions: Mapping[int, Part], broadcast: Broadcast, rank: int, *, pin: Finish | None,
         option: str = 'replicate="broadcast"', of: str = "one data share", reads_inline: bool = False,
+        metrics: Metrics | None = None,
     ) -> None:  # fmt: skip
         self.ranks = tuple(portions)
+        self.metrics = metrics or Metrics()
         self._broadcast = broadcast
         self._is_source = rank == self.ranks[0]
         self._pin = pin
@@ -84,12 +89,12 @@ class Sharing:
     @classmethod
     def of_replicas(
         cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
-        reads_inline: bool = False,
+        reads_inline: bool = False, metrics: Metrics | None = None,
     ) -> Sharing:  # fmt: skip
         """Make it for the replicas of the rank that ``mesh`` represents."""
         ranks = mesh.replicas_of(mesh.data_rank)
         portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
-        return cls(portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline)
+        return cls(portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline, metrics=metrics)
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
         """Return batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
@@ -138,8 +143,10 @@ class _Consumer(ABC):
         """Return the next batch."""
         with self._changed:
             # A batch is handed out once, in order, and counted in _num_taken.
-            while not self._changed.wait_for(lambda: self._waiting or self._ended or self._left, LOOK_UP_S):
-                pass
+            if not self._has_answer():
+                with self._sharing.metrics.timed("wait_for_batch_s"):
+                    while not self._changed.wait_for(self._has_answer, LOOK_UP_S):
+                        pass
             if self._waiting and not self._left:
                 self._num_taken += 1
                 self._changed.notify_all()
@@ -149,6 +156,10 @@ class _Consumer(ABC):
         if error is not None:
             raise error
         raise StopIteration
+
+    def _has_answer(self) -> bool:
+        """Tell whether the consumer knows what it gets: a batch, or the end."""
+        return bool(self._waiting) or self._ended or self._left
 
     def close(self) -> None:
         """Leave the run; waits until the other ranks know."""

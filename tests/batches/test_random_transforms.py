@@ -18,6 +18,7 @@ from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.build import Part, Recipe
 from streaming.batches.draw_watch import generator_states
+from streaming.counters import Metrics
 from streaming.decode import resolve_decoders
 from streaming.loops.base import LoopConfig, open_sharing
 from streaming.plan.memory import Budget
@@ -251,7 +252,7 @@ def test_a_rank_that_reads_for_others_draws_in_a_process(
         shape=Shape(sizes=Sizes.constant(4), num_ranks=1), mesh=mesh, memory=Budget(1 << 20), num_workers=0,
         num_threads=1, depth=1, recipe=recipe, replicas=Replicas(replicate="broadcast"),
     )  # fmt: skip
-    changed, sharing = open_sharing(config)
+    changed, sharing = open_sharing(config, Metrics())
     assert len(sharing) == 1
     assert changed.num_workers == num_workers
     assert ("called in a worker process" in caplog.text) == bool(num_workers)

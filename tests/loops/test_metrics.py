@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from streaming import DataLoader
+from streaming.counters import WAITS, Metrics, waited_here_s
 from streaming.metrics.table import NUMBERS, OF_EXPORTS
+from streaming.metrics.waits import CAUSES
 from tests.support.code.folders import ROOT
+from tests.support.processes.waiting import PATIENCE_S, ended, is_timed, started, until
 from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -79,7 +82,72 @@ def test_the_consumers_time_adds_up(samples: SampleSet, monkeypatch: pytest.Monk
     assert sum(now.get(name, 0) for name in parts[:3]) <= now["in_loader_s"]
     assert 0.9 * whole_s < now["in_loader_s"] + now["consumer_s"] <= whole_s
     assert 0 < now["consumer_thread_s"] <= whole_s
-    assert now["consumer_thread_s_per_batch"] == now["consumer_thread_s"] / now["batches"]
+    for name in ("consumer_thread_s", "unhidden_s"):
+        assert now[f"{name}_per_batch"] == now[name] / now["batches"]
+    assert 0 < now["unhidden_s"] <= now["in_loader_s"] - now["first_batch_s"]
+
+
+BUILDS = threading.Event()
+"""A builder is at work on a batch."""
+IS_OVER = threading.Event()
+"""Nobody waits for a builder any more."""
+
+
+def built_while_the_consumer_waits(sample: dict[str, Any]) -> dict[str, Any]:
+    """In a builder thread, last until the consumer waits for it."""
+    if threading.current_thread() is not threading.main_thread():
+        BUILDS.set()
+        until(lambda: IS_OVER.is_set() or is_timed("wait_for_build_s"), "the consumer waits")
+        BUILDS.clear()
+    return sample
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "the consumer builds": {"num_threads": 0},
+    "a thread builds": {"num_threads": 1},
+    "a process builds": {"num_workers": 1, "num_threads": 0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_no_wait_is_unhidden(samples: SampleSet, kind: str) -> None:
+    """Time in the loader is that of first batches, waits of the consumer, and what it did itself."""
+    by_thread = kind == "a thread builds"
+    BUILDS.clear()
+    IS_OVER.clear()
+    transform = built_while_the_consumer_waits if by_thread else dict
+    with DataLoader(samples.open(transform=transform), batch_size=4, **KINDS[kind]) as loader:
+        for number, _ in enumerate(loader):
+            if by_thread and number == 3:  # it built none of the next batch: the consumer waits for it
+                assert BUILDS.wait(PATIENCE_S)
+            if number == 4:
+                IS_OVER.set()
+        now: dict[str, Any] = loader.metrics()
+    waits_s = sum(now.get(name, 0.0) for name in WAITS) - now.get("first_batch_wait_s", 0.0)
+    assert waits_s > 0 or not by_thread
+    assert now["unhidden_s"] == pytest.approx(now["in_loader_s"] - now["first_batch_s"] - waits_s)
+    if kind == "the consumer builds":
+        assert now["unhidden_s"] + now["first_batch_s"] >= now["build_in_consumer_s"] > 0
+
+
+def test_waits_of_other_threads_are_not_the_consumers() -> None:
+    metrics, before_s = Metrics(), waited_here_s()
+    for name in (*CAUSES, "build_s", "wait_for_device_s"):
+        with metrics.timed(name):
+            pass
+    mine_s = waited_here_s() - before_s
+    assert mine_s == pytest.approx(sum(metrics.get(name) for name in WAITS))
+    assert set(CAUSES) - WAITS == {"build_in_consumer_s"}
+    other, there = Metrics(), []
+
+    def wait() -> None:
+        with other.timed("wait_for_fetch_s"):
+            pass
+        there.append(waited_here_s())
+
+    ended(*started(wait))
+    assert there == [other.get("wait_for_fetch_s")]
+    assert waited_here_s() - before_s == mine_s
 
 
 def test_workers_and_ring_are_counted(samples: SampleSet, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.replicas import broadcast
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.played_ranks import Play, played
-from tests.support.processes.waiting import PATIENCE_S
+from tests.support.processes.waiting import PATIENCE_S, is_timed, until
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import SampleSet, check_batch, data_gets, write_set
 
@@ -83,6 +83,19 @@ def test_replicas_get_what_each_would_read(dataset: StreamingDataset, play: Play
         assert states == expected_states
         assert len(batches) == 18
         assert all(same(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_waits_for_the_rank_that_reads_are_counted(dataset: StreamingDataset, play: Play) -> None:
+    def run(mesh: DeviceMesh) -> dict[str, Any]:
+        with DataLoader(dataset, device_mesh=mesh, **OPTIONS) as loader:
+            for number, _ in enumerate(loader):
+                if mesh.rank == 0 and number == 0:  # takes no more until the other has none left
+                    until(lambda: is_timed("wait_for_batch_s"), "the other rank waits")
+            return loader.metrics()
+
+    other = play(run, dp_size=1, tp_size=2)[1]
+    assert other["wait_for_batch_s"] > 0
+    assert other["unhidden_s"] < other["in_loader_s"] - other["first_batch_s"]
 
 
 @pytest.fixture(scope="module")
