@@ -25,6 +25,7 @@ import torch
 from infra import DeviceMesh
 from streaming.batches.portion import NUM_SAMPLES
 from streaming.counters import Metrics
+from streaming.engine.memory.batch_memory import BatchMemory
 from streaming.engine.threads.jobs import LOOK_UP_S
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
@@ -41,6 +42,8 @@ BEAT_S = 0.5
 """Interval of signs of life while there is nothing to send, and so the delay until a rank hears that another left."""
 MOST_WAITING = 4
 """Maximum number of batches that wait on a rank that falls behind the reading one."""
+_BATCH_BYTES = 1 << 30
+"""Limit on the memory of received batches that is used again, where no ``memory_limit`` says another."""
 _NO_MORE = 2**62  # number of batches read: no more will follow
 _GRACE_S = 10.0  # for a thread that only has to answer what is in progress
 
@@ -64,6 +67,7 @@ class Sharing:
         of: See ``ReplicaGroup``.
         reads_inline: On the reading rank, the thread that asks for batches reads; else a separate thread.
         metrics: Where the consumer's waits are counted; None: nowhere.
+        batch_bytes: Limit on the memory of received batches that is used again.
 
     Attributes:
         ranks: All ranks; the first one reads.
@@ -73,13 +77,14 @@ class Sharing:
     def __init__(
         self, portions: Mapping[int, Part], broadcast: Broadcast, rank: int, *, pin: Finish | None,
         option: str = 'replicate="broadcast"', of: str = "one data share", reads_inline: bool = False,
-        metrics: Metrics | None = None,
+        metrics: Metrics | None = None, batch_bytes: int = _BATCH_BYTES,
     ) -> None:  # fmt: skip
         self.ranks = tuple(portions)
         self.metrics = metrics or Metrics()
         self._broadcast = broadcast
         self._is_source = rank == self.ranks[0]
         self._pin = pin
+        self._memory = BatchMemory(batch_bytes)
         self._portions = list(portions.values())
         self._option, self._of = option, of
         self._source_type = _InlineRun if reads_inline else _SourceRun
@@ -89,12 +94,15 @@ class Sharing:
     @classmethod
     def of_replicas(
         cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
-        reads_inline: bool = False, metrics: Metrics | None = None,
+        reads_inline: bool = False, metrics: Metrics | None = None, batch_bytes: int = _BATCH_BYTES,
     ) -> Sharing:  # fmt: skip
         """Make it for the replicas of the rank that ``mesh`` represents."""
         ranks = mesh.replicas_of(mesh.data_rank)
         portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
-        return cls(portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline, metrics=metrics)
+        return cls(
+            portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline, metrics=metrics,
+            batch_bytes=batch_bytes,
+        )  # fmt: skip
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
         """Return batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
@@ -106,7 +114,8 @@ class Sharing:
             self._group = ReplicaGroup(self.ranks, self._broadcast.timeout_s, option=self._option, of=self._of)
         if self._is_source:
             return self._source_type(self, self._group, read, place, self._broadcast, self._portions, self._pin)
-        return _ReplicaRun(self, self._group, place, self._broadcast, pin=self._pin is not None)
+        allocate = self._memory.allocate if self._pin is None else partial(torch.empty, pin_memory=True, device="cpu")
+        return _ReplicaRun(self, self._group, place, self._broadcast, allocate)
 
     def page_lock(self, locker: Any) -> Any:
         """See ``Stage``: batches are made where they are read."""
@@ -365,10 +374,17 @@ class _InlineRun(_SourceRun):
 class _ReplicaRun(_Consumer):
     """The run of a rank for which another one reads."""
 
-    def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, broadcast: Broadcast, *, pin: bool) -> None:
+    def __init__(
+        self,
+        sharing: Sharing,
+        group: ReplicaGroup,
+        place: Place,
+        broadcast: Broadcast,
+        allocate: Callable[..., torch.Tensor],
+    ) -> None:
         super().__init__(sharing, group, place, "listen")
         self._decode = broadcast.decode
-        self._allocate = partial(torch.empty, dtype=torch.uint8, pin_memory=pin)
+        self._allocate = allocate
         self._thread.start()
 
     def describe(self) -> str:
@@ -378,7 +394,7 @@ class _ReplicaRun(_Consumer):
 
     def _converse(self) -> None:
         while True:
-            kind, _, payload = self._group.hear(self._allocate)
+            kind, _, payload = self._group.hear(lambda size: self._allocate((size,), dtype=torch.uint8))
             if self._abandoned:
                 raise ReplicaError("this run was given up")
             if kind == BATCH and payload is not None:

@@ -164,7 +164,7 @@ def test_haste_is_a_row_of_short_steps_and_one_long_step_ends_it() -> None:
     "options", [{}, {"jagged": ("npy",)}, {"pin_memory": True}], ids=["stacked", "jagged", "pinned"]
 )
 def test_batches_use_memory_again_and_kept_ones_stay(tmp_path: Path, num_workers: int, options: dict[str, Any]) -> None:
-    with ShardWriter(tmp_path, max_bytes="4MiB") as writer:
+    with ShardWriter(tmp_path / "{:03d}.tar", max_bytes="4MiB") as writer:
         for number in range(64):
             values = np.full(LEAST_BYTES // 8, number, np.int32)
             writer.write({"__key__": f"{number:02}", "npy": values})

@@ -73,6 +73,7 @@ class BatchMemory:
     def held_bytes(self) -> int:
         """Bytes of all blocks, lent and free; pages that were never written take no memory."""
         with self._lock:
+            # Blocks are only looked at.
             return self._held()
 
     @property
@@ -95,6 +96,7 @@ class BatchMemory:
     def close(self) -> None:
         """Return free blocks to the system. Tensors stay valid, and free their memory when they go."""
         with self._lock:
+            # No block returns to the list any more.
             self._closed = True
             self._free.clear()
 
@@ -106,6 +108,7 @@ class BatchMemory:
         """Return a free or a new block for one tensor; None: there is no room for one."""
         size = _rounded(num_bytes)
         with self._lock:
+            # A block is either in the list of free ones, or this caller's alone.
             fitting = [one for one in self._free.copy() if num_bytes <= one.num_bytes <= _MOST_WASTE * size]
             if fitting:
                 # The smallest, and of these the one that returned last: its pages are likely in a cache.
