@@ -51,8 +51,9 @@ def weigh(batch: Any) -> int:
         return _weigh_all([batch])
     kinds = set(map(type, batch))
     own = sys.getsizeof(batch)
-    if kinds == {bytes}:
-        return own + sum(map(len, batch)) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
+    if kinds in ({bytes}, {memoryview}):  # a view counts for its part, whatever it is a view of
+        sizes = map(len, batch) if kinds == {bytes} else (view.nbytes + _HEADER_BYTES for view in batch)
+        return own + sum(sizes) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
     at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT
     if len(batch) <= at_most:
         return own + _weigh_all(batch)
@@ -133,7 +134,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
 
 def _referents(one: Any) -> list[Any]:
     """Return the objects that an object owns."""
-    if isinstance(one, torch.Tensor) or type(one).__module__.startswith("PIL."):
+    if isinstance(one, (torch.Tensor, memoryview)) or type(one).__module__.startswith("PIL."):
         return []
     if isinstance(one, np.ndarray):
         return list(one.ravel()) if one.dtype == object else []

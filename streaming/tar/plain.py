@@ -25,7 +25,7 @@ _LARGE_BYTES = 8 << 10
 _FEW = 64
 """Up to this number of members it costs less, too: NumPy's calls take a quarter of a millisecond at least."""
 _HEADER = Struct("<100s24x11sc20xc100x5s83xc")  # name, size and the byte after it, kind, magic, first of the prefix
-_PLAIN = [[closed, kind, b"ustar", b"\0"] for closed in (b"\0", b" ") for kind in (b"0", b"\0")]
+_PLAIN = {(closed, kind, b"ustar", b"\0") for closed in (b"\0", b" ") for kind in (b"0", b"\0")}
 _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
 """Of the octal digits of a size; such a number is exact in a float64."""
 _ALIKE = ((124, 136), (156, 157), (257, 262), (345, 346))
@@ -64,31 +64,30 @@ class _Walk:
 
     def go(self, steps: int) -> bool:
         """Follow at most ``steps`` headers; tell whether each place before the end had a plain one."""
-        data, at, end = self._data, self.at, len(self._data) - BLOCK_BYTES
+        data, at, end, unpack = self._data, self.at, len(self._data) - BLOCK_BYTES, _HEADER.unpack_from
+        names, places, sizes = self.names, self.places, self.sizes
         for _ in range(steps):
             if at > end:
                 break
-            name, digits, *others = _HEADER.unpack_from(data, at)
-            if others not in _PLAIN or not digits.isdigit():
+            name, digits, closed, kind, magic, prefix = unpack(data, at)
+            if (closed, kind, magic, prefix) not in _PLAIN or not digits.isdigit():
                 return False
             try:
                 size = int(digits, 8)
             except ValueError:
                 return False
-            self.names.append(name.partition(b"\0")[0])
-            self.places.append(at)
-            self.sizes.append(size)
+            names.append(name)
+            places.append(at)
+            sizes.append(size)
             at += BLOCK_BYTES + (size + BLOCK_BYTES - 1 & -BLOCK_BYTES)
         self.at = at
         return at > 0
 
     def members(self) -> Members:
         """Return the members found; all of the bytes must have been walked over."""
-        places = np.array(self.places, np.int64)
-        return Members(
-            names=self.names, headers=places, data=places + BLOCK_BYTES, sizes=np.array(self.sizes, np.int64),
-            end=self.at, ended=False,
-        )  # fmt: skip
+        names = [name.partition(b"\0")[0] for name in self.names]
+        places, sizes = np.array(self.places, np.int64), np.array(self.sizes, np.int64)
+        return Members(names=names, headers=places, data=places + BLOCK_BYTES, sizes=sizes, end=self.at, ended=False)
 
 
 def _period(first: list[int], end: int) -> list[int] | None:

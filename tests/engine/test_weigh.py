@@ -1,6 +1,6 @@
 """What a batch weighs: near what it takes, in little time, and without running anybody's code."""
 
-from __future__ import annotations
+from __future__ import ctypes
 
 import json
 import random
@@ -66,6 +66,10 @@ def test_what_is_shared_counts_once() -> None:
 
 def test_a_view_weighs_its_own_part() -> None:
     assert weigh(torch.zeros(10, 1 << 20)[0]) < 5 << 20
+    chunk = memoryview((ctypes.c_ubyte * (1 << 24)).from_buffer(bytearray(1 << 24))).cast("B")
+    views = [chunk[start : start + 1000].toreadonly() for start in range(64)]
+    for batch in (views, {"jpg": views}, [*views, "text"], [{"jpg": view} for view in views]):
+        assert 64_000 < weigh(batch) < 130_000
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr"])
