@@ -1,6 +1,6 @@
 """What a batch weighs: near what it takes, in little time, and without running anybody's code."""
 
-from __future__ import ctypes
+from __future__ import annotations
 
 import json
 import random
