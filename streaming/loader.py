@@ -95,7 +95,8 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             are not decoded, are concatenated into one tensor with row offsets, a ``Jagged``. A mapping chooses the
             form: ``{"audio": "nested"}`` gives torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
             several axes. Arrays of unequal shape in other fields stay a list.
-        prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch.
+        prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch. Up to 16 times
+            as many where slow batches hold up others that are built, as far as ``memory_limit`` allows.
         pin_memory: Page-lock the tensors of each batch (needs CUDA).
         memory_limit: Upper bound on everything this rank buffers. A plan that needs more is refused when an epoch
             starts.

@@ -43,6 +43,8 @@ _SHORT_STEP_S = 0.2e-3
 """Time between two requests for batches in which no thread that has to be woken builds a batch."""
 _SHORT_STEPS = 8
 """Number of such steps, one after the other, that show that the consumer only pulls batches."""
+_HELD_UP = 16
+"""Factor by which the number of batches built ahead may grow while slow ones hold up others."""
 _WITH_USER = 2
 """Batches that a training loop usually holds: while it asks for the next one, the last one is still in use."""
 
@@ -56,7 +58,7 @@ class Depth:
     """Bound the number of batches built ahead by the largest one seen. Use under the caller's lock.
 
     Args:
-        most: Upper bound on batches that are built but not handed out.
+        most: Upper bound on batches that are built but not handed out, unless a slow one holds up others.
         batch_bytes: Upper bound on their bytes; one batch is always allowed.
         num_builders: Number of threads that build at the same time.
 
@@ -66,6 +68,7 @@ class Depth:
 
     def __init__(self, most: int, batch_bytes: int, num_builders: int) -> None:
         self._most = most
+        self._most_held_up = most * _HELD_UP
         self._batch_bytes = batch_bytes - min(_OWN_BYTES, batch_bytes // 4)
         self._num_builders = num_builders
         self._largest_bytes = self._making_bytes = 0
@@ -81,6 +84,17 @@ class Depth:
         """
         self._largest_bytes = max(self._largest_bytes, batch_bytes)
         self._making_bytes = max(self._making_bytes, 2 * batch_bytes if is_local else batch_bytes + object_bytes)
+        self._bound()
+
+    def held_up(self) -> bool:
+        """Record that builders were idle because a slow batch is before many that are built: the bound doubles.
+
+        So the next slow batch begins earlier. Memory still bounds it.
+        """
+        self._most = min(2 * self._most, self._most_held_up)
+        self._bound()
+
+    def _bound(self) -> None:
         room_bytes = self._batch_bytes - _WITH_USER * self._largest_bytes
         all_being_built = room_bytes // max(1, self._largest_bytes + self._making_bytes)
         fitting = (room_bytes - self._num_builders * self._making_bytes) // max(1, self._largest_bytes)
@@ -336,6 +350,7 @@ class Delivery(ABC):
         obstacle = self._obstacle() if waits_for_fetch else None
         if obstacle is not None:
             raise obstacle
+        self._look_at_depth()
         if self._can_start():
             self._changed.notify_all()
         waiting = self._metrics.timed("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s")
@@ -343,6 +358,17 @@ class Delivery(ABC):
             self._changed.wait(LOOK_UP_S, when=partial(self._consumer_has_work, number))
         if number == self._first:
             self._metrics.add("first_batch_wait_s", waiting.seconds)
+
+    def _look_at_depth(self) -> None:
+        """Let more be built ahead if the consumer lacks one batch only: half of those behind it are built.
+
+        For the consumer, which waits, and for builders, which may begin no other one.
+        """
+        if self._consumer is None or self._handed_out in self._results:
+            return
+        is_full = self._started == self._handed_out + self._depth.now < self._num_ready()
+        if is_full and 2 * len(self._results) >= self._depth.now > 1:
+            self._depth.held_up()
 
     def _consumer_has_work(self, number: int) -> bool:
         """Tell whether the consumer, which waits for a batch, can take it, build it, call ``_go_on``, or end."""
@@ -448,6 +474,7 @@ class Delivery(ABC):
                 self._finish(number)
             least_bytes = self._depth.least_bytes
             self._go_on()
+            self._look_at_depth()
             self._changed.notify_all()
         if least_bytes > self._batch_bytes:
             self._tell_of_large(num_bytes, least_bytes)

@@ -21,7 +21,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.engine.delivery import _SHORT_STEP_S, _SHORT_STEPS, Haste
 from streaming.engine.memory.batch_memory import LEAST_BYTES, BatchMemory, _rounded
-from tests.support.processes.waiting import PATIENCE_S
+from tests.support.processes.waiting import PATIENCE_S, until
 
 LARGE = 2 * LEAST_BYTES
 
@@ -181,3 +181,30 @@ def test_batches_use_memory_again_and_kept_ones_stay(tmp_path: Path, num_workers
         for number, values in kept.items():
             numbers = values.reshape(4, -1).unique(dim=1).flatten().tolist()
             assert numbers == list(range(4 * number, 4 * number + 4))
+
+
+@pytest.mark.parametrize(
+    "hands", [{"num_threads": 2}, {"num_workers": 2, "num_threads": 0}], ids=["threads", "workers"]
+)
+def test_a_slow_batch_holds_up_as_few_as_memory_allows(tmp_path: Path, hands: dict[str, int]) -> None:
+    """Batch 4 is slow until others have been built: more of them than may be ahead of a quick one."""
+    wanted = 4 + 2 * 2 * 2
+    with ShardWriter(tmp_path / "{:03d}.tar") as writer:
+        for number in range(64):
+            writer.write({"__key__": f"{number:02}", "txt": f"{number}"})
+
+    def waits_for_others(sample: dict[str, Any]) -> dict[str, Any]:
+        number = int(sample["txt"])
+        (tmp_path / f"begun {number}").touch()
+        if number == 4:
+            until((tmp_path / f"begun {wanted}").exists, "builders go on behind the slow batch")
+        return sample
+
+    dataset = StreamingDataset(tmp_path, shuffle=False, transform=waits_for_others)
+    found = []
+    with DataLoader(dataset, 1, prefetch_factor=2, **hands) as loader:
+        for batch in loader:
+            found.append(int(batch["txt"][0]))
+            if found == [0]:  # a builder begins the slow one, before anybody waits for it
+                until((tmp_path / "begun 4").exists, "four batches are built ahead")
+    assert found == list(range(64))
