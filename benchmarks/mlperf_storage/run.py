@@ -1,4 +1,4 @@
-"""The field's storage benchmark, ours beside the loaders that it ships with: ``python benchmarks/mlperf_storage/run.py``.
+"""The field's storage benchmark: ours beside the loaders that it ships with.
 
 Installs the engine of MLPerf Storage (DLIO, from PyPI) into an environment of its own below ``--data``, makes the data
 of three workloads once, and lets contestants take turns, ``--rounds`` times, from disk and from an S3 server on
@@ -181,12 +181,8 @@ def main() -> None:
     if args.retry:
         results.forget_failed()
     if any(results.wants(case, args.rounds - 1) for case in cases(args)):
-        results.content |= {
-            "machine": common.machine(),
-            "commit": common.commit(),
-            "engine": ENGINE,
-            "scale": args.scale,
-        }
+        results.content |= {"machine": common.machine(), "commit": common.commit()}
+        results.content |= {"engine": ENGINE, "scale": args.scale}
     with serving(bench.root) as store:
         for round_number in range(args.rounds):
             for case in cases(args):

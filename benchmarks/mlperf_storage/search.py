@@ -14,7 +14,9 @@ from dataclasses import dataclass
 GOAL = 0.90
 PRECISION = 1.04
 """Two steps of which one reaches the goal and the other does not are as close as this."""
-LEAST_S, MOST_S = 2e-4, 30.0
+STRIDE = 2.0
+"""Until there are two such steps."""
+LEAST_S, MOST_S = 2e-4, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +55,9 @@ def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
             if step_s >= MOST_S:
                 raise ValueError(f"{found.utilization:.0%} with a step of {MOST_S:.0f} s")
         if not reached_s:
-            step_s *= 1.6
+            step_s *= STRIDE
         elif not missed_s:
-            step_s /= 1.6
+            step_s /= STRIDE
         else:
             step_s = math.sqrt(reached_s * missed_s)
         step_s = min(max(step_s, LEAST_S), MOST_S)
@@ -65,8 +67,8 @@ def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
 def _confirmed(step_s: float, confirmations: int) -> Generator[float, Trial, Trial]:
     """Try again: what was reached by luck is reached with a longer step."""
     while True:
-        trials = []
-        for _ in range(confirmations):
+        trials: list[Trial] = []
+        while len(trials) < confirmations:
             trials.append((yield step_s))
         mean = Trial(
             step_s=step_s,
