@@ -293,8 +293,8 @@ def document(
         "  decoded images.",
         *(
             [
-                "- Unhidden: what `next` and letting go of the last batch keep of the training thread after a step in which",
-                "  there was time to prepare.",
+                "- Unhidden: what `next` and letting go of the last batch keep of the training thread after a step",
+                "  in which there was time to prepare.",
             ]
             if is_paused
             else []
