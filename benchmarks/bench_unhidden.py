@@ -13,13 +13,15 @@ round); then each of the two by the wall clock (median, 95th percentile) and in 
 page faults of a step; *read*: reading every byte of the batch once afterwards; *CPU*: of all processes, for a batch;
 MiB: peak of this process without mapped files. Of ours also what the loader counts: *built here*.
 
-``--scale`` multiplies samples per batch. ``torch`` reads the same bytes from one flat file by ``pread`` in its
-``Dataset``, unchecked, and decodes images with Pillow. Peers in environments of their own: ``peers/run.py --unhidden``.
+``ours-broadcast`` is the rank that does not read, of two. ``torch`` reads the same bytes from one flat file by ``pread``
+in its ``Dataset``, unchecked, and decodes images with Pillow. ``--scale`` multiplies samples per batch. Peers in
+environments of their own: ``peers/run.py``, column unhidden.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import subprocess
@@ -35,9 +37,11 @@ sys.path[1:1] = [os.path.dirname(_HERE), os.path.join(_HERE, "peers")]
 import common
 import numpy as np
 import torch
+import torch.distributed
 import torch.utils.data
 from unhidden import probe
 
+from infra import DeviceMesh
 from streaming import DataLoader, Packed, StreamingDataset
 
 SIDE, LENGTH, PACK_LENGTH = 224, 2048, 8192
@@ -75,6 +79,7 @@ KINDS = {
 }
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "ours": {}, "ours-2": {"num_workers": 2}, "ours-pinned": {"pin_memory": True},
+    "ours-broadcast": {"replicate": "broadcast"},
     "torch": {}, "torch-2": {"num_workers": 2},
 }  # fmt: skip
 
@@ -209,6 +214,8 @@ def turn(asked: Mapping[str, Any]) -> dict[str, Any]:
     kind, folder, contestant = KINDS[asked["kind"]], asked["folder"], asked["contestant"]
     options, batch_size = CONTESTANTS[contestant], scaled(kind, asked["scale"])
     torch.set_num_threads(1)
+    if contestant == "ours-broadcast":
+        options = {**options, "device_mesh": joined(asked)}
     if contestant.startswith("torch"):
         loader: Any = torch.utils.data.DataLoader(
             Flat(kind, folder), batch_size, collate_fn=collated, **options,
@@ -216,6 +223,9 @@ def turn(asked: Mapping[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         return probe(iter(loader), asked["steps"], pause_s=asked["pause"], read=read)
     with ours(kind, folder, batch_size, options) as loader:
+        if asked.get("rank") == 0:
+            for _ in endless(loader):
+                pass
         counted: list[dict[str, Any]] = []
 
         def seen(batch: Any) -> None:
@@ -230,6 +240,19 @@ def turn(asked: Mapping[str, Any]) -> dict[str, Any]:
             if name in last
         }
         return found
+
+
+def joined(asked: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh of two ranks that share a data rank: this process, and one that reads for it as fast as it can."""
+    rank, meeting = asked.get("rank", 1), asked.get("meeting") or os.path.join(tempfile.mkdtemp(), "meeting")
+    if rank:
+        other = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "--turn", json.dumps({**asked, "rank": 0, "meeting": meeting})],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        atexit.register(other.kill)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    return DeviceMesh.from_sizes(dp_size=1, tp_size=2, rank=rank, environ={})
 
 
 def endless(loader: Any) -> Iterator[Any]:

@@ -35,7 +35,7 @@ class Trial:
         return self.utilization / self.step_s if self.step_s else 0.0
 
 
-def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
+def search(*, goal: float = GOAL, confirmations: int = 3) -> Generator[float, Trial, Trial]:
     """Yield step times to try, take what each gave, and return the fastest that holds.
 
     Raises:
@@ -46,7 +46,7 @@ def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
     reached_s = missed_s = 0.0
     while not (reached_s and missed_s) or reached_s / missed_s > PRECISION:
         found = yield step_s
-        if found.utilization >= GOAL:
+        if found.utilization >= goal:
             reached_s = step_s
             if step_s <= LEAST_S:
                 break
@@ -61,10 +61,10 @@ def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
         else:
             step_s = math.sqrt(reached_s * missed_s)
         step_s = min(max(step_s, LEAST_S), MOST_S)
-    return (yield from _confirmed(reached_s, confirmations))
+    return (yield from _confirmed(reached_s, goal, confirmations))
 
 
-def _confirmed(step_s: float, confirmations: int) -> Generator[float, Trial, Trial]:
+def _confirmed(step_s: float, goal: float, confirmations: int) -> Generator[float, Trial, Trial]:
     """Try again: what was reached by luck is reached with a longer step."""
     while True:
         trials: list[Trial] = []
@@ -76,7 +76,7 @@ def _confirmed(step_s: float, confirmations: int) -> Generator[float, Trial, Tri
             cpu_s=statistics.fmean(one.cpu_s for one in trials),
             whole_s=statistics.fmean(one.whole_s for one in trials),
         )
-        if mean.utilization >= GOAL:
+        if mean.utilization >= goal:
             return mean
         if step_s >= MOST_S:
             raise ValueError(f"{mean.utilization:.0%} with a step of {MOST_S:.0f} s")

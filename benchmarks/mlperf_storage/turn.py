@@ -30,10 +30,10 @@ class Found(Exception):  # noqa: N818  the end of a search
 class Searching(DLIOBenchmark):  # type: ignore[misc]
     """The engine, with a step time for each epoch; several epochs are a trial."""
 
-    def __init__(self, config: dict[str, Any], seconds: float, confirmations: int) -> None:
+    def __init__(self, config: dict[str, Any], seconds: float, goal: float, confirmations: int) -> None:
         super().__init__(config)
         self._seconds = seconds
-        self._search: Generator[float, Trial, Trial] = search(confirmations=confirmations)
+        self._search: Generator[float, Trial, Trial] = search(goal=goal, confirmations=confirmations)
         self.computation_time = next(self._search)
         self.trials: list[Trial] = []
         self._first_epoch = 2
@@ -99,7 +99,7 @@ def configuration(turn: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     turn = asked()
     DLIOMPI.get_instance().initialize()
-    engine = Searching(configuration(turn), turn["seconds"], turn["confirmations"])
+    engine = Searching(configuration(turn), turn["seconds"], turn["goal"], turn["confirmations"])
     engine.initialize()
     try:
         engine.run()
