@@ -31,7 +31,7 @@ RELEASE_ARGS ?=
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers fuzz torture flips matrix differential clean
+.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers mlperf fuzz torture flips matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
