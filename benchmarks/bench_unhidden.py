@@ -11,7 +11,8 @@ Environment variables reach each process: such as glibc's ``MALLOC_MMAP_THRESHOL
 Columns, in ms: *unhidden* is ``next`` and letting go of the last batch together, median of all steps (of the middle
 round); then each of the two by the wall clock (median, 95th percentile) and in CPU time of the thread, with the minor
 page faults of a step; *read*: reading every byte of the batch once afterwards; *CPU*: of all processes, for a batch;
-MiB: peak of this process without mapped files. Of ours also what the loader counts: *built here*.
+MiB: peak of this process without mapped files. Of ours also what the loader counts, as
+means: building in this thread, and ``unhidden_s`` (letting go is not in it).
 
 ``ours-broadcast`` is the rank that does not read, of two. ``torch`` reads the same bytes from one flat file in its
 ``Dataset``, by ``pread``, unchecked, and decodes images with Pillow. ``--scale`` multiplies samples per batch. Peers in
@@ -276,7 +277,7 @@ def in_a_process(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 HEAD = (
     f"{'':28} {'unhidden':>8} | {'next':>7} {'p95':>7} {'CPU':>7} {'faults':>7} | {'let go':>7} {'p95':>7} {'CPU':>7} "
-    f"{'faults':>7} | {'read':>7} {'pause':>6} {'CPU':>7} {'MiB':>6}  built here"
+    f"{'faults':>7} | {'read':>7} {'pause':>6} {'CPU':>7} {'MiB':>6} built here   unhidden_s"
 )
 
 
@@ -287,10 +288,13 @@ def line(name: str, found: Mapping[str, Any]) -> str:
         f"{one['wall_ms']:7.2f} {one['wall_ms_p95']:7.2f} {one['cpu_ms']:7.2f} {one['faults']:7.0f}"
         for one in (found["next"], found["let_go"])
     )
-    here = found.get("counted", {}).get("build_in_consumer_s")
+    counted = found.get("counted", {})
+    own = (
+        "".join(f" {counted.get(name, 0.0):10.2f}" for name in ("build_in_consumer_s", "unhidden_s")) if counted else ""
+    )
     return (
         f"{name:28} {found['unhidden_ms']:8.2f} | {parts} | {found['read_ms']:7.2f} {found['pause_ms']:6.0f} "
-        f"{found['cpu_ms']:7.1f} {found['peak_bytes'] / 2**20:6.0f}{'' if here is None else f'  {here:10.2f}'}"
+        f"{found['cpu_ms']:7.1f} {found['peak_bytes'] / 2**20:6.0f}{own}"
     )
 
 
