@@ -2,6 +2,7 @@
 # make test   the promises, in minutes: ruff, mypy, contracts, histories, orders, one job per launcher, the pages of the docs
 # make test-all   make test, then what is marked `thorough`: Ray, browsers, trainers, the site, torture, option table
 # make venv | lint | types | pytest | thorough | bench | peers    the parts (peers: us beside the other loaders)
+# make mlperf   the field's storage benchmark, ours beside torch, tf.data and DALI (MLPERF_ARGS=…)
 # make docs   the site, in build/site: pages, reference and all messages; fails on a broken link
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
@@ -30,7 +31,7 @@ RELEASE_ARGS ?=
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers fuzz torture flips matrix differential clean
+.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers mlperf fuzz torture flips matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
@@ -82,6 +83,9 @@ gpu: venv
 
 peers: venv
 	$(BIN)/python benchmarks/peers/run.py $(PEERS_ARGS)
+
+mlperf: venv
+	$(BIN)/python benchmarks/mlperf_storage/run.py $(MLPERF_ARGS)
 
 release-check: venv
 	$(BIN)/python -m tests.release $(RELEASE_ARGS)

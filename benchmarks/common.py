@@ -163,9 +163,8 @@ def machine() -> str:
 
 def commit() -> str:
     """The commit of the tree that is measured; empty: there is no history."""
-    ran = subprocess.run(["git", "-C", os.path.dirname(__file__) or ".", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True,
-                         check=False)  # fmt: skip
-    return ran.stdout.strip()
+    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def installed(*names: str) -> Iterator[str]:

@@ -104,10 +104,11 @@ class Dali(_Loader):
 
     def next(self) -> Iterator[Any]:
         for _ in range(self.num_samples // self.batch_size):
-            outputs = self._pipe.share_outputs()
-            yield outputs
-            self._pipe.release_outputs()
-            self._pipe.schedule_run()
+            try:
+                yield self._pipe.share_outputs()
+            finally:  # the engine leaves an epoch at its last batch
+                self._pipe.release_outputs()
+                self._pipe.schedule_run()
 
 
 class TensorFlow(_Loader):

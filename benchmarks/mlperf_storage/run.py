@@ -1,4 +1,4 @@
-"""The field's storage benchmark, ours beside the loaders that it ships with: ``python benchmarks/mlperf_storage/run.py``.
+"""The field's storage benchmark: ours beside the loaders that it ships with.
 
 Installs the engine of MLPerf Storage (DLIO, from PyPI) into an environment of its own below ``--data``, makes the data
 of three workloads once, and lets contestants take turns, ``--rounds`` times, from disk and from an S3 server on
@@ -6,8 +6,8 @@ loopback, each turn in a process of its own. A turn finds the shortest step at w
 for 90 % of the time. Results are kept after each turn: a run that was stopped goes on where it was; ``--fresh`` begins
 anew. ``--publish`` writes RESULTS.md and results.json here.
 
-    python benchmarks/mlperf_storage/run.py --scale 0.1 --seconds 0.5 --rounds 1    # a smoke run, a few minutes
-    python benchmarks/mlperf_storage/run.py --rounds 3 --publish                    # on an idle machine
+    python benchmarks/mlperf_storage/run.py --rounds 3 --publish  # on an idle machine
+    python benchmarks/mlperf_storage/run.py --rounds 1 --scale 0.1 --goal 0.3 --seconds 0.3 --confirmations 1  # smoke
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="more can be added to earlier results")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the batches of an epoch")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a trial of one step time")
+    parser.add_argument("--goal", type=float, default=0.9, help="part of the time that the accelerator computes")
     parser.add_argument("--confirmations", type=int, default=3, help="trials of the step time that was found")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds that a turn may take")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
@@ -108,7 +109,8 @@ class Bench:
             "workload": work.name, "contestant": one.name, "batch_size": work.batch_size, "data": data,
             "sample_bytes": work.sample_bytes, "num_samples": work.num_samples(self._args.scale),
             "per_file": {"npy": 1, "tfrecord": max(1, work.per_file)}, "scratch": scratch, "output": output,
-            "seconds": self._args.seconds, "confirmations": self._args.confirmations, **self._urls(data, store),
+            "seconds": self._args.seconds, "goal": self._args.goal, "confirmations": self._args.confirmations,
+            **self._urls(data, store),
         }  # fmt: skip
         command = [sys.executable, "-S", "-E", os.path.join(_BENCHMARKS, "peers", "measure.py"), "--result", output,
                    "--timeout", str(self._args.timeout), self._python, os.path.join(_HERE, "turn.py")]  # fmt: skip
@@ -177,16 +179,12 @@ def main() -> None:
         bench.data(WORKLOADS[name])
     if args.prepare:
         return
-    results = Results(Path(args.data, f"results-{args.scale:g}.json"), fresh=args.fresh)
+    results = Results(Path(args.data, f"results-{args.scale:g}-{args.goal:g}.json"), fresh=args.fresh)
     if args.retry:
         results.forget_failed()
     if any(results.wants(case, args.rounds - 1) for case in cases(args)):
-        results.content |= {
-            "machine": common.machine(),
-            "commit": common.commit(),
-            "engine": ENGINE,
-            "scale": args.scale,
-        }
+        results.content |= {"machine": common.machine(), "commit": common.commit()}
+        results.content |= {"engine": ENGINE, "scale": args.scale, "goal": args.goal}
     with serving(bench.root) as store:
         for round_number in range(args.rounds):
             for case in cases(args):

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 GOAL = 0.90
 PRECISION = 1.04
 """Two steps of which one reaches the goal and the other does not are as close as this."""
-LEAST_S, MOST_S = 2e-4, 30.0
+STRIDE = 2.0
+"""Until there are two such steps."""
+LEAST_S, MOST_S = 2e-4, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Trial:
         return self.utilization / self.step_s if self.step_s else 0.0
 
 
-def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
+def search(*, goal: float = GOAL, confirmations: int = 3) -> Generator[float, Trial, Trial]:
     """Yield step times to try, take what each gave, and return the fastest that holds.
 
     Raises:
@@ -44,7 +46,7 @@ def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
     reached_s = missed_s = 0.0
     while not (reached_s and missed_s) or reached_s / missed_s > PRECISION:
         found = yield step_s
-        if found.utilization >= GOAL:
+        if found.utilization >= goal:
             reached_s = step_s
             if step_s <= LEAST_S:
                 break
@@ -53,20 +55,20 @@ def search(*, confirmations: int = 3) -> Generator[float, Trial, Trial]:
             if step_s >= MOST_S:
                 raise ValueError(f"{found.utilization:.0%} with a step of {MOST_S:.0f} s")
         if not reached_s:
-            step_s *= 1.6
+            step_s *= STRIDE
         elif not missed_s:
-            step_s /= 1.6
+            step_s /= STRIDE
         else:
             step_s = math.sqrt(reached_s * missed_s)
         step_s = min(max(step_s, LEAST_S), MOST_S)
-    return (yield from _confirmed(reached_s, confirmations))
+    return (yield from _confirmed(reached_s, goal, confirmations))
 
 
-def _confirmed(step_s: float, confirmations: int) -> Generator[float, Trial, Trial]:
+def _confirmed(step_s: float, goal: float, confirmations: int) -> Generator[float, Trial, Trial]:
     """Try again: what was reached by luck is reached with a longer step."""
     while True:
-        trials = []
-        for _ in range(confirmations):
+        trials: list[Trial] = []
+        while len(trials) < confirmations:
             trials.append((yield step_s))
         mean = Trial(
             step_s=step_s,
@@ -74,7 +76,7 @@ def _confirmed(step_s: float, confirmations: int) -> Generator[float, Trial, Tri
             cpu_s=statistics.fmean(one.cpu_s for one in trials),
             whole_s=statistics.fmean(one.whole_s for one in trials),
         )
-        if mean.utilization >= GOAL:
+        if mean.utilization >= goal:
             return mean
         if step_s >= MOST_S:
             raise ValueError(f"{mean.utilization:.0%} with a step of {MOST_S:.0f} s")

@@ -30,18 +30,18 @@ class Found(Exception):  # noqa: N818  the end of a search
 class Searching(DLIOBenchmark):  # type: ignore[misc]
     """The engine, with a step time for each epoch; several epochs are a trial."""
 
-    def __init__(self, config: dict[str, Any], seconds: float, confirmations: int) -> None:
+    def __init__(self, config: dict[str, Any], seconds: float, goal: float, confirmations: int) -> None:
         super().__init__(config)
         self._seconds = seconds
-        self._search: Generator[float, Trial, Trial] = search(confirmations=confirmations)
+        self._search: Generator[float, Trial, Trial] = search(goal=goal, confirmations=confirmations)
         self.computation_time = next(self._search)
         self.trials: list[Trial] = []
-        self._first_epoch = 1
+        self._first_epoch = 2
         self._begun_cpu_s = 0.0
 
     def _train(self, epoch: int) -> int:
-        done = epoch - self._first_epoch
-        if not done:
+        done = epoch - self._first_epoch  # the first epoch, with its imports and processes, is in no trial
+        if done <= 0:
             self._begun_cpu_s = cpu_s(os.getpid())
         elif self._is_enough(done):
             trial = self._trial(done)
@@ -99,7 +99,7 @@ def configuration(turn: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     turn = asked()
     DLIOMPI.get_instance().initialize()
-    engine = Searching(configuration(turn), turn["seconds"], turn["confirmations"])
+    engine = Searching(configuration(turn), turn["seconds"], turn["goal"], turn["confirmations"])
     engine.initialize()
     try:
         engine.run()

@@ -26,7 +26,7 @@ class Workload:
 
     def num_samples(self, scale: float) -> int:
         """Samples of an epoch: whole batches, and enough that shuffles have something to shuffle."""
-        return self.batch_size * max(3, round(self.num_batches * scale))
+        return self.batch_size * max(6, round(self.num_batches * scale))
 
 
 WORKLOADS = {

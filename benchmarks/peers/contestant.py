@@ -7,7 +7,8 @@ over it and writes what it saw to ``--output`` as JSON. Module ``peer_PEER`` say
 - ``batches(job)``: opens everything anew and yields, per batch, what the set asks for: a list of bytes-like objects,
   or a tensor, first axis samples; of packs ``input_ids``, int64 [B, T], 0 where there is no token.
 
-The clock runs from before ``batches`` is called (imports are done) to the arrival of the last batch.
+The clock runs from before ``batches`` is called (imports are done) to the arrival of the last batch. ``contestant.py
+PEER pause …`` asks after steps that sleep (``unhidden.py``); passes follow each other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from environments import PEERS, Packing
 from processes import cpu_s
 from sets import PAIRS, PIXEL_TOLERANCE, SETS, TOKENS_PER_SEQUENCE, Set, fingerprint, pairs_in, thumbnail
+from unhidden import probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +195,18 @@ def deliver(batches: Iterator[Any], witness: Witness | PackWitness, seconds: flo
             "num_batches": num_batches, "whole": whole}  # fmt: skip
 
 
+def passes(peer: Any, job: Job) -> Iterator[Any]:
+    """Batches of one pass after the other."""
+    while True:
+        yield from peer.batches(job)
+
+
+def read_all(payload: Any) -> None:
+    """Read every sample of a batch."""
+    for item in payload:
+        read(item)
+
+
 def write(path: str, result: dict[str, Any]) -> None:
     """Whole or not at all: the supervisor reads it once it is there."""
     with open(f"{path}.unfinished", "w") as file:
@@ -203,7 +217,7 @@ def write(path: str, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peer")
-    parser.add_argument("verb", choices=("make", "run"))
+    parser.add_argument("verb", choices=("make", "run", "pause"))
     parser.add_argument("--set", required=True, choices=SETS)
     parser.add_argument("--root", required=True)
     parser.add_argument("--source", required=True)
@@ -211,6 +225,7 @@ def main() -> None:
     parser.add_argument("--output", default="")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--steps", type=int, default=20, help="of pause")
     parser.add_argument("--check-all", action="store_true")
     parser.add_argument("--store", default="", help="JSON of a Store")
     args = parser.parse_args()
@@ -220,6 +235,9 @@ def main() -> None:
                   scratch=scratch, store=Store(**json.loads(args.store)) if args.store else None)  # fmt: skip
         if args.verb == "make":
             peer.make(job)
+            return
+        if args.verb == "pause":
+            write(args.output, probe(passes(peer, job), args.steps, read=read_all if job.set.read else None))
             return
         packing = PEERS[args.peer].packing
         witness: Witness | PackWitness

@@ -52,6 +52,7 @@ class Figures:
     """Medians over the rounds of one case; ``batches``: the fewest; ``processes``: the most at once, None: unknown.
 
     Of packs, samples are tokens; ``fill`` is their share of the places in a batch, the least of all rounds.
+    ``unhidden_ms``: of a batch; None: not measured.
     """
 
     per_second: float
@@ -65,6 +66,7 @@ class Figures:
     batches: int
     processes: int | None
     fill: float | None = None
+    unhidden_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,17 @@ def outcome(runs: Sequence[Mapping[str, Any]], size: int) -> Outcome:
         batches=min(int(run.get("num_batches", LEAST_BATCHES)) for run in runs),
         processes=max((int(run["processes"]) for run in runs if "processes" in run), default=None),
         fill=min((float(run["fill"]) for run in runs if "fill" in run), default=None),
+        unhidden_ms=_unhidden_ms(runs),
     )
+
+
+def _unhidden_ms(runs: Sequence[Mapping[str, Any]]) -> float | None:
+    found = [float(run["paused"]["unhidden_ms"]) for run in runs if "unhidden_ms" in run.get("paused", {})]
+    return statistics.median(found) if found else None
+
+
+def _is_paused(one: Outcome) -> bool:
+    return isinstance(one, Figures) and one.unhidden_ms is not None
 
 
 def number(value: float) -> str:
@@ -153,9 +165,11 @@ def table(
     peers = [peer for peer in titles if any(case.peer == peer for case in outcomes)]
     found = {(case.peer, case.workers): result for case, result in outcomes.items()}
     several = "/".join(map(str, workers))
+    is_paused = any(_is_paused(one) for one in outcomes.values())
     unit, cpu, scale = ("samples", "CPU ms a sample", 1e3) if rules is None else ("tokens", "CPU s a million", 1e6)
     heads = ["", *(f"{count} worker{'s' * (count != 1)}, {unit}/s" for count in workers),
              f"{cpu} ({several})", f"peak MiB ({several})", f"first batch s ({several})",
+             *([f"unhidden ms a batch ({several})"] if is_paused else []),
              *([] if rules is None else [f"fill % ({several})", "rule"])]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for peer in peers:
@@ -166,6 +180,8 @@ def table(
         cells.append(_side_cell(results, lambda one: number(one.cpu_s_per_sample * scale)))
         cells.append(_side_cell(results, lambda one: f"{one.peak_bytes / 2**20:,.0f}"))
         cells.append(_side_cell(results, lambda one: f"{one.first_batch_s:.2f}"))
+        if is_paused:
+            cells.append(_side_cell(results, lambda one: "-" if one.unhidden_ms is None else number(one.unhidden_ms)))
         if rules is not None:
             cells.append(_side_cell(results, lambda one: "-" if one.fill is None else f"{100 * one.fill:.2f}"))
             cells.append(rules.get(peer, ""))
@@ -258,6 +274,7 @@ def document(
         for key, runs in results["runs"].items()
         if runs and (case := Case.of(key)).peer in titles
     }
+    is_paused = any(_is_paused(one) for one in outcomes.values())
     loads = [run["load"] for runs in results["runs"].values() for run in runs if "load" in run]
     rounds = sorted({one.rounds for one in outcomes.values() if isinstance(one, Figures)})
     lines = [
@@ -274,6 +291,14 @@ def document(
         "- CPU: user and system time of all processes while the clock runs. Peak: PSS of all processes together.",
         "- shardstream starts no worker process, whatever is requested, if a batch is only cut out of memory: all but",
         "  decoded images.",
+        *(
+            [
+                "- Unhidden: what `next` and letting go of the last batch keep of the training thread after a step",
+                "  in which there was time to prepare.",
+            ]
+            if is_paused
+            else []
+        ),
         "",
         "The method is described in [README.md](README.md).",
     ]

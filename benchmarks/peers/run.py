@@ -53,6 +53,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, help="cut a pass short after so long; default: 3, or 60 with --quick")
     parser.add_argument("--timeout", type=float, default=40.0, help="seconds that a contestant may go beyond that")
+    parser.add_argument("--paused-steps", type=int, default=20,
+                        help="steps that sleep, for unhidden milliseconds; 0: none")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--prepare", action="store_true", help="only make the environments and the data")
     parser.add_argument("--retry", action="store_true", help="measure again what has failed or was wrong")
@@ -173,7 +175,7 @@ class Bench:
         return common.made_once(os.path.join(self.root, peer.home), name, make)
 
     def measure(self, case: Case, store: dict[str, str] | None) -> dict[str, Any]:
-        """One pass of one contestant in a process of its own."""
+        """One pass of one contestant in a process of its own, then steps that sleep, in another."""
         peer, one = PEERS[case.peer], SETS[case.set]
         if store and peer.no_s3:
             return {"unsupported": peer.no_s3}
@@ -183,16 +185,29 @@ class Bench:
             return {"failed": str(failed)}
         common.read_all(data if data != shards and os.path.isdir(data) else shards)
         load = os.getloadavg()[0]
+        more = ["--workers", str(case.workers), *(["--store", json.dumps(store)] if store else [])]
+        checks = ["--check-all"] if self._args.quick else []
+        run = self._supervised(
+            case.peer, [*self._contestant(case.peer, "run", one, shards, data), *more, *checks,
+                        "--seconds", str(self._args.seconds)], self._args.seconds,
+        )  # fmt: skip
+        run["load"] = load
+        if self._args.paused_steps and not flaw(run):
+            command = [*self._contestant(case.peer, "pause", one, shards, data), *more]
+            run["paused"] = self._supervised(
+                case.peer, [*command, "--steps", str(self._args.paused_steps)], 2.0 * self._args.paused_steps
+            )
+        return run
+
+    def _supervised(self, peer: str, command: list[str], seconds: float) -> dict[str, Any]:
+        """Run a contestant, and return what it writes with what its processes used; or what went wrong."""
         with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as scratch:
             output = os.path.join(scratch, "result.json")
-            limit_s = self._args.seconds + self._args.timeout
             command = [
                 sys.executable, "-S", "-E", os.path.join(HERE, "measure.py"), "--result", output,
-                "--timeout", str(limit_s), *self._contestant(case.peer, "run", one, shards, data),
-                "--workers", str(case.workers), "--output", output, "--seconds", str(self._args.seconds),
-                *(["--store", json.dumps(store)] if store else []), *(["--check-all"] if self._args.quick else []),
+                "--timeout", str(seconds + self._args.timeout), *command, "--output", output,
             ]  # fmt: skip
-            environment = {**self._environment(case.peer), "TMPDIR": scratch}
+            environment = {**self._environment(peer), "TMPDIR": scratch}
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=scratch,
                                   env=environment)  # fmt: skip
             if done.returncode:
@@ -203,7 +218,7 @@ class Bench:
             with open(output) as file:
                 result = json.load(file)
         return {
-            **result, "load": load, "peak_bytes": whole["peak_bytes"],
+            **result, "peak_bytes": whole["peak_bytes"],
             "peak_without_files_bytes": whole["peak_without_files_bytes"], "wall_s": whole["wall_s"],
             "left_over": whole["left_over"], "killed": whole["killed"],
         }  # fmt: skip

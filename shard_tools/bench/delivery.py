@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shard_tools.running.report import Report
 from streaming.errors import MemoryLimitError
+
+_PAUSED_STEPS, _UNCOUNTED, _LEAST_COUNTED = 20, 2, 3
+_PAUSED_SHARE = 0.5  # of the time of a loop, which paused steps take on top
+_BATCHES_A_PAUSE, _LEAST_PAUSE_S = 4, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,8 @@ class LoopRun(Report):
         spread: Difference between the faster and the slower half, as a share of the mean; 0 of such a loop.
         fetch_share: Part of the time that the loop waited for bytes.
         build_share: Part of the time that it waited for batches to be decoded and put together, or did this itself.
+        unhidden_ms: Time that a batch keeps the loop after a step in which there was time to prepare it, by its median:
+            taking it, and letting go of the one before; None: there were too few batches, or too little time, to tell.
         num_samples: Samples delivered.
         num_bytes: Bytes that the store sent.
         requests: Requests sent to the store.
@@ -34,6 +41,7 @@ class LoopRun(Report):
     spread: float = 0.0
     fetch_share: float = 0.0
     build_share: float = 0.0
+    unhidden_ms: float | None = None
     num_samples: int = 0
     num_bytes: int = 0
     requests: int = 0
@@ -72,8 +80,8 @@ def measure(
 
 def _loop(loader: Any, settings: Mapping[str, Any], seconds: float) -> LoopRun:
     ends: list[tuple[float, int]] = []  # of each batch
-    is_whole = True
-    for batch in loader:
+    is_whole, batches = True, iter(loader)
+    for batch in batches:
         ends.append((time.perf_counter(), len(batch["__key__"])))
         if ends[-1][0] - ends[0][0] > seconds:
             is_whole = False
@@ -94,12 +102,37 @@ def _loop(loader: Any, settings: Mapping[str, Any], seconds: float) -> LoopRun:
         spread=0.0 if is_whole else _spread(ends),
         fetch_share=fetch_s / looked_at_s,
         build_share=build_s / looked_at_s,
+        unhidden_ms=None if is_whole else _unhidden_ms(batches, later_s / (len(ends) - 1), seconds),
         num_samples=total,
         num_bytes=int(numbers.get("storage_bytes", 0)),
         requests=int(numbers.get("requests", 0)),
         retries=int(numbers.get("retries", 0)),
         chunks_bytes=int(numbers.get("arena_limit_bytes", 0)),
     )
+
+
+def _unhidden_ms(batches: Iterator[Any], batch_s: float, seconds: float) -> float | None:
+    """Ask for batches after steps in which several could be made, and return what one takes, its predecessor's end too.
+
+    Args:
+        batches: The rest of a loop.
+        batch_s: Time of a batch at full speed.
+        seconds: Time of the loop so far.
+    """
+    pause_s = max(_LEAST_PAUSE_S, _BATCHES_A_PAUSE * batch_s)
+    num_steps = min(_UNCOUNTED + _PAUSED_STEPS, int(_PAUSED_SHARE * seconds / pause_s))
+    if num_steps < _UNCOUNTED + _LEAST_COUNTED:
+        return None
+    taken_s: list[float] = []
+    for _ in range(num_steps):
+        time.sleep(pause_s)
+        start_s = time.perf_counter()
+        batch = next(batches, None)  # which lets go of the one before
+        if batch is None:
+            break
+        taken_s.append(time.perf_counter() - start_s)
+    counted = taken_s[_UNCOUNTED:]
+    return 1000 * statistics.median(counted) if len(counted) >= _LEAST_COUNTED else None
 
 
 def _spread(ends: Sequence[tuple[float, int]]) -> float:

@@ -94,6 +94,7 @@ def _show(report: BenchReport) -> None:
         said = loop.refused or (
             f"{loop.samples_per_s:,.0f} samples/s; waits for bytes {loop.fetch_share:.0%}, for batches "
             f"{loop.build_share:.0%}"
+            f"{'' if loop.unhidden_ms is None else f'; unhidden {loop.unhidden_ms:,.2f} ms a batch'}"
         )
         click.echo(f"delivery  {settings}: {said}")
     click.echo("")

@@ -119,6 +119,23 @@ def test_best_is_held_against_best_with_the_processes_that_ran_and_few_batches_a
     assert "; 2 workers" not in text, "nobody has a figure there to be held against"
 
 
+def test_unhidden_time_has_a_column_where_it_was_measured(peers):
+    report = peers["report"]
+    runs = {
+        "small disk 0 ours": [run(100, 0.01, paused={"unhidden_ms": ms}) for ms in (0.5, 9.0, 0.25)],
+        "small disk 0 theirs": [run(100, 0.04, paused={"failed": "killed"})],
+    }
+    results = {"machine": "a machine", "versions": {}, "sizes": {"small": 100}, "runs": runs}
+    titles = {"ours": "Ours", "theirs": "Theirs"}
+    text = report.document(results, {"small": "Small things"}, titles, "ours")
+    assert "| Ours | **10,000** | 20 | 1 | 0.50 | 0.5 |" in text
+    assert "| Theirs | 2,500 (4.0 x) | 20 | 1 | 0.50 |  |" in text
+    for each in runs.values():
+        for one in each:
+            del one["paused"]
+    assert "nhidden" not in report.document(results, {"small": "Small things"}, titles, "ours")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1234567.0, "1,230,000"), (1000.0, "1,000"), (999.6, "1,000"), (61.94, "61.9"), (0.01234, "0.0123")],

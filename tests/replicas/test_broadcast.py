@@ -86,10 +86,15 @@ def test_replicas_get_what_each_would_read(dataset: StreamingDataset, play: Play
 
 
 def test_waits_for_the_rank_that_reads_are_counted(dataset: StreamingDataset, play: Play) -> None:
+    has_begun = threading.Event()
+
     def run(mesh: DeviceMesh) -> dict[str, Any]:
         with DataLoader(dataset, device_mesh=mesh, **OPTIONS) as loader:
             for number, _ in enumerate(loader):
-                if mesh.rank == 0 and number == 0:  # takes no more until the other has none left
+                if mesh.rank == 1:
+                    has_begun.set()
+                elif number == 0:  # takes no more until the other has none left
+                    assert has_begun.wait(PATIENCE_S)
                     until(lambda: is_timed("wait_for_batch_s"), "the other rank waits")
             return loader.metrics()
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.bench import decoding
+from shard_tools.bench import decoding, delivery
 from shard_tools.bench import judge as judging
 from shard_tools.bench.decoding import Decoding
 from shard_tools.bench.delivery import LoopRun
@@ -130,6 +130,43 @@ def test_a_store_that_refuses_requests_is_limited_by_errors(mini_s3: MiniS3Serve
         assert report.limit == "errors", report.why
         assert report.error_share > judging.ERROR_SHARE
         check_cache(report, url, options)
+
+
+class Clock:
+    """Time that passes where somebody says so."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Batch:
+    """A batch that takes 2 ms, and 3 ms to let go of."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        clock.sleep(0.002)
+
+    def __del__(self) -> None:
+        self.clock.sleep(0.003)
+
+
+@pytest.mark.parametrize(
+    ("batches_left", "batch_s", "seconds", "expected"),
+    [(100, 0.02, 3.0, 5.0), (5, 0.02, 3.0, 5.0), (4, 0.02, 3.0, None), (100, 0.2, 3.0, None), (100, 0.0, 1.0, 5.0)],
+)
+def test_unhidden_time_is_taking_a_batch_and_letting_go_of_the_last(
+    monkeypatch: pytest.MonkeyPatch, batches_left: int, batch_s: float, seconds: float, expected: float | None
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(delivery, "time", clock)
+    found = delivery._unhidden_ms((Batch(clock) for _ in range(batches_left)), batch_s, seconds)
+    assert found == (None if expected is None else pytest.approx(expected))
+    assert clock.now_s < 0.6 * seconds + 0.2
 
 
 def test_little_memory_is_the_limit_and_more_is_tried(mini_s3: MiniS3Server) -> None:
