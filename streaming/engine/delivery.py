@@ -86,7 +86,7 @@ class Depth:
         self._making_bytes = max(self._making_bytes, 2 * batch_bytes if is_local else batch_bytes + object_bytes)
         self._bound()
 
-    def held_up(self) -> bool:
+    def held_up(self) -> None:
         """Record that builders were idle because a slow batch is before many that are built: the bound doubles.
 
         So the next slow batch begins earlier. Memory still bounds it.
