@@ -45,6 +45,8 @@ _SHORT_STEPS = 8
 """Number of such steps, one after the other, that show that the consumer only pulls batches."""
 _HELD_UP = 16
 """Factor by which the number of batches built ahead may grow while slow ones hold up others."""
+_MOMENT_S = 1e-3
+"""Time in which builders leave the interpreter to a loop that has just got a batch, and lets go of the one before."""
 _WITH_USER = 2
 """Batches that a training loop usually holds: while it asks for the next one, the last one is still in use."""
 
@@ -433,10 +435,18 @@ class Delivery(ABC):
                     if self._can_start(place):
                         break
                 self._changed.wait(when=partial(self._builder_has_work, place))
+                if self._results and not self._is_urgent():
+                    self._changed.wait(_MOMENT_S, when=self._is_urgent)
             if self._closed or self._failure is not None:
                 return None
             self._started += 1  # nobody else begins it
             return self._started - 1
+
+    def _is_urgent(self) -> bool:
+        """Tell whether the consumer waits for a batch, or the run is to end."""
+        if self._closing or self._failure is not None:
+            return True
+        return self._consumer is not None and self._handed_out not in self._results
 
     def _builder_has_work(self, place: int) -> bool:
         """Tell whether the builder at ``place`` is to begin a batch, to call ``_go_on``, or to end."""
