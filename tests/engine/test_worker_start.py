@@ -306,19 +306,15 @@ def test_batches_lie_in_the_ring_and_are_no_tensors_of_inference(numbers: Path, 
             assert torch.equal(batch["x"], copy)
 
 
-def test_a_process_that_would_act_otherwise_or_hold_much_does_not_stand_in(
+def test_a_process_that_would_have_to_be_set_up_or_hold_much_does_not_stand_in(
     numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run() -> set[int]:
+    def run(**options: Any) -> set[int]:
         held.let_go_when_somebody_waits()
-        with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+        with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1, **options) as loader:
             return {pid for batch in loader for pid in batch["pid"].tolist()}
 
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert os.getpid() not in run()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert os.getpid() not in run(worker_init_fn=str)
     held.let_go.clear()
     monkeypatch.setattr(stand_in, "_MOST_COPIED_BYTES", 100)
     caplog.set_level(logging.INFO, "streaming.engine.workers.stand_in")

@@ -29,6 +29,7 @@ from streaming.engine.workers.channel import Channel
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.engine.workers.main import Descriptor
 from streaming.engine.workers.portable import SentOnce
+from streaming.engine.workers.surroundings import Surroundings
 
 
 class ServerContext(BaseContext):
@@ -141,7 +142,8 @@ class _Popen:
         try:
             with theirs:
                 self._number = self._server.spawn_process(theirs, context.preload)
-            self._channel.send((dict(os.environ), sent, begin.getvalue(), rest.getvalue()), self._fds)
+            settings, _ = Surroundings.taken().to_lay()
+            self._channel.send((settings, sent, begin.getvalue(), rest.getvalue()), self._fds)
             (self.pid,), _ = self._channel.receive()
             self.sentinel = os.pidfd_open(self.pid)
         except BaseException:
