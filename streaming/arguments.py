@@ -141,8 +141,8 @@ def check_worker_init_fn(given: object, num_workers: int) -> None:
         raise ConfigError(f"worker_init_fn: expected a function of a worker's number, got {given!r}")
     if not num_workers:
         raise ConfigError(
-            "worker_init_fn: it is called in worker processes, and there are none (num_workers=0): batches are built in "
-            "this process. Call it yourself before the loop, and leave it out here; or set num_workers"
+            "worker_init_fn: it is called in worker processes, and there are none (num_workers=0): batches are built "
+            "in this process. Call it yourself before the loop, and leave it out here; or set num_workers"
         )
 
 

@@ -367,7 +367,7 @@ class IterableLoop(Loop):
                       self.config.mesh.rank, lost)  # fmt: skip
 
     def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
-        flag = torch.tensor([packet is not None], dtype=torch.int32)
+        flag = torch.tensor([packet is not None], dtype=torch.int32, device="cpu")
         operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         work = dist.all_reduce(flag, op=operation, group=_job_group(self.config.mesh), async_op=True)
         return _Asked(packet, flag, work)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
+from streaming.batches.jagged import fresh
 from streaming.batches.portion import NUM_SAMPLES
 from streaming.engine.threads.jobs import LOOK_UP_S
 from streaming.epochs.iterator import Run
@@ -295,7 +296,7 @@ class _SourceRun(_Consumer):
         coded: dict[Part, torch.Tensor] = {}
         for portion in self._portions[1:]:
             if portion not in coded:
-                coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _empty)
+                coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _bytes)
         own = self._portions[0](batch, num_samples)
         return own if self._pin is None else self._pin(own), [coded[portion] for portion in self._portions[1:]]
 
@@ -357,7 +358,7 @@ class _ReplicaRun(_Consumer):
     def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, broadcast: Broadcast, *, pin: bool) -> None:
         super().__init__(sharing, group, place, "listen")
         self._decode = broadcast.decode
-        self._allocate = partial(torch.empty, dtype=torch.uint8, pin_memory=pin)
+        self._allocate = partial(_bytes, pinned=pin)
         self._thread.start()
 
     def describe(self) -> str:
@@ -388,8 +389,8 @@ class _ReplicaRun(_Consumer):
                 return
 
 
-def _empty(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+def _bytes(size: int, *, pinned: bool = False) -> torch.Tensor:
+    return fresh((size,), torch.uint8, pinned=pinned)
 
 
 def _left(rank: int, number: int) -> ReplicaError:
