@@ -333,16 +333,13 @@ def _lay_device(wanted: torch.device) -> None:
     torch.set_default_device(None if wanted.type == "cpu" else wanted)
 
 
-def _deterministic() -> tuple[bool, bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )  # fmt: skip
+def _deterministic() -> tuple[int, bool]:
+    return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
 
 
-def _lay_deterministic(wanted: tuple[bool, bool, bool]) -> None:
-    torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
-    torch.utils.deterministic.fill_uninitialized_memory = wanted[2]
+def _lay_deterministic(wanted: tuple[int, bool]) -> None:
+    torch.set_deterministic_debug_mode(wanted[0])  # the other function of torch imports its compiler: seconds
+    torch.utils.deterministic.fill_uninitialized_memory = wanted[1]
 
 
 def _flushes_tiny() -> bool:
