@@ -21,14 +21,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.forks import in_children
-from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down
+from streaming.ordinary.options import Collate, OrdinaryConfig, TorchLoader, Workers, leave_behind, shut_down
 from streaming.ordinary.worker_parts import (
     Cursor,
     Packet,
@@ -266,7 +265,7 @@ class IterableLoop(Loop):
             )
             stream = self._stream(cursors)
             seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
-            loader: DataLoader[Packet] = DataLoader(
+            loader = TorchLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
                 **self._workers.torch_options(self.dataset, config.collate_fn),
             )  # fmt: skip

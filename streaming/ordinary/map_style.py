@@ -22,7 +22,15 @@ from streaming.forks import in_children
 from streaming.ordinary.dispatch import DispatchLoop
 from streaming.ordinary.iterable import Again, IterableLoop
 from streaming.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
-from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
+from streaming.ordinary.options import (
+    Collate,
+    OrdinaryConfig,
+    TorchLoader,
+    Workers,
+    leave_behind,
+    shut_down,
+    with_valid,
+)
 from streaming.ordinary.retry import RetrySampler
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
@@ -169,7 +177,7 @@ class MapLoop(Loop):
             self._loader._iterator = None
         if self._loader is None:
             seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
-            self._loader = DataLoader(
+            self._loader = TorchLoader(
                 self._retry.dataset,
                 batch_sampler=self._retry,
                 collate_fn=Collate(self.config),

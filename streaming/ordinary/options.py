@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
@@ -225,7 +226,9 @@ class Workers:
         if self._from_server:
             try:
                 self._surroundings = Surroundings.taken()
-                self._context = ServerContext((one for one in shared if one is not None), preload=_PRELOAD)
+                self._context = ServerContext(
+                    (one for one in shared if one is not None), preload=_PRELOAD, surroundings=self._surroundings
+                )
             except Exception as error:  # noqa: BLE001  whatever a user's object raises
                 _log.warning(
                     "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
@@ -247,9 +250,9 @@ class Workers:
     def lag_behind(self) -> bool:
         """Tell whether settings of this process have changed since workers were started, or this was last asked."""
         before, now = self._surroundings, Surroundings.taken()
-        if before is None:  # workers have other ways, such as a fork
+        if before is None or self._context is None:  # workers come about in other ways, such as a fork
             return False
-        self._surroundings = now
+        self._surroundings = self._context.surroundings = now
         return bool(now.changed_since(before))
 
     def close(self) -> None:
@@ -272,6 +275,15 @@ class Workers:
 def _give_back(server: ForkServer | None) -> None:
     if server is not None:
         SHARED.give_back(server)
+
+
+class TorchLoader(DataLoader[Any]):
+    """torch's loader, which works under another default device, too: it draws a seed where its generator is not."""
+
+    def __iter__(self) -> Any:
+        """Begin an iteration."""
+        with torch.device("cpu"):
+            return super().__iter__()
 
 
 class Collate:

@@ -38,6 +38,7 @@ class ServerContext(BaseContext):
     Args:
         shared: Objects that many processes receive, such as a dataset: they are pickled once.
         preload: Name of a module of ours that all processes need.
+        surroundings: The settings that processes start with; None: those that the thread has which starts one.
 
     Raises:
         Exception: Whatever pickling one of them raised.
@@ -45,8 +46,10 @@ class ServerContext(BaseContext):
 
     _name = "forkserver"  # locks and queues ask for it: they must be found by name from another process
 
-    def __init__(self, shared: Iterable[object] = (), *, preload: str = "") -> None:
-        self.preload = preload
+    def __init__(
+        self, shared: Iterable[object] = (), *, preload: str = "", surroundings: Surroundings | None = None
+    ) -> None:  # fmt: skip
+        self.preload, self.surroundings = preload, surroundings
         self.sent: list[SentOnce] = []
         self._server: ForkServer | None = None
         try:
@@ -142,7 +145,7 @@ class _Popen:
         try:
             with theirs:
                 self._number = self._server.spawn_process(theirs, context.preload)
-            settings, _ = Surroundings.taken().to_lay()
+            settings, _ = (context.surroundings or Surroundings.taken()).to_lay()
             self._channel.send((settings, sent, begin.getvalue(), rest.getvalue()), self._fds)
             (self.pid,), _ = self._channel.receive()
             self.sentinel = os.pidfd_open(self.pid)
