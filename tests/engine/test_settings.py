@@ -34,6 +34,7 @@ from streaming import DataLoader, Mixture, OrdinaryDataset, StreamingDataset
 from streaming.decode.registry import BY_EXTENSION
 from streaming.engine.workers.surroundings import SETTINGS, Surroundings
 from streaming.errors import ConfigError
+from tests.support.code.folders import ROOT
 from tests.support.processes.held_workers import Held, pool_of
 from tests.support.tiers import first_here
 
@@ -234,6 +235,11 @@ def builders(batches: list[dict[str, Any]]) -> set[int]:
 def test_every_row_that_is_carried_has_a_case_here() -> None:
     without = {"torchvision's image backend"}  # it is not installed here
     assert {one.name for one in SETTINGS if one.reach != "here"} - without == set(NAMES)
+
+
+def test_the_page_lists_every_row_that_is_carried() -> None:
+    page = " ".join((ROOT / "docs/settings.md").read_text().partition("## What is not")[0].replace("`", "").split())
+    assert [one.name for one in SETTINGS if one.reach != "here" and one.name not in page] == []
 
 
 @pytest.mark.parametrize("moment", first_here([3, *(one for one in range(9) if one != 3)], 1))
