@@ -10,9 +10,11 @@ import io
 import locale
 import logging
 import os
+import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -36,6 +38,7 @@ from streaming.engine.workers.surroundings import SETTINGS, Surroundings
 from streaming.errors import ConfigError
 from tests.support.code.folders import ROOT
 from tests.support.processes.held_workers import Held, pool_of
+from tests.support.processes.waiting import ended, started
 from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -294,6 +297,42 @@ def test_what_changes_in_the_middle_of_a_run_waits_for_the_next_one(url: str, he
         found += held.rest(loader, batches)
         assert {seen for batch in found for seen in batch["seen"]} == {(None, torch.float32)}
         assert {seen for batch in loader for seen in batch["seen"]} == {("later", torch.float64)}
+
+
+OF_THREADS = [one for one in CASES if one.row in {row.name for row in SETTINGS if row.reach == "thread"}]
+
+
+@pytest.mark.parametrize("case", OF_THREADS, ids=lambda one: one.row)
+def test_a_thread_that_builds_has_what_the_thread_of_the_loop_has_and_only_meanwhile(case: Case) -> None:
+    def look() -> None:
+        found.append(case.see())
+        with surroundings.in_thread():
+            found.append(case.see())
+        found.append(case.see())
+
+    unset, found = case.see(), list[Any]()
+    case.make()
+    surroundings = Surroundings.taken(of_threads=True)
+    if case.row != "torch.set_flush_denormal":  # a new thread has it from the one that starts it
+        ended(*started(look))
+        assert found == [unset, case.see(), unset]
+    found.clear()
+    look()
+    assert found == [case.see()] * 3 != [unset] * 3
+
+
+def test_the_script_has_the_last_word_over_what_modules_set_when_they_are_imported(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import csv\ncsv.field_size_limit(7)\ndef see():\n    return csv.field_size_limit()\n"
+    (tmp_path / "module_that_sets.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    see = importlib.import_module("module_that_sets").see
+    csv.field_size_limit(9)
+    with DataLoader(StreamingDataset(url, transform=Seeing(see)), BATCH, num_workers=1, num_threads=0) as loader:
+        assert {int(seen) for batch in loader for seen in batch["seen"]} == {9}
+    with DataLoader(Rows(see), BATCH, num_workers=1) as loader:
+        assert {int(seen) for batch in loader for seen in batch["seen"]} == {9}
 
 
 # --- what cannot be sent ---
@@ -559,3 +598,75 @@ def test_workers_for_data_sets_of_torch_stay_while_settings_do() -> None:
         assert builders(list(loader)) == first
         os.environ["OF_SETTINGS"] = "x"
         assert not builders(list(loader)) & first
+
+
+# --- programs ---
+
+PROGRAM = """
+import decimal, hashlib, io, locale, os, pickle, sys, time, warnings
+import numpy as np, torch
+from PIL import Image, ImageFile
+from streaming import DataLoader, StreamingDataset
+from streaming.decode.registry import BY_EXTENSION
+
+class Mine(ImageFile.ImageFile):
+    format = "MINE"
+    def _open(self):
+        self._size, self._mode = (3, 5), "L"
+
+def raised(function):
+    try:
+        return repr(function())
+    except Exception as error:
+        return type(error).__name__
+
+truncated, zero = pickle.loads(bytes.fromhex(sys.argv[3])), np.zeros(2)
+
+def see(sample):
+    seen = [
+        __debug__, raised(lambda: np.asarray(Image.open(io.BytesIO(truncated))).sum()), str(torch.tensor([1 / 3])),
+        raised(lambda: zero / zero), str(decimal.Decimal(1) / 3), os.environ["OF_SETTINGS"], os.getcwd(),
+        raised(lambda: warnings.warn("careful", stacklevel=1)), raised(lambda: Image.open(io.BytesIO(b"MINE")).size),
+        str(sample["odd"]), time.localtime(0).tm_hour, locale.setlocale(locale.LC_CTYPE), str(torch.zeros(1).device),
+    ]
+    return {"cls": sample["cls"], "seen": repr(seen), "made": np.float64(0.1) * sample["cls"]}
+
+ImageFile.LOAD_TRUNCATED_IMAGES = True
+Image.register_open("MINE", Mine, lambda prefix: prefix.startswith(b"MINE"))
+BY_EXTENSION["odd"] = lambda data: bytes(data)[::-1].decode()
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+np.seterr(all="raise")
+decimal.getcontext().prec = 3
+os.environ.update(OF_SETTINGS="x", TZ="Asia/Tokyo")
+time.tzset()
+os.chdir("/usr")
+warnings.simplefilter("error")
+locale.setlocale(locale.LC_ALL, "C")
+total = hashlib.sha256()
+with DataLoader(StreamingDataset(sys.argv[1], transform=see), 4, num_workers=int(sys.argv[2])) as loader:
+    for _ in range(2):
+        for batch in loader:
+            shown = [value.tolist() if hasattr(value, "tolist") else value for value in batch.values()]
+            total.update(repr((list(batch), shown)).encode())
+        os.environ["OF_SETTINGS"] = "y"
+print(total.hexdigest(), set(batch["seen"]))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [(), ("-O",)])
+def test_ten_runs_of_a_program_that_sets_all_give_equal_batches(
+    url: str, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """The programs are cold: when their workers are up differs from run to run."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def shown(num_workers: int) -> str:
+        words = [sys.executable, *flags, str(program), url, str(num_workers), pickle.dumps(TRUNCATED).hex()]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+    expected = shown(0)
+    assert f"[{not flags}, " in expected
+    assert {shown(2) for _ in range(2 if flags else 9)} == {expected}
