@@ -138,10 +138,11 @@ def in_tokyo() -> None:
 def picture() -> bytes:
     out = io.BytesIO()
     Image.fromarray(np.arange(48 * 48, dtype=np.uint8).reshape(48, 48)).save(out, "JPEG")
-    return out.getvalue()[:-200]
+    return out.getvalue()
 
 
-TRUNCATED = picture()
+WHOLE = picture()
+TRUNCATED = WHOLE[:-200]
 
 
 CASES = [
@@ -297,6 +298,25 @@ def test_what_changes_in_the_middle_of_a_run_waits_for_the_next_one(url: str, he
         found += held.rest(loader, batches)
         assert {seen for batch in found for seen in batch["seen"]} == {(None, torch.float32)}
         assert {seen for batch in loader for seen in batch["seen"]} == {("later", torch.float64)}
+
+
+@pytest.mark.parametrize("decode", ["pil", "rgb8", "rgb8:8x8"])
+def test_pictures_that_are_cut_off_are_samples_or_not_whoever_decodes_them(tmp_path: Path, decode: str) -> None:
+    """As it was found: of 200 samples 50 were lost in workers, and none without."""
+    with ShardWriter(f"{tmp_path}/{{:02d}}.tar", max_samples=8) as writer:
+        for number in range(16):
+            writer.write({"__key__": f"{number:03d}", "jpg": TRUNCATED if number % 4 == 1 else WHOLE})
+    lost = []
+    for is_set in (False, True):
+        ImageFile.LOAD_TRUNCATED_IMAGES = is_set
+        for num_workers in (0, 2):
+            dataset = StreamingDataset(tmp_path, decode={"jpg": decode}, max_bad_samples=1.0)
+            with DataLoader(dataset, BATCH, num_workers=num_workers, num_threads=0, collate_fn=list) as loader:
+                seen = sum(np.asarray(one["jpg"]).sum() for batch in loader for one in batch)
+                lost.append((loader.metrics()["bad_samples"], seen))
+    assert lost[0] == lost[1]
+    assert lost[2] == lost[3]
+    assert decode != "pil" or (lost[0][0], lost[2][0]) == (4, 0)
 
 
 OF_THREADS = [one for one in CASES if one.row in {row.name for row in SETTINGS if row.reach == "thread"}]
