@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
@@ -257,7 +257,8 @@ class _ByName(type):
 
 @cache
 def _named(module: str, name: str) -> type[Warning]:
-    return _ByName(name, (Warning,), {"of": (module, name), "__module__": module})
+    made: Any = _ByName(name, (Warning,), {"of": (module, name), "__module__": module})
+    return cast("type[Warning]", made)
 
 
 def _decimal() -> tuple[Any, ...]:
@@ -285,6 +286,11 @@ def _lay_signals(wanted: Mapping[str, Any]) -> None:
         number = _SIGNALS[name]
         if handler is not None and signal.getsignal(number) != handler:  # None: not Python's, and not to be put back
             signal.signal(number, handler)
+
+
+def _lay_collector(wanted: tuple[bool, tuple[int, int, int]]) -> None:
+    (gc.enable if wanted[0] else gc.disable)()
+    gc.set_threshold(*wanted[1])
 
 
 def _streams() -> tuple[Any, ...]:
@@ -333,13 +339,16 @@ def _lay_device(wanted: torch.device) -> None:
     torch.set_default_device(None if wanted.type == "cpu" else wanted)
 
 
+_fills: Any = torch.utils.deterministic
+
+
 def _deterministic() -> tuple[int, bool]:
-    return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    return torch.get_deterministic_debug_mode(), _fills.fill_uninitialized_memory
 
 
 def _lay_deterministic(wanted: tuple[int, bool]) -> None:
     torch.set_deterministic_debug_mode(wanted[0])  # the other function of torch imports its compiler: seconds
-    torch.utils.deterministic.fill_uninitialized_memory = wanted[1]
+    _fills.fill_uninitialized_memory = wanted[1]
 
 
 def _flushes_tiny() -> bool:
@@ -350,7 +359,7 @@ def _flushes_tiny() -> bool:
 
 def _pillow_flags() -> dict[str, Any]:
     """Return what Pillow's modules have in capitals and may be set: limits, and what is tolerated."""
-    found = {}
+    found: dict[str, Any] = {}
     for module in [name for name in sys.modules if name.startswith("PIL.")]:
         known = vars(sys.modules[module])
         found |= {f"{module}.{name}": known.get(name) for name in _flags(module, len(known))}
@@ -474,8 +483,8 @@ SETTINGS: Final = (
         lay=partial(signal.pthread_sigmask, signal.SIG_SETMASK), reach="here",
     ),
     Setting(
-        name="the garbage collector", read=lambda: (gc.isenabled(), gc.get_threshold()),
-        lay=lambda value: (gc.enable() if value[0] else gc.disable(), gc.set_threshold(*value[1])), reach="here",
+        name="the garbage collector", read=lambda: (gc.isenabled(), gc.get_threshold()), lay=_lay_collector,
+        reach="here",
     ),
     Setting(name="torch's number of threads", read=torch.get_num_threads, lay=torch.set_num_threads, reach="here"),
     Setting(name="the standard streams", read=_streams, lay=_lay_streams, reach="here"),
