@@ -97,21 +97,21 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The values of all settings at one moment, by name."""
+    """The values that carried settings have at one moment, by name."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def taken(cls, *, of_threads: bool = False) -> Surroundings:
         """Take them now, as this thread has them; of ``of_threads`` those that each thread has for itself."""
-        return cls(_now(_OF_THREADS if of_threads else SETTINGS))
+        return cls(_now(_OF_THREADS if of_threads else _CARRIED))
 
     def to_lay(self, but: Surroundings | None = None) -> tuple[Laid, list[str]]:
         """Return what another process needs that has the settings of ``but``, and in words what cannot be sent."""
         laid, lost = [], []
-        for one in SETTINGS:
+        for one in _CARRIED:
             value = self.values[one.name]
-            if one.reach == "here" or value is _GONE or (but is not None and but.values[one.name] == value):
+            if value is _GONE or (but is not None and but.values[one.name] == value):
                 continue
             try:
                 laid.append((one.name, dumps(one.sent(value))))
@@ -122,10 +122,7 @@ class Surroundings:
     def changed_since(self, before: Surroundings) -> list[str]:
         """Name what a process that had the settings of ``before`` has changed; not what imports add."""
         return [
-            name
-            for one in SETTINGS
-            if one.reach != "here"
-            for name in one.changes(one.name, before.values[one.name], self.values[one.name])
+            name for one in _CARRIED for name in one.changes(one.name, before.values[one.name], self.values[one.name])
         ]
 
     @contextmanager
@@ -145,11 +142,7 @@ class Surroundings:
         """
         with ExitStack() as stack:
             before = _now(SETTINGS)
-            differing = [
-                one
-                for one in SETTINGS
-                if one.reach != "here" and self.values[one.name] not in (_GONE, before[one.name])
-            ]
+            differing = [one for one in _CARRIED if self.values[one.name] not in (_GONE, before[one.name])]
             for one in differing:
                 stack.enter_context(one.held(self.values[one.name]))
             if differing:
@@ -357,10 +350,13 @@ def _flushes_tiny() -> bool:
     return half * 1.0 == 0.0
 
 
+_PILLOW: Final = ("PIL.Image", "PIL.ImageFile", "PIL.ImageFont")
+
+
 def _pillow_flags() -> dict[str, Any]:
-    """Return what Pillow's modules have in capitals and may be set: limits, and what is tolerated."""
+    """Return what modules of Pillow that read have in capitals, and may be set: limits, and what is tolerated."""
     found: dict[str, Any] = {}
-    for module in [name for name in sys.modules if name.startswith("PIL.")]:
+    for module in [name for name in sys.modules if name in _PILLOW or (name[:4] == "PIL." and name[-6:] == "Plugin")]:
         known = vars(sys.modules[module])
         found |= {f"{module}.{name}": known.get(name) for name in _flags(module, len(known))}
     return found
@@ -492,5 +488,6 @@ SETTINGS: Final = (
 )  # fmt: skip
 """The table. A row that others rely on comes before them: a plugin is found by ``sys.path``, the time zone by the
 environment; and filters last, since imports add some."""
+_CARRIED: Final = tuple(one for one in SETTINGS if one.reach != "here")
 _OF_THREADS: Final = tuple(one for one in SETTINGS if one.reach == "thread")
 _BY_NAME: Final = {one.name: one for one in SETTINGS}
