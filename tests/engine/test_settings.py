@@ -200,6 +200,8 @@ CASES = [
     Case("the warning filters", lambda: warnings.simplefilter("ignore"), lambda: raised(warned)),
 ]  # fmt: skip
 NAMES = [one.row for one in CASES]
+SOME = [one for one in CASES if one.row in {"the environment", "torch's default dtype", "Pillow's flags"}]
+OTHERS = [one for one in CASES if one not in SOME and not one.row.startswith("decoders")]  # these are chosen once
 
 
 def zero() -> np.float64:
@@ -274,7 +276,7 @@ def test_a_setting_holds_in_every_batch_whoever_builds_it(url: str, held: Held, 
         assert os.getpid() not in builders(rest)
 
 
-@pytest.mark.parametrize("case", CASES[:-2] + CASES[-1:], ids=lambda one: one.row)  # decoders are chosen once
+@pytest.mark.parametrize("case", first_here(SOME + OTHERS, len(SOME)), ids=lambda one: one.row)
 def test_a_setting_that_changes_between_epochs_reaches_the_workers_that_run(url: str, case: Case) -> None:
     dataset = StreamingDataset(url, transform=Seeing(case.see), decode={"odd": "auto"}, shuffle=False)
     with DataLoader(dataset, BATCH, num_workers=2, num_threads=0) as there:
@@ -303,7 +305,7 @@ def test_what_changes_in_the_middle_of_a_run_waits_for_the_next_one(url: str, he
         assert {seen for batch in loader for seen in batch["seen"]} == {("later", torch.float64)}
 
 
-@pytest.mark.parametrize("decode", ["pil", "rgb8", "rgb8:8x8"])
+@pytest.mark.parametrize("decode", first_here(["pil", "rgb8", "rgb8:8x8"], 1))
 def test_pictures_that_are_cut_off_are_samples_or_not_whoever_decodes_them(tmp_path: Path, decode: str) -> None:
     """As it was found: of 200 samples 50 were lost in workers, and none without."""
     with ShardWriter(f"{tmp_path}/{{:02d}}.tar", max_samples=8) as writer:
@@ -397,7 +399,6 @@ def ignore(*_: object) -> None:
 
 
 CHANGES = [
-    *(one for one in CASES if one.row != "Pillow's plugins"),
     Case("signal handlers", lambda: signal.signal(signal.SIGUSR2, ignore), lambda: signal.getsignal(signal.SIGUSR2)),
     Case("blocked signals", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}),
          lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
@@ -405,6 +406,7 @@ CHANGES = [
     Case("torch's number of threads", lambda: torch.set_num_threads(3), torch.get_num_threads),
     Case("the standard streams", lambda: setattr(sys, "stdout", sys.stderr), lambda: sys.stdout),
     Case("the root logger", lambda: logging.disable(logging.INFO), lambda: logging.root.manager.disable),
+    *(one for one in CASES if one.row != "Pillow's plugins"),
 ]  # fmt: skip
 
 
@@ -430,7 +432,7 @@ class Changing:
 
 
 @pytest.mark.parametrize("fails", first_here([False, True], 1))
-@pytest.mark.parametrize("case", CHANGES, ids=[one.row for one in CHANGES])
+@pytest.mark.parametrize("case", first_here(CHANGES, 8), ids=lambda one: one.row)
 def test_what_a_function_changes_here_is_put_back_and_it_runs_here_no_more(
     url: str, held: Held, caplog: pytest.LogCaptureFixture, case: Case, *, fails: bool
 ) -> None:
@@ -595,8 +597,7 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    "case", first_here([one for one in CASES if one.row != "decoders by extension and name"], 4),
-    ids=lambda one: one.row,
+    "case", first_here(SOME + OTHERS, 1), ids=lambda one: one.row,
 )  # fmt: skip
 def test_settings_hold_for_data_sets_of_torch(case: Case) -> None:
     with DataLoader(Rows(case.see), BATCH, num_workers=2, shuffle=False) as there:

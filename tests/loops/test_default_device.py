@@ -52,8 +52,8 @@ def set_device(device: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("how", [set_device, torch.device])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", first_here([set_device, torch.device], 1))
+@pytest.mark.parametrize("num_workers", first_here([0, 2], 1))
 @pytest.mark.parametrize("kind", first_here(KINDS, 8))
 def test_batches_of_all_kinds_are_the_same(places: Places, kind: str, num_workers: int, how: Any) -> None:
     options: dict[str, Any] = {"num_workers": num_workers, "last_batch": "pad"}
