@@ -128,10 +128,13 @@ class Surroundings:
     @contextmanager
     def in_thread(self) -> Iterator[None]:
         """Make hold, in this thread, what each thread has for itself."""
+        differing = [one for one in _OF_THREADS if one.read() != self.values[one.name]]
+        if not differing:  # as in most programs, for each batch
+            yield
+            return
         with ExitStack() as stack:
-            for one in _OF_THREADS:
-                if one.read() != self.values[one.name]:
-                    stack.enter_context(one.held(self.values[one.name]))
+            for one in differing:
+                stack.enter_context(one.held(self.values[one.name]))
             yield
 
     @contextmanager
