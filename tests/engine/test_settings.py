@@ -688,7 +688,10 @@ def test_ten_runs_of_a_program_that_sets_all_give_equal_batches(
 
     def shown(num_workers: int) -> str:
         words = [sys.executable, *flags, str(program), url, str(num_workers), pickle.dumps(TRUNCATED).hex()]
-        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ran = subprocess.run(words, check=False, capture_output=True, text=True, env=environ)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
 
     expected = shown(0)
     assert f"[{not flags}, " in expected
