@@ -129,6 +129,23 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
         raise ConfigError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
 
 
+def check_worker_init_fn(given: object, num_workers: int) -> None:
+    """Reject what cannot be called, or never would be.
+
+    Raises:
+        ConfigError: It is no function, or there are no worker processes.
+    """
+    if given is None:
+        return
+    if not callable(given):
+        raise ConfigError(f"worker_init_fn: expected a function of a worker's number, got {given!r}")
+    if not num_workers:
+        raise ConfigError(
+            "worker_init_fn: it is called in worker processes, and there are none (num_workers=0): batches are built "
+            "in this process. Call it yourself before the loop, and leave it out here; or set num_workers"
+        )
+
+
 def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
     """Return a duration as a float; ``otherwise`` tells, in the message, what may be given instead.
 

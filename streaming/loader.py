@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import DEFAULT_MEMORY_LIMIT, checks_names, seconds_or_none
+from streaming.arguments import DEFAULT_MEMORY_LIMIT, check_worker_init_fn, checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
@@ -44,7 +44,7 @@ _IN_ACTORS = (
     *("num_threads", "memory_limit", "replicate", "stage_fields", "sequence"),
     *("agreement_timeout", "balance", "cost"),
 )
-_OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
+_OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout")
 """Arguments of torch's ``DataLoader`` that apply to an ``OrdinaryDataset`` only."""
 
 
@@ -121,13 +121,15 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             check.
         drop_last: torch's name: True means ``last_batch="drop"``, False ``"partial"``.
         shuffle: For map-style torch datasets (default True); a ``StreamingDataset`` has its own. This option and the
-            next four exist for compatibility with torch's loader; ``OrdinaryDataset`` has them too.
+            next three exist for compatibility with torch's loader; ``OrdinaryDataset`` has them too.
         multiprocessing_context: Start method of the torch worker processes that read ordinary datasets.
         persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
             True). Those of a ``StreamingDataset`` always are.
         timeout: Seconds that a batch from torch worker processes may take (default 0: no limit); see also
             ``stall_report_s``.
-        worker_init_fn: Called in each torch worker process when it starts.
+        worker_init_fn: Function of a worker's number, called in each worker process before it builds its first batch:
+            to set up what is not among the settings that workers get from this process (docs/settings.md). This process
+            then builds no batch until one is up. ``OrdinaryDataset`` has it too.
         generator: Refused: use ``seed``.
         sampler: Refused, because this loader deals out the samples itself; ``DeviceMeshSampler`` is for torch's loader.
         batch_sampler: Refused, like ``sampler``.
@@ -186,7 +188,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             timeout_s = seconds_or_none("agreement_timeout", timeout_s, NO_CHECK)
         self._shape = shape_of(options, mesh)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
-        ordinary = given(**{name: options[name] for name in _OF_TORCH})
+        ordinary = given(**{name: options[name] for name in (*_OF_TORCH, "worker_init_fn")})
         if remote_group is not None:
             self._shape.check_one_size()
             there = {name: options[name] for name in _IN_ACTORS}
@@ -199,12 +201,15 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
+        worker_init_fn = ordinary.pop("worker_init_fn", None)
         check_streaming(ordinary, made)
         config = streaming_config(
             made.source, mesh, replicas, num_threads=options["num_threads"], memory_limit=options["memory_limit"],
             pin=page_locked, **choices,
         )  # fmt: skip
-        self._stream(made, replace(config, recipe=replace(config.recipe, items=items)), timeout_s)
+        check_worker_init_fn(worker_init_fn, config.num_workers)
+        recipe = replace(config.recipe, items=items, worker_init_fn=worker_init_fn)
+        self._stream(made, replace(config, recipe=recipe), timeout_s)
 
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]

@@ -42,6 +42,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/meaning",
         "docs/curriculum",
         "docs/random",
+        "docs/settings",
         "docs/dispatch",
         "docs/ray",
         "docs/remesh",

@@ -259,6 +259,8 @@ class ProcessRunner:
 
 def _started(body: bytes, ring_bytes: int) -> _Process:
     ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.settimeout(None)  # the script may have set another default
     ring, place_file = _File("shard_tools-results"), _File("shard_tools-place")
     os.ftruncate(place_file.fd, mmap.PAGESIZE)
     place = mmap.mmap(place_file.fd, mmap.PAGESIZE)

@@ -355,6 +355,8 @@ class Recipe:
         portion: What this rank uses of a batch; taken where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
         jagged: Fields of the default batch whose values are concatenated, and the form of each.
+        worker_init_fn: Called with the worker's number in each worker process, before its first batch; or None. It
+            travels with the functions, so that they share what it sets up.
     """
 
     parts: tuple[Part, ...]
@@ -363,6 +365,7 @@ class Recipe:
     portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
     jagged: Mapping[str, Form] = field(default_factory=dict)
+    worker_init_fn: Callable[[int], object] | None = None
 
     @cached_property
     def is_plain(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from streaming.batches.jagged import Allocate, Form, Jagged, collate_jagged, nested_parts
+from streaming.batches.jagged import Allocate, Form, Jagged, collate_jagged, fresh, nested_parts
 from streaming.errors import ConfigError
 from streaming.platforms import later
 from streaming.types import Batch
@@ -52,7 +52,7 @@ def default_collate(
 
     Args:
         samples: Decoded samples; without any, the batch has no fields.
-        allocate: Where the memory of tensors comes from; default: ``torch.empty``.
+        allocate: Where the memory of tensors comes from; default: fresh memory.
         jagged: Fields whose values are laid end to end, and the form of each.
 
     Raises:
@@ -62,7 +62,7 @@ def default_collate(
     names: dict[str, None] = {}
     for sample in samples:
         names.update(dict.fromkeys(sample))
-    make = _allocate if allocate is None else _checking(allocate)
+    make = fresh if allocate is None else _checking(allocate)
     batch: Batch = {}
     for name in names:
         values = [sample.get(name) for sample in samples]
@@ -181,7 +181,7 @@ def _cannot_cut(part: object, where: str) -> ConfigError:
 
 def collate_field(values: list[object], *, name: str, allocate: Allocate | None = None) -> object:
     """Collate the values of one field, one per sample, as :func:`default_collate` does."""
-    return _collate_field(values, _allocate if allocate is None else _checking(allocate), name)
+    return _collate_field(values, fresh if allocate is None else _checking(allocate), name)
 
 
 def _collate_field(values: list[object], make: Allocate, name: str) -> object:
@@ -275,10 +275,6 @@ def _to_tensor(value: npt.NDArray[Any] | np.generic) -> object:
 def _torch_dtypes() -> dict[np.dtype[Any], torch.dtype]:
     """Return torch's types by NumPy's, of those that both have."""
     return {np.dtype(name): getattr(torch, name) for name in _DTYPES}
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _checking(allocate: Allocate) -> Allocate:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from streaming.arrays import sums
 from streaming.batches.collate import collate_field
 from streaming.batches.draws import BatchDraws
-from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
+from streaming.batches.jagged import Allocate, Form, collate_jagged, fresh, joined
 from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import (
     ArrayDecoder,
@@ -209,7 +209,7 @@ def _images(
 
     def cut(low: int, high: int) -> torch.Tensor:
         whole = (high - low, *shape)
-        tensor = torch.empty(whole, dtype=dtype) if allocate is None else allocate(whole, dtype)
+        tensor = (allocate or fresh)(whole, dtype)
         array = tensor.numpy()
 
         def step(decoder: Any, row: int) -> None:

@@ -41,6 +41,7 @@ import torch
 from torch.nn import functional
 
 from streaming.batches.draws import ALL_GENERATORS, OwnGenerator, seed_generators
+from streaming.batches.jagged import fresh
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -48,7 +49,7 @@ _KNOWN = 0x5EED_0F_5A3D
 _EXPECTED = {
     "random": random.Random(_KNOWN).getrandbits(64),  # noqa: S311  not a secret
     "numpy": np.random.RandomState(_KNOWN & 0xFFFFFFFF)._bit_generator.random_raw(),
-    "torch": int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(_KNOWN >> 1))),
+    "torch": int(fresh((), torch.int64).random_(generator=torch.Generator().manual_seed(_KNOWN >> 1))),
 }
 
 
@@ -204,7 +205,7 @@ def _drawn() -> frozenset[str]:
     got = {
         "random": random.getrandbits(64),
         "numpy": np.random.mtrand._rand._bit_generator.random_raw(),
-        "torch": int(torch.empty((), dtype=torch.int64).random_()),
+        "torch": int(fresh((), torch.int64).random_()),
     }
     return frozenset(name for name, value in got.items() if value != _EXPECTED[name])
 

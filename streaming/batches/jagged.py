@@ -22,6 +22,22 @@ Allocate: TypeAlias = "Callable[[tuple[int, ...], torch.dtype], torch.Tensor]"
 Form: TypeAlias = Literal["values", "nested", "flat"]
 """Form of a jagged field in a batch. ``"values"``: a ``Jagged`` of rows that differ along their first axis only;
 ``"nested"``: the same as torch's nested tensor; ``"flat"``: a ``Jagged`` of flattened rows with the shape of each."""
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+    """Allocate a tensor of arbitrary content in the memory of the host, wherever torch's default device puts others.
+
+    Tensors of ours come from here, or from NumPy: a script that trains under ``torch.set_default_device`` means those
+    that it makes itself.
+    """
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def int64s(values: Iterable[int | Sequence[int]]) -> torch.Tensor:
+    """Make a tensor of integers in the memory of the host; see ``fresh``."""
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
+
+
 _HOW = 'write names of fields, jagged=("audio", "jpg"), or the form of each, jagged={"audio": "nested", "jpg": "flat"}'
 
 
@@ -205,7 +221,7 @@ def laid(what: str, values: list[Any], form: Form, keys: Sequence[object] = (), 
     rows = [empty if array is None else array for array in arrays]
     shapes = None
     if flat:
-        shapes = torch.tensor([row.shape for row in rows], dtype=torch.int64)
+        shapes = int64s(row.shape for row in rows)
         rows = [row.reshape(-1) for row in rows]
     return joined(rows, first.dtype.newbyteorder("="), make, shapes)
 
@@ -214,7 +230,7 @@ def joined(
     rows: list[npt.NDArray[Any]], dtype: np.dtype[Any], make: Allocate | None = None, shapes: torch.Tensor | None = None
 ) -> Jagged:
     """Concatenate rows that agree in all axes but the first, as ``dtype``, into memory from ``make``."""
-    make = _fresh if make is None else make
+    make = fresh if make is None else make
     offsets = make((len(rows) + 1,), torch.int64)
     borders = offsets.numpy()
     borders[0] = 0
@@ -222,10 +238,6 @@ def joined(
     values = make((int(borders[-1]), *rows[0].shape[1:]), torch.from_numpy(np.empty(0, dtype)).dtype)
     np.concatenate(rows, out=values.numpy(), casting="same_kind")
     return Jagged(values, offsets, shapes)
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _as_array(what: str, value: Any, number: int, keys: Sequence[object]) -> npt.NDArray[Any] | None:

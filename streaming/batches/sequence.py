@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from streaming.arguments import check_choice, checks_names, is_list, is_whole
+from streaming.batches.jagged import int64s
 from streaming.errors import ConfigError
 from streaming.platforms import later
 from streaming.types import Batch, Int64Array
@@ -265,7 +266,7 @@ def cut_sequence(
         pieces = [value.narrow(wanted.dim, one.start, len(one)) for one in ranges]
         cut[name] = torch.cat(pieces, wanted.dim) if pieces else value.narrow(wanted.dim, 0, 0).clone()
     if wanted.position_ids is not None and positions is not None:
-        cut[wanted.position_ids] = torch.tensor([place for one in positions for place in one], dtype=torch.int64)
+        cut[wanted.position_ids] = int64s(place for one in positions for place in one)
     return cut
 
 

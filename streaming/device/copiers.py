@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from streaming.batches.jagged import nested_on, nested_parts
+from streaming.batches.jagged import fresh, nested_on, nested_parts
 from streaming.engine.workers.ring import Memory, PageLocker
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_GROWTH = 50e-6, 500e-6, 1.25
@@ -131,7 +131,7 @@ class CudaPageLocker:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See ``PageLocker``. Uses torch's host allocator, which caches memory and tracks copies in progress."""
         with self._cuda.device(self._device):
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return fresh(shape, dtype, pinned=True)
 
 
 class CudaCopier:

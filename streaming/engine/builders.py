@@ -27,6 +27,7 @@ from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, PageLocker
+from streaming.engine.workers.surroundings import Surroundings
 from streaming.platforms import num_cores
 
 Substitutes = Callable[[int], Iterator[Rows]]
@@ -62,6 +63,9 @@ class Builder(Protocol):
     @property
     def in_consumer(self) -> bool:
         """Whether only the consumer may build, while it waits for the batch."""
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """Build with these settings of the process from now on; for between two runs."""
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
@@ -116,9 +120,14 @@ class LocalBuilder:
         self._guard: DrawGuard | None = None  # they drew none in a batch, but code that they reach names a draw
         self._stopped_at = ""
         self._own_turn = threading.Lock()
+        self._surroundings: Surroundings | None = None
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """See ``Builder``: threads get those that each has for itself; the others are the process's own."""
+        self._surroundings = surroundings
 
     @property
     def in_consumer(self) -> bool:
@@ -146,7 +155,10 @@ class LocalBuilder:
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
             draws = BatchDraws(seed or 0, rows.positions, seeds, self._watch.own)
             builder = BatchBuilder(self._recipe, substitutes, report, self.allocate, work.row, draws)
-            return builder.build(rows, valid)
+            if self.holds_gil or self._surroundings is None:
+                return builder.build(rows, valid)
+            with self._surroundings.in_thread():
+                return builder.build(rows, valid)
 
         try:
             if not watched or seed is None or not self._functions:
@@ -237,7 +249,8 @@ class WorkerBuilder:
         self._metrics.add("batches_before_workers", 0)
         self._memory = memory
         self._local = LocalBuilder(recipe, memory)
-        self._helps = helps
+        self._helps = helps and recipe.worker_init_fn is None
+        self._changed: Callable[[], None] = lambda: None
         self._has_users_code = bool(recipe.functions_of_user)
         self._is_trivial = self._stands_in = False
         self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
@@ -246,7 +259,7 @@ class WorkerBuilder:
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""
-        self._begun_s = time.monotonic()
+        self._begun_s, self._changed = time.monotonic(), changed
         if not self._has_users_code:
             return  # the first batch shows whether processes are needed
 
@@ -257,6 +270,11 @@ class WorkerBuilder:
         self._stands_in = self._helps
         if self._pool.start_if_up(is_up if self._helps else None) or not self._pool.can_stand_in():
             self._stands_in = False
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """See ``Builder``."""
+        self._local.surround(surroundings)
+        self._pool.surround(surroundings)
 
     @property
     def is_local(self) -> bool:
@@ -290,6 +308,9 @@ class WorkerBuilder:
                 )
             lap = self._count_before()
             built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
+            if not self._pool.can_stand_in():  # its functions have changed this process
+                self._stands_in = False
+                self._changed()
             self._pace.here(lap, len(rows.keys), in_parallel=False)
             return built
         if not self._has_users_code and self._helps and not self._pool.start_if_up():
@@ -436,6 +457,10 @@ class Crew:
             ConfigError: It cannot be sent to a process any more.
         """
         return self._pool is not None and self._pool.renew()
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """Build with these settings of the process from now on; for between two runs."""
+        self.builder.surround(surroundings)
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """Page-lock batches from now on, whoever builds them; None turns this off."""

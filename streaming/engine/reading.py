@@ -16,6 +16,7 @@ from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.engine.workers.ring import PageLocker
+from streaming.engine.workers.surroundings import Surroundings
 from streaming.fetch.read import FetchRange
 from streaming.forks import in_children
 from streaming.plan.demand import Demand, Rooms
@@ -53,11 +54,14 @@ class Machinery(Generic[_Contents]):
     Attributes:
         crew: The builders; None until ``open``, and after ``drop``.
         contents: What lies in their arena; likewise.
+        surroundings: The settings with which batches are built, set by the loop that begins a run; None: those of
+            the process.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self.crew: Crew | None = None
         self.contents: _Contents | None = None
+        self.surroundings: Surroundings | None = None
         self._metrics = metrics
         self._locker: PageLocker | None = None
         self._delivery: weakref.ref[Delivery] | None = None
@@ -72,6 +76,8 @@ class Machinery(Generic[_Contents]):
             self._end = weakref.finalize(self, _close_all, crew, contents)
             self.crew, self.contents = crew, contents  # from here on they end with this, or by an interrupt
             crew.page_lock(self._locker)
+        if self.surroundings is not None:
+            self.crew.surround(self.surroundings)
         return self.crew, self.contents
 
     @property

@@ -20,6 +20,7 @@ from streaming.engine.status import request_line
 from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.workers.portable import Redefinitions
 from streaming.engine.workers.ring import PageLocker
+from streaming.engine.workers.surroundings import Surroundings
 from streaming.epochs.iterator import Loop, Run, RunOver, Stage
 from streaming.epochs.position import Place
 from streaming.forks import in_children
@@ -219,6 +220,7 @@ class BaseLoop(Loop, Generic[_Contents]):
         if seed is not None:
             self.order, self._seeded_at = replace(self.order, seed=seed), place
         self._follow_changes()
+        self._machinery.surroundings = Surroundings.taken(of_threads=not self.config.num_workers)
         return _Accounted(self._start(place), self._account.bad, self.shape.rows_of(self.config.mesh.data_rank))
 
     def _follow_changes(self) -> None:

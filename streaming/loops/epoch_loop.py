@@ -86,7 +86,12 @@ class EpochLoop(BaseLoop[ChunkStore]):
             )
         order = dataset.order_settings(config.shape.sizes.size_for_lanes)
         if is_surely_trivial(config.recipe, dataset.fields):
-            config = replace(config, num_workers=0)  # they would have nothing to do
+            if config.recipe.worker_init_fn is not None:
+                _log.warning(
+                    "worker_init_fn is not called: batches are only cut out of memory, so no worker process starts"
+                )
+            recipe = replace(config.recipe, worker_init_fn=None)
+            config = replace(config, num_workers=0, recipe=recipe)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         dataset.keep_at_most(config.memory.packs_bytes)
         self.samples_per_epoch = self.shape.epoch_size or self.course.samples_per_pass

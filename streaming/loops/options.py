@@ -53,10 +53,6 @@ _STAYING = (
     "worker processes of a StreamingDataset always persist across epochs, until loader.close() ends them; the next "
     "epoch starts new ones. Leave it out"
 )
-_INIT = (
-    "worker processes of a StreamingDataset run transform and collate_fn, and no code before them; put one-time set-up "
-    "into a function with functools.cache that transform calls. Random numbers need no seeding there"
-)
 _TIMEOUT = (
     "a StreamingDataset waits for a batch as long as it takes; stall_report_s= logs what it is waiting for, and "
     'storage_options={"deadline_s": …} ends requests that take too long'
@@ -66,7 +62,6 @@ _STREAMING = {
     "StreamingDataset(…, shuffle={value!r})",
     "persistent_workers": _STAYING,
     "timeout": _TIMEOUT.replace("{", "{{").replace("}", "}}"),
-    "worker_init_fn": _INIT,
     "multiprocessing_context": "worker processes of a StreamingDataset come from a fork server that never imports your "
     "script; leave it out",
 }

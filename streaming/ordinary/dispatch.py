@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from infra import DeviceMesh
@@ -183,7 +184,7 @@ class _DealOut:
         if self.shape.last_batch != "pad":
             return self.collate(rows) if rows else without_rows(self.collate, samples[0])
         size, own = self.shape.most_rows, rows or samples[:1]
-        valid = torch.arange(size) < len(rows)
+        valid = torch.from_numpy(np.arange(size) < len(rows))
         return with_valid(self.collate([own[number % len(own)] for number in range(size)]), valid)
 
 

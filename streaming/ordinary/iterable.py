@@ -21,14 +21,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.forks import in_children
-from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down
+from streaming.ordinary.options import Collate, OrdinaryConfig, TorchLoader, Workers, leave_behind, shut_down
 from streaming.ordinary.worker_parts import (
     Cursor,
     Packet,
@@ -266,7 +265,7 @@ class IterableLoop(Loop):
             )
             stream = self._stream(cursors)
             seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
-            loader: DataLoader[Packet] = DataLoader(
+            loader = TorchLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
                 **self._workers.torch_options(self.dataset, config.collate_fn),
             )  # fmt: skip
@@ -367,7 +366,7 @@ class IterableLoop(Loop):
                       self.config.mesh.rank, lost)  # fmt: skip
 
     def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
-        flag = torch.tensor([packet is not None], dtype=torch.int32)
+        flag = torch.tensor([packet is not None], dtype=torch.int32, device="cpu")
         operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         work = dist.all_reduce(flag, op=operation, group=_job_group(self.config.mesh), async_op=True)
         return _Asked(packet, flag, work)

@@ -6,6 +6,7 @@ the batch. For iterable ones see ``streaming.ordinary.iterable``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import starmap
 from typing import Any, TypeAlias
@@ -21,12 +22,22 @@ from streaming.forks import in_children
 from streaming.ordinary.dispatch import DispatchLoop
 from streaming.ordinary.iterable import Again, IterableLoop
 from streaming.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
-from streaming.ordinary.options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
+from streaming.ordinary.options import (
+    Collate,
+    OrdinaryConfig,
+    TorchLoader,
+    Workers,
+    leave_behind,
+    shut_down,
+    with_valid,
+)
 from streaming.ordinary.retry import RetrySampler
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
 from streaming.types import override
+
+_log = logging.getLogger(__name__)
 
 
 def is_map_style(dataset: object) -> bool:
@@ -159,10 +170,14 @@ class MapLoop(Loop):
         self._workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
-        """Return one loader for all epochs, so that its worker processes are kept."""
+        """Return one loader for all epochs, so that its worker processes are kept while they have our settings."""
+        if self._loader is not None and self._workers.lag_behind():
+            _log.info("settings of this process have changed: worker processes start anew with them")
+            shut_down(self._loader._iterator)
+            self._loader._iterator = None
         if self._loader is None:
             seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
-            self._loader = DataLoader(
+            self._loader = TorchLoader(
                 self._retry.dataset,
                 batch_sampler=self._retry,
                 collate_fn=Collate(self.config),

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
 from streaming.arguments import (
     MOST_BUILDERS,
     check_choice,
+    check_worker_init_fn,
     checked_flag,
     checked_int,
     checked_seed,
@@ -28,6 +30,7 @@ from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
+from streaming.engine.workers.surroundings import Surroundings
 from streaming.errors import ConfigError
 from streaming.ordinary.retry import NoRow
 from streaming.plan.settings import Shape
@@ -180,8 +183,7 @@ class OrdinaryConfig:
             raise ConfigError(f"multiprocessing_context: expected None or one of {', '.join(methods)}, got {how!r}")
 
     def _check_together(self) -> None:
-        if self.worker_init_fn is not None and not callable(self.worker_init_fn):
-            raise ConfigError(f"worker_init_fn: expected a function of a worker's number, got {self.worker_init_fn!r}")
+        check_worker_init_fn(self.worker_init_fn, self.num_workers)
         if not is_number(self.timeout) or not self.timeout >= 0:
             raise ConfigError(f"timeout: expected seconds, or 0 for no limit, got {self.timeout!r}")
         if self.timeout and not self.num_workers:
@@ -211,6 +213,7 @@ class Workers:
         self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
         self._server: ForkServer | None = SHARED.borrow() if self._from_server else None
         self._context: ServerContext | None = None
+        self._surroundings: Surroundings | None = None
         self._end = weakref.finalize(self, _give_back, self._server)
 
     def torch_options(self, *shared: object) -> dict[str, Any]:
@@ -222,7 +225,10 @@ class Workers:
         config, num_workers = self._config, self._num_workers
         if self._from_server:
             try:
-                self._context = ServerContext((one for one in shared if one is not None), preload=_PRELOAD)
+                self._surroundings = Surroundings.taken()
+                self._context = ServerContext(
+                    (one for one in shared if one is not None), preload=_PRELOAD, surroundings=self._surroundings
+                )
             except Exception as error:  # noqa: BLE001  whatever a user's object raises
                 _log.warning(
                     "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
@@ -241,6 +247,14 @@ class Workers:
             "worker_init_fn": config.worker_init_fn,
         }
 
+    def lag_behind(self) -> bool:
+        """Tell whether settings of this process have changed since workers were started, or this was last asked."""
+        before, now = self._surroundings, Surroundings.taken()
+        if before is None or self._context is None:  # workers come about in other ways, such as a fork
+            return False
+        self._surroundings = self._context.surroundings = now
+        return bool(now.changed_since(before))
+
     def close(self) -> None:
         """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
         self.forget()
@@ -249,11 +263,11 @@ class Workers:
     def leave_behind(self) -> None:
         """Let go in a forked child: all of it is the parent's."""
         self._end.detach()
-        self._context = self._server = None
+        self._context = self._server = self._surroundings = None
 
     def forget(self) -> None:
         """Let go of what was sent to workers that are gone."""
-        context, self._context = self._context, None
+        context, self._context, self._surroundings = self._context, None, None
         if context is not None:
             context.close()
 
@@ -261,6 +275,15 @@ class Workers:
 def _give_back(server: ForkServer | None) -> None:
     if server is not None:
         SHARED.give_back(server)
+
+
+class TorchLoader(DataLoader[Any]):
+    """torch's loader, which works under another default device, too: it draws a seed where its generator is not."""
+
+    def __iter__(self) -> Any:
+        """Begin an iteration."""
+        with torch.device("cpu"):
+            return super().__iter__()
 
 
 class Collate:

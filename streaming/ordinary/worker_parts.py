@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -154,7 +155,7 @@ class SharedStream(IterableDataset[Packet]):
             return self.collate(samples)
         size = self.settings.batch_size
         rows = [samples[number % len(samples)] for number in range(size)]
-        return with_valid(self.collate(rows), torch.arange(size) < len(samples))
+        return with_valid(self.collate(rows), torch.from_numpy(np.arange(size) < len(samples)))
 
 
 class _Part:

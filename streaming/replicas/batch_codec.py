@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from streaming.batches.jagged import Jagged, nested_on, nested_parts
+from streaming.batches.jagged import Jagged, fresh, nested_on, nested_parts
 from streaming.errors import ConfigError
 
 ALIGN_BYTES = 64
@@ -122,7 +122,7 @@ def _decoded(value: Any, data: torch.Tensor) -> Any:
 
 
 def _cut(data: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    return data[start : start + size] if size else torch.empty(0, dtype=torch.uint8)
+    return data[start : start + size] if size else fresh((0,), torch.uint8)
 
 
 def _count(shape: list[int]) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
+from streaming.batches.jagged import fresh
 from streaming.batches.portion import NUM_SAMPLES
 from streaming.counters import Metrics
 from streaming.engine.memory.batch_memory import BatchMemory
@@ -114,7 +115,7 @@ class Sharing:
             self._group = ReplicaGroup(self.ranks, self._broadcast.timeout_s, option=self._option, of=self._of)
         if self._is_source:
             return self._source_type(self, self._group, read, place, self._broadcast, self._portions, self._pin)
-        allocate = self._memory.allocate if self._pin is None else partial(torch.empty, pin_memory=True, device="cpu")
+        allocate = self._memory.allocate if self._pin is None else partial(fresh, pinned=True)
         return _ReplicaRun(self, self._group, place, self._broadcast, allocate)
 
     def page_lock(self, locker: Any) -> Any:
@@ -315,7 +316,7 @@ class _SourceRun(_Consumer):
         coded: dict[Part, torch.Tensor] = {}
         for portion in self._portions[1:]:
             if portion not in coded:
-                coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _empty)
+                coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _bytes)
         own = self._portions[0](batch, num_samples)
         return own if self._pin is None else self._pin(own), [coded[portion] for portion in self._portions[1:]]
 
@@ -415,8 +416,8 @@ class _ReplicaRun(_Consumer):
                 return
 
 
-def _empty(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+def _bytes(size: int) -> torch.Tensor:
+    return fresh((size,), torch.uint8)
 
 
 def _left(rank: int, number: int) -> ReplicaError:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from infra import DeviceMesh
 from streaming.batches.build import Items
-from streaming.batches.jagged import Allocate
+from streaming.batches.jagged import Allocate, fresh, int64s
 from streaming.counters import Metrics
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
@@ -105,11 +105,11 @@ class RowExchange:
         """Send ``messages[r]`` (uint8) to the r-th rank; return one from each, including the one to this rank."""
         if self._group is None:
             return list(messages)
-        sizes = torch.tensor([len(message) for message in messages])
+        sizes = int64s(len(message) for message in messages)
         coming = torch.empty_like(sizes)
         ones = [1] * len(messages)
         self._wait(self._group.alltoall_base, coming, sizes, ones, ones)
-        got = torch.empty(int(coming.sum()), dtype=torch.uint8)
+        got = fresh((int(coming.sum()),), torch.uint8)
         self._wait(self._group.alltoall_base, got, torch.cat(list(messages)), coming.tolist(), sizes.tolist())
         self.metrics.add("exchanged_bytes", int(sizes.sum()))
         return list(torch.split(got, coming.tolist()))
@@ -190,10 +190,10 @@ class _ExchangedRun(RunOver):
 
 def _allocated(size: int) -> torch.Tensor:
     """Allocate at least this many bytes, such that consecutive messages all begin where tensors may."""
-    return torch.empty(-(-size // ALIGN_BYTES) * ALIGN_BYTES, dtype=torch.uint8)
+    return fresh((-(-size // ALIGN_BYTES) * ALIGN_BYTES,), torch.uint8)
 
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = fresh((0,), torch.uint8)
 
 
 def _elsewhere(ranks: Sequence[int], heads: Int64Array) -> StateError:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streaming.batches.jagged import int64s
 from streaming.errors import ConfigError, ReplicaError
 from streaming.job.store import job_store
 
@@ -53,11 +54,8 @@ class ReplicaGroup:
             ReplicaError: A member is gone, or took longer than the time-out.
         """
         works: list[tuple[int, Any]] = []
-        heads = [
-            torch.tensor([kind, number, -1 if payload is None else len(payload)], dtype=torch.int64)
-            for payload in payloads
-        ]
-        replies = [torch.zeros(_REPLY, dtype=torch.int64) for _ in payloads]
+        heads = [int64s((kind, number, -1 if payload is None else len(payload))) for payload in payloads]
+        replies = [int64s([0] * _REPLY) for _ in payloads]
         for member, (head, payload) in enumerate(zip(heads, payloads, strict=True), 1):
             works.append((member, self._guard(member, self._group.send, [head], member, 0)))
             if payload is not None and len(payload):
@@ -74,7 +72,7 @@ class ReplicaGroup:
         Raises:
             ReplicaError: Member 0 is gone, or was silent for longer than the time-out.
         """
-        head = torch.zeros(_HEAD, dtype=torch.int64)
+        head = int64s([0] * _HEAD)
         self._guard(0, self._group.recv, [head], 0, 0, wait=True)
         kind, number, size = head.tolist()
         if size < 0:
@@ -90,8 +88,7 @@ class ReplicaGroup:
         Raises:
             ReplicaError: Member 0 is gone.
         """
-        answer = torch.zeros(_REPLY, dtype=torch.int64)
-        answer[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        answer = int64s([*values, *[0] * (_REPLY - len(values))])
         self._guard(0, self._group.send, [answer], 0, 2, wait=True)
 
     def _guard(self, member: int, call: Callable[..., Any], *args: Any, wait: bool = False) -> Any:

@@ -14,6 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 
+from torch.utils._device import _device_constructors
+
 from tests.support.code.folders import ROOT, TESTS
 from tests.support.code.source_tree import (
     KNOWN_TO,
@@ -49,7 +51,7 @@ FORBIDDEN = (
 )
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
-ENVIRONMENT_MAY += ("streaming.engine.workers.context", "streaming.engine.workers.main", "shard_tools.tokens.encode")
+ENVIRONMENT_MAY += ("streaming.engine.workers.surroundings", "shard_tools.tokens.encode")
 ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
 # Pure modules of packages that also do I/O.
 ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.checksums", "streaming.fetch.pieces")
@@ -290,6 +292,24 @@ def test_only_infra_reads_the_environment() -> None:
             if (named or taken) and not is_under(module, ENVIRONMENT_MAY):
                 findings.append(f"{module}:{node.lineno}")
     report(findings, "The environment is read by infra alone; take what it says as an argument:")
+
+
+def test_no_tensor_of_ours_lies_where_the_script_puts_its_own() -> None:
+    """``torch.set_default_device`` is about what a script makes: a batch or a message that lay there would be lost."""
+    makers = {one.__name__ for one in _device_constructors()}
+    findings = []
+    for module in modules():
+        at_home = {
+            id(node.func)
+            for node in nodes(module)
+            if isinstance(node, ast.Call) and any(one.arg == "device" for one in node.keywords)
+        }
+        for node in nodes(module):
+            if not isinstance(node, ast.Attribute) or node.attr not in makers or id(node) in at_home:
+                continue
+            if ast.unparse(node.value) in {"torch", "torch.fft", "torch.nested", "torch.sparse"}:
+                findings.append(f"{module}:{node.lineno} {ast.unparse(node)}")
+    report(findings, "Make tensors by `fresh` or `int64s` of streaming.batches.jagged, or from NumPy, or say device=:")
 
 
 def test_the_pure_layer_does_no_io_and_reads_no_clock() -> None:

@@ -301,7 +301,7 @@ CASES: dict[str, dict[str, Case]] = {
         "multiprocessing_context": Case("fork", WORKERS, settings_of("multiprocessing_context"), epochs=0),
         "persistent_workers": Case(False, WORKERS, settings_of("persistent_workers"), epochs=0),
         "timeout": Case(9.5, WORKERS, settings_of("timeout"), epochs=0),
-        "worker_init_fn": Case(note, WORKERS, settings_of("worker_init_fn"), epochs=0),
+        "worker_init_fn": Case(note, WORKERS, settings_of("worker_init_fn", "recipe.worker_init_fn"), epochs=0),
         "generator": Case(torch.Generator()),
         "sampler": Case([1]),
         "batch_sampler": Case([[1]]),

@@ -18,9 +18,9 @@ import torch
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.engine.workers import stand_in
-from streaming.engine.workers.processes import Processes, Worker
 from streaming.errors import ConfigError, DecodeError, WorkerDiedError
-from tests.support.processes.waiting import PATIENCE_S, is_timed, started, until
+from tests.support.processes.held_workers import Held, pool_of
+from tests.support.processes.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")  # that it starts is said by each test itself
 
@@ -36,41 +36,6 @@ def numbers(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Held:
-    """Worker processes start, but say nothing until they are let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.let_go = threading.Event()
-        meet = Processes._meet
-
-        def wait_and_meet(processes: Processes, worker: Worker) -> None:
-            self.let_go.wait(3600)
-            meet(processes, worker)
-
-        monkeypatch.setattr(Processes, "_meet", wait_and_meet)
-
-    def first(self, batches: Iterator[Any], count: int) -> list[Any]:
-        """The first batches, built without a process."""
-        self.let_go.clear()
-        return [next(batches) for _ in range(count)]
-
-    def let_go_when_somebody_waits(self) -> None:
-        """Let processes go once a consumer waits for a batch that it does not build itself."""
-
-        def let_go() -> None:
-            until(lambda: is_timed("wait_for_build_s"), "a consumer waits")
-            self.let_go.set()
-
-        started(let_go)
-
-    def rest(self, loader: DataLoader, batches: Iterator[Any]) -> list[Any]:
-        """The rest, once a process is up."""
-        self.let_go.set()
-        if loader.batches_left < len(loader):
-            assert pool_of(loader).is_up(PATIENCE_S)
-        return list(batches)
-
-
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held = Held(monkeypatch)
@@ -81,10 +46,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 def where(sample: dict[str, Any]) -> dict[str, Any]:
     SEEN.append(sample["json"]["number"])
     return {**sample, "pid": os.getpid(), "thread": threading.get_ident()}
-
-
-def pool_of(loader: Any) -> Any:
-    return loader._loop._machinery.crew.builder._pool
 
 
 def pids(loader: DataLoader) -> list[int]:
@@ -306,19 +267,15 @@ def test_batches_lie_in_the_ring_and_are_no_tensors_of_inference(numbers: Path, 
             assert torch.equal(batch["x"], copy)
 
 
-def test_a_process_that_would_act_otherwise_or_hold_much_does_not_stand_in(
+def test_a_process_that_would_have_to_be_set_up_or_hold_much_does_not_stand_in(
     numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run() -> set[int]:
+    def run(**options: Any) -> set[int]:
         held.let_go_when_somebody_waits()
-        with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+        with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1, **options) as loader:
             return {pid for batch in loader for pid in batch["pid"].tolist()}
 
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert os.getpid() not in run()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert os.getpid() not in run(worker_init_fn=str)
     held.let_go.clear()
     monkeypatch.setattr(stand_in, "_MOST_COPIED_BYTES", 100)
     caplog.set_level(logging.INFO, "streaming.engine.workers.stand_in")

@@ -369,6 +369,7 @@ def test_what_does_not_load_in_a_worker_says_so(bench: Bench, tmp_path: Path, mo
     (tmp_path / "only_here_module.py").write_text("def transform(sample):\n    return sample\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("only_here_module")
+    sys.path.remove(str(tmp_path))
     pool = bench.pool(recipe_of(transform=module.transform))
     with pytest.raises(ConfigError, match="does not load in a worker process: ModuleNotFoundError"):
         pool.build(numbers(bench), None, no_substitutes, no_report)

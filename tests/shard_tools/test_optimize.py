@@ -329,8 +329,10 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     ran = script(
         tmp_path,
         """
+        import socket
         from shard_tools import optimize
         print("started")
+        socket.setdefaulttimeout(0.05)  # of sockets that the script opens
         MORE = 3
         def made(number):
             return {"txt": str(number + MORE)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streaming.batches.jagged import Allocate
+from streaming.batches.jagged import Allocate, fresh
 from streaming.batches.rows import Rows
 from streaming.packing.fill import Filler, segments_of
 from streaming.packing.layout import PackRows, PackShape, rows_of_padded
@@ -108,8 +108,3 @@ class PaddedColumns(PackColumns):
     @override
     def _laid_out(self, packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape, Int64Array | None]:
         return rows_of_padded(packs, shape)
-
-
-def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor of its own; its content is arbitrary."""
-    return torch.empty(shape, dtype=dtype)

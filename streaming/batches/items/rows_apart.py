@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streaming.batches.items.columns import fresh
-from streaming.batches.jagged import Allocate
+from streaming.batches.jagged import Allocate, fresh
 from streaming.packing.layout import IGNORED, NO_DOCUMENT
 from streaming.platforms import later
 from streaming.types import Batch

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from streaming.arguments import format_bytes
+from streaming.batches.jagged import fresh
 from streaming.forks import in_children, renew_lock
 from streaming.platforms import MAP_NORESERVE, want_huge_pages
 
@@ -88,7 +89,7 @@ class BatchMemory:
             num_bytes *= length
         block = None if num_bytes < LEAST_BYTES else self._block_for(num_bytes)
         if block is None:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return fresh(shape, dtype)
         root = np.frombuffer(block.memory, np.uint8, num_bytes)
         weakref.finalize(root, self._give_back, block).atexit = False
         return torch.from_numpy(root).view(dtype).view(shape)

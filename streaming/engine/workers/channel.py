@@ -27,6 +27,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)  # the script may have set another default
         self._socket = sock
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:

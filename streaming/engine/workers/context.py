@@ -29,6 +29,7 @@ from streaming.engine.workers.channel import Channel
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.engine.workers.main import Descriptor
 from streaming.engine.workers.portable import SentOnce
+from streaming.engine.workers.surroundings import Surroundings
 
 
 class ServerContext(BaseContext):
@@ -37,6 +38,7 @@ class ServerContext(BaseContext):
     Args:
         shared: Objects that many processes receive, such as a dataset: they are pickled once.
         preload: Name of a module of ours that all processes need.
+        surroundings: The settings that processes start with; None: those that the thread has which starts one.
 
     Raises:
         Exception: Whatever pickling one of them raised.
@@ -44,8 +46,10 @@ class ServerContext(BaseContext):
 
     _name = "forkserver"  # locks and queues ask for it: they must be found by name from another process
 
-    def __init__(self, shared: Iterable[object] = (), *, preload: str = "") -> None:
-        self.preload = preload
+    def __init__(
+        self, shared: Iterable[object] = (), *, preload: str = "", surroundings: Surroundings | None = None
+    ) -> None:  # fmt: skip
+        self.preload, self.surroundings = preload, surroundings
         self.sent: list[SentOnce] = []
         self._server: ForkServer | None = None
         try:
@@ -141,7 +145,8 @@ class _Popen:
         try:
             with theirs:
                 self._number = self._server.spawn_process(theirs, context.preload)
-            self._channel.send((dict(os.environ), sent, begin.getvalue(), rest.getvalue()), self._fds)
+            settings, _ = (context.surroundings or Surroundings.taken()).to_lay()
+            self._channel.send((settings, sent, begin.getvalue(), rest.getvalue()), self._fds)
             (self.pid,), _ = self._channel.receive()
             self.sentinel = os.pidfd_open(self.pid)
         except BaseException:

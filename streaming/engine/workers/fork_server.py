@@ -61,9 +61,11 @@ class ForkServer:
         self._lock = threading.Lock()
         self._is_ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(None)  # the script may have set another default
         with theirs:
+            theirs.settimeout(None)
             paths = [str(path) or os.getcwd() for path in sys.path]
-            command = [sys.executable, "-P", "-X", "faulthandler", "-c", _START]
+            command = [sys.executable, *_flags(), "-P", "-X", "faulthandler", "-c", _START]
             # A blocked signal stays blocked in the new process: Ctrl-C cannot reach it before it has its own settings.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
@@ -176,6 +178,12 @@ class ForkServer:
             self._control.close()
 
 
+def _flags() -> list[str]:
+    """Return flags of this interpreter that change what code does, so that workers have them, too."""
+    flags = ["-O"] * sys.flags.optimize + ["-b"] * sys.flags.bytes_warning
+    return [*flags, "-X", f"utf8={sys.flags.utf8_mode}"]
+
+
 # --- the server process ---
 
 
@@ -190,20 +198,19 @@ class SharedServer:
         self.linger = False
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
-        self._path: list[str] = []
         self._users = 0
         self._knows_forks = False
 
     def borrow(self) -> ForkServer:
-        """Return the server, started if necessary: anew if it has died or was started with another import path."""
+        """Return the server, started if necessary; anew if it has died."""
         if not self._knows_forks:
             self._knows_forks = True
             in_children(self, SharedServer._leave_behind)
         with self._lock:
             before, is_over = self._server, self._server is not None and not self._server.is_alive()
-            if before is None or is_over or self._path != sys.path:
+            if before is None or is_over:
                 server = self._server = ForkServer()
-                self._path, self._users = list(sys.path), 0
+                self._users = 0
             else:
                 server = before
             self._users += 1  # the server lives while it has users: the last one's `give_back` ends it

@@ -3,9 +3,10 @@
 A worker is forked by the server, receives the recipe, then one order after the other until the socket ends. It owns
 nothing that outlives it, and holds nothing of the user's except their functions.
 
-Messages are tuples that start with their kind. To the worker: ``SETUP``, then ``ORDER``; during a build, ``NEXT`` (a
-substitute, or None), ``GO_ON`` (a report was noted), ``DATA`` (of a store) or ``ABORT``. From the worker: ``HELLO``
-once; ``SUBSTITUTE``, ``REPORT`` and ``READ`` during a build; ``DONE``, ``FAILED`` or ``ABORTED`` at the end.
+Messages are tuples that start with their kind. To the worker: ``SETUP``, then ``LAY`` (settings of the process) or
+``ORDER``; during a build, ``NEXT`` (a substitute, or None), ``GO_ON`` (a report was noted), ``DATA`` (of a store) or
+``ABORT``. From the worker: ``HELLO`` once; ``LAID``; ``SUBSTITUTE``, ``REPORT`` and ``READ`` during a build; ``DONE``,
+``FAILED`` or ``ABORTED`` at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import io
+import logging
 import mmap
 import os
 import pickle
@@ -41,16 +43,19 @@ from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.in_progress import STACK_SIGNAL
 from streaming.engine.workers.portable import received
 from streaming.engine.workers.ring import Slot, SlotWriter
+from streaming.engine.workers.surroundings import lay
 from streaming.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
 Kind = Literal[
-    "setup", "hello", "order", "substitute", "next", "report", "go on", "read", "data", "abort", "done", "failed",
-    "aborted",
+    "setup", "hello", "lay", "laid", "order", "substitute", "next", "report", "go on", "read", "data", "abort", "done",
+    "failed", "aborted",
 ]  # fmt: skip
 SETUP: Kind = "setup"
 HELLO: Kind = "hello"
+LAY: Kind = "lay"
+LAID: Kind = "laid"
 ORDER: Kind = "order"
 SUBSTITUTE: Kind = "substitute"
 NEXT: Kind = "next"
@@ -63,6 +68,7 @@ DONE: Kind = "done"
 FAILED: Kind = "failed"
 ABORTED: Kind = "aborted"
 
+_log = logging.getLogger(__name__)
 _inherited: list[int] = []
 """Descriptors that were sent with this process."""
 
@@ -118,12 +124,11 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
     die_with(server_pid)
     channel = Channel(sock)
     try:
-        (environment, sent, begin, rest), fds = channel.receive()
+        (settings, sent, begin, rest), fds = channel.receive()
         channel.send((os.getpid(),))
     except ChannelClosedError:
         return 1
-    os.environ.clear()  # the server's environment dates from its start
-    os.environ.update(environment)
+    lay(settings)  # the server's date from its start
     tracker: Any = resource_tracker
     tracker._resource_tracker._fd = fds[len(sent)]
     _inherited[:] = fds
@@ -135,6 +140,8 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
         started: Any = _Unpickler(io.BytesIO(rest), things).load()
     finally:
         del current._inheriting
+    for problem in lay(settings):  # imports may have set something
+        _log.warning("a setting of the training process cannot be laid in this worker process: %s", problem)
     code: int = started._bootstrap(parent_sentinel=sock.fileno())
     return code
 
@@ -231,7 +238,7 @@ class _Worker:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._slots: dict[int, Slot] = {}
-        (kind, blob, arena_bytes), fds = channel.receive()
+        (kind, blob, arena_bytes, place, settings), fds = channel.receive()
         if kind != SETUP:
             raise ChannelClosedError(f"expected {SETUP!r}, got {kind!r}")
         self._memory = mmap.mmap(fds[0], arena_bytes, prot=mmap.PROT_READ)
@@ -240,23 +247,32 @@ class _Worker:
         self._row = memoryview(mmap.mmap(fds[1], mmap.PAGESIZE)).cast("q")
         faulthandler.register(STACK_SIGNAL, fds[1], all_threads=False)
         self._broken: ConfigError | None = None
+        problems = lay(settings)
+        recipe: Recipe | None = None
         try:
-            self._builder = SlotBuilder(pickle.loads(blob), self._row)  # noqa: S301  our parent's own functions
+            recipe = pickle.loads(blob)  # noqa: S301  our parent's own functions
+            self._builder = SlotBuilder(recipe, self._row)
         except Exception as error:  # noqa: BLE001  process boundary: the parent gets it with the first batch
             self._broken = ConfigError(
                 f"decode, transform or collate_fn does not load in a worker process: {type(error).__name__}: {error}. "
                 f"Import what it needs inside it, or use num_workers=0"
             )
             self._broken.__cause__ = error
+        problems += [one for one in lay(settings) if one not in problems]  # imports may have set something
+        if recipe is not None and recipe.worker_init_fn is not None and self._broken is None:
+            self._begin(recipe.worker_init_fn, place)
         self._found: dict[int, list[WireRows | None]] = {}
         self._turn, self._readings = threading.Lock(), deque[_Reading]()
         self._is_aborted = False
-        channel.send((HELLO, os.getpid()))
+        channel.send((HELLO, os.getpid(), problems))
 
     def serve(self) -> None:
         """Execute orders until the channel is closed."""
         while True:
             (kind, order), fds = self._channel.receive()
+            if kind == LAY:
+                self._channel.send((LAID, lay(order)))
+                continue
             if kind != ORDER:
                 raise ChannelClosedError(f"expected {ORDER!r}, got {kind!r}")
             for number in order.gone:
@@ -271,6 +287,16 @@ class _Worker:
             del answer
             if made_objects:
                 _trim_heap()
+
+    def _begin(self, worker_init_fn: Callable[[int], object], place: int) -> None:
+        try:
+            worker_init_fn(place)
+        except Exception as error:  # noqa: BLE001  process boundary: the parent gets it with the first batch
+            self._broken = ConfigError(
+                f"worker_init_fn({place}) failed in a worker process: {type(error).__name__}: {error}. Correct it, or "
+                f"leave it out"
+            )
+            self._broken.__cause__ = error
 
     def _answer(self, order: BatchOrder) -> tuple[Any, ...]:
         begun_s, cpu_s = time.perf_counter(), time.process_time()

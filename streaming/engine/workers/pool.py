@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,12 +44,14 @@ from streaming.engine.workers.portable import dumps, fingerprint
 from streaming.engine.workers.processes import MAX_DEATHS, Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
 from streaming.engine.workers.stand_in import StandInWorker, as_in_a_process
+from streaming.engine.workers.surroundings import Surroundings
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.errors import ConfigError, DataError, WorkerDiedError
 from streaming.storage import ChangedError, redact
 from streaming.types import ReadBuffer
 
 _LISTED = 16
+_log = logging.getLogger(__name__)
 
 Substitutes = Callable[[int], Iterator[Rows]]
 
@@ -151,6 +154,7 @@ class WorkerPool:
             replaced=partial(self._metrics.add, "worker_restarts"),
         )  # fmt: skip
         self._stand_in: StandInWorker | None = None
+        self._may_stand_in = recipe.worker_init_fn is None  # what that sets up is not undone
         self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -186,6 +190,10 @@ class WorkerPool:
         self._processes.renew(self._pickle)
         return True
 
+    def surround(self, surroundings: Surroundings) -> None:
+        """Build with these settings from now on."""
+        self._processes.surround(surroundings)
+
     def start_if_up(self, tell: Callable[[], None] | None = None) -> bool:
         """Start the processes unless they are running; tell whether one is up, or none ever will be.
 
@@ -201,9 +209,10 @@ class WorkerPool:
     def can_stand_in(self) -> bool:
         """Tell whether the calling thread can build, with functions of its own, what a process of the pool would.
 
-        Only the main one: beside any other, the training may draw from the generators of the process.
+        Only the main one: beside any other, the training may draw from the generators of the process. Never where
+        functions have changed the process.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if not self._may_stand_in or threading.current_thread() is not threading.main_thread():
             return False
         if self._stand_in is None:
             self._stand_in = StandInWorker.of(self._pickle)
@@ -226,18 +235,33 @@ class WorkerPool:
         stand_in = self._stand_in
         if stand_in is None:
             raise AssertionError("nobody has asked whether this process can stand in")
-        with as_in_a_process():
-            slot = self._ring.take()
-            try:
-                parcel = stand_in.build(rows, valid, substitutes, report, seed=seed, batch=batch, slot=slot)
-            except BaseException:  # what its frames hold may lie in the slot
-                self._ring.discard(slot)
-                raise
-            try:
-                unpacked = self._unpacked(parcel, slot, rows)
-            except _BatchFailedError as failed:
-                raise failed.error from None
+        changed: list[str] = []
+        try:
+            with as_in_a_process(), self._processes.surroundings.in_process(changed):
+                slot = self._ring.take()
+                try:
+                    parcel = stand_in.build(rows, valid, substitutes, report, seed=seed, batch=batch, slot=slot)
+                except BaseException:  # what its frames hold may lie in the slot
+                    self._ring.discard(slot)
+                    raise
+                try:
+                    unpacked = self._unpacked(parcel, slot, rows)
+                except _BatchFailedError as failed:
+                    raise failed.error from None
+        finally:
+            if changed:
+                self._never_again(changed)
         return self._recipe.finished(unpacked)
+
+    def _never_again(self, changed: list[str]) -> None:
+        """Have functions that changed the process called in worker processes only, and say so."""
+        self._may_stand_in = False
+        _log.warning(
+            "transform, decode or collate_fn changed what the whole process has, while this process built a batch "
+            "because no worker process was up: %s. It was put back, so that training has what it had, and from here "
+            "on worker processes alone call them. Set up in worker_init_fn= what they need",
+            ", ".join(changed),
+        )  # fmt: skip
 
     def dismiss_stand_in(self) -> None:
         """Let go of the functions that this process had to itself, unless they are running."""
@@ -366,6 +390,7 @@ class WorkerPool:
         slot = self._ring.take()
         lap = self.pace.begin()
         try:
+            self._processes.follow(worker)
             self._send_order(worker, job, slot)
             parcel, cpu_s = self._await_parcel(worker, job)
             slot.follow()

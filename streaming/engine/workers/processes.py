@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -13,10 +14,13 @@ from streaming.engine.threads.jobs import still_alive
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, ServerClosedError
 from streaming.engine.workers.in_progress import BatchWork, SharedProgress
-from streaming.engine.workers.main import HELLO, SETUP
+from streaming.engine.workers.main import HELLO, LAY, SETUP
+from streaming.engine.workers.surroundings import Surroundings
 from streaming.errors import WorkerDiedError
 from streaming.monitor import Monitor
 from streaming.platforms import how_it_ended
+
+_log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """Workers that may die from one batch, or before they are up, one after the other: allows for a stray kill and a moment
@@ -31,6 +35,8 @@ class Worker:
         number: Its number at the fork server.
         channel: The connection to it.
         slots: Ring slots that it has mapped.
+        place: Which of the pool's workers it is, in [0, num_workers); one that replaces another has its place.
+        surroundings: The settings that it has.
         pid: None until its first answer.
         work: The batch it builds; None while it is free.
         progress: Shared memory in which it reports its progress.
@@ -40,6 +46,8 @@ class Worker:
 
     number: int
     channel: Channel
+    place: int
+    surroundings: Surroundings
     slots: set[int] = field(default_factory=set)
     pid: int | None = None
     work: BatchWork | None = None
@@ -66,6 +74,9 @@ class Processes:
         arena_bytes: Size of its address range.
         server: A fork server shared with others, which the caller closes; None: the one that all pools share.
         replaced: Called, in any thread, for each worker that is replaced.
+
+    Attributes:
+        surroundings: The settings that workers are to have.
     """
 
     def __init__(
@@ -74,7 +85,9 @@ class Processes:
     ) -> None:  # fmt: skip
         self._num_workers = num_workers
         self._arena_bytes = arena_bytes
-        self._setup = (SETUP, recipe, arena_bytes)
+        self._recipe = recipe
+        self.surroundings = Surroundings.taken()
+        self._told: set[str] = set()
         self._arena_fd = arena_fd
         self._changed = Monitor()  # reentrant
         self._workers: dict[int, Worker] = {}
@@ -114,10 +127,33 @@ class Processes:
         """End all workers, none of which may be in use, and give another recipe to those that start from now on."""
         with self._changed:
             # From here on nobody starts with the earlier recipe. All that did are retired: nobody can take one.
-            self._setup = (SETUP, recipe, self._arena_bytes)
+            self._recipe = recipe
             earlier, self._idle = list(self._workers.values()), []
         for worker in earlier:
             self.retire(worker)
+
+    def surround(self, surroundings: Surroundings) -> None:
+        """Have workers build with these settings, from their next batch on."""
+        with self._changed:
+            # Who starts from here on gets them at once, who is there by ``follow``.
+            self.surroundings = surroundings
+
+    def follow(self, worker: Worker) -> None:
+        """Lay the settings in a worker that was taken, as far as it has others.
+
+        Raises:
+            ChannelClosedError: The worker has died.
+        """
+        now = self.surroundings
+        if worker.surroundings is now:
+            return
+        laid, lost = now.to_lay(but=worker.surroundings)
+        worker.surroundings = now
+        if laid:
+            worker.channel.send((LAY, laid))
+            (_, problems), _ = worker.channel.receive()
+            lost += problems
+        self._tell_of(lost)
 
     def when_up(self, tell: Callable[[], None] | None) -> bool:
         """Have ``tell`` called, in any thread, once a worker is up, or none will ever be, instead of those before it.
@@ -233,7 +269,10 @@ class Processes:
         """Start one more worker, in a new server if there is none or it has ended; call with the lock held."""
         server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
-        worker = Worker(number=next(NUMBERS), channel=Channel(ours), before=before)
+        place = min(set(range(self._num_workers)) - {one.place for one in self._workers.values()})
+        worker = Worker(
+            number=next(NUMBERS), channel=Channel(ours), place=place, surroundings=self.surroundings, before=before
+        )
         try:
             with theirs:
                 try:
@@ -251,14 +290,17 @@ class Processes:
 
     def _meet(self, worker: Worker) -> None:
         """Send a new worker what it needs, and wait until it is up; replace it if it dies before that."""
+        laid, lost = worker.surroundings.to_lay()
         try:
-            worker.channel.send(self._setup, [self._arena_fd, worker.progress.fd])
-            (kind, pid), _ = worker.channel.receive()
+            setup = (SETUP, self._recipe, self._arena_bytes, worker.place, laid)
+            worker.channel.send(setup, [self._arena_fd, worker.progress.fd])
+            (kind, pid, problems), _ = worker.channel.receive()
         except ChannelClosedError:
             self._start_again(worker)
             return
         if kind != HELLO:
             raise AssertionError(f"expected {HELLO!r}, got {kind!r}")
+        self._tell_of(lost + problems)
         with self._changed:
             if self._is_gone(worker):
                 worker.close()
@@ -292,6 +334,18 @@ class Processes:
         self._replaced()
         if tell is not None:
             tell()
+
+    def _tell_of(self, lost: list[str]) -> None:
+        """Log, once each, the settings that workers do not have."""
+        with self._changed:
+            # Each is told by whoever adds it.
+            new = sorted(set(lost) - self._told)
+            self._told |= set(new)
+        for one in new:
+            _log.warning(
+                "this process has a setting that cannot be laid in its worker processes: %s. Batches that it concerns "
+                "may differ from those that are built here: set it in each of them with worker_init_fn=", one,
+            )  # fmt: skip
 
     def _is_gone(self, worker: Worker) -> bool:
         return self._closed or worker.number not in self._workers

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.batches.jagged import fresh
 from streaming.engine.memory.arena import map_privately
 from streaming.forks import before_forks, in_children
 from streaming.platforms import remove_pages, unnamed_file
@@ -209,10 +210,10 @@ class Lease:
         start = -(-self._used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self._used_bytes = start + _num_bytes(shape, dtype)
         if self._root is None:
-            return torch.empty(shape, dtype=dtype)
+            return fresh(shape, dtype)
         if self._used_bytes > len(self._root):
             self._want_span(self._used_bytes)
-            return torch.empty(shape, dtype=dtype)
+            return fresh(shape, dtype)
         return tensor_on(self._root[start : self._used_bytes], shape, dtype)
 
     def end(self) -> None:

@@ -43,8 +43,6 @@ class StandInWorker:
     @classmethod
     def of(cls, recipe: bytes) -> StandInWorker | None:
         """Return one with functions from a pickle; None if a worker process would act otherwise, or would fail."""
-        if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
-            return None  # what functions make would have another type, or lie elsewhere
         if len(recipe) > _MOST_COPIED_BYTES:
             _log.info(
                 "transform, decode and collate_fn hold %s: too much for another copy in this process, so the first "

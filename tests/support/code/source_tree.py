@@ -20,7 +20,7 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "obstore": ("streaming.storage",),
     "fsspec": ("streaming.storage",),
     "braceexpand": ("streaming.catalog", "shard_tools"),
-    "PIL": ("streaming.decode", "shard_tools"),
+    "PIL": ("streaming.decode", "shard_tools", "streaming.engine.workers.surroundings"),
     "simplejpeg": ("streaming.decode", "shard_tools"),
     "click": ("shard_tools",),
     "rich": ("shard_tools",),
@@ -41,6 +41,7 @@ IMPORT_HELPERS = {"import_module", "__import__", "require"}
 COMPUTED_IMPORT_MAY = (
     "streaming",
     "streaming.engine.workers.fork_server",
+    "streaming.engine.workers.surroundings",
     "streaming.decode.values",
     "streaming.decode.registry",
     "shard_tools",
