@@ -85,6 +85,9 @@ class MapLoop(Loop):
         dataset: The dataset; ``dataset[i]`` is called in worker processes, if there are any.
         config: The options.
 
+    Attributes:
+        workers: Its worker processes.
+
     Raises:
         ConfigError: The options are inconsistent.
     """
@@ -103,7 +106,7 @@ class MapLoop(Loop):
             self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
             max_bad_samples=config.max_bad_samples, metrics=self.metrics,
         )  # fmt: skip
-        self._workers = Workers(config, config.num_workers)
+        self.workers = Workers(config, config.num_workers)
         self._loader: DataLoader[Any] | None = None
         in_children(self, MapLoop._leave_behind)
 
@@ -147,7 +150,7 @@ class MapLoop(Loop):
         if loader is not None:
             shut_down(loader._iterator)
             loader._iterator = None
-        self._workers.close()
+        self.workers.close()
         self._retry.close()
 
     def _leave_behind(self) -> None:
@@ -156,7 +159,7 @@ class MapLoop(Loop):
         loader, self._loader = self._loader, None
         if loader is not None:
             leave_behind(loader._iterator)
-        self._workers.leave_behind()
+        self.workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
         """Return one loader for all epochs, so that its worker processes are kept."""
@@ -168,7 +171,7 @@ class MapLoop(Loop):
                 collate_fn=Collate(self.config),
                 persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
-                **self._workers.torch_options(self.dataset, self.config.collate_fn),
+                **self.workers.torch_options(self.dataset, self.config.collate_fn),
             )
         return self._loader
 
@@ -227,7 +230,7 @@ class _MapRun:
         """Return the next batch."""
         self._waiting = True
         try:
-            with self._loop.metrics.timed("wait_for_batch_s"):
+            with self._loop.metrics.timed("wait_for_batch_s"), self._loop.workers.blamed():
                 batch = next(self._batches)
             self._waiting = False
             finished = self._finished(batch)

@@ -7,7 +7,8 @@ import multiprocessing
 import multiprocessing.context
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,7 @@ from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
+from streaming.engine.workers.main import BeginProcess
 from streaming.errors import ConfigError
 from streaming.ordinary.retry import NoRow
 from streaming.plan.settings import Shape
@@ -238,8 +240,19 @@ class Workers:
             "pin_memory": config.pin_memory and torch.cuda.is_available(),
             "multiprocessing_context": self._context or (method if num_workers else None),
             "timeout": config.timeout if num_workers else 0,
-            "worker_init_fn": config.worker_init_fn,
+            "worker_init_fn": config.worker_init_fn if self._context is None else self._begin(),
         }
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Raise, in place of torch's error that a worker process has ended, one that says how."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = None if self._context is None else self._context.why_ended()
+            if why is None:
+                raise
+            raise why from error
 
     def close(self) -> None:
         """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
@@ -250,6 +263,9 @@ class Workers:
         """Let go in a forked child: all of it is the parent's."""
         self._end.detach()
         self._context = self._server = None
+
+    def _begin(self) -> BeginProcess:
+        return BeginProcess(self._config.worker_init_fn, torch.multiprocessing.get_sharing_strategy())
 
     def forget(self) -> None:
         """Let go of what was sent to workers that are gone."""
