@@ -459,7 +459,7 @@ class _IterableRun:
 
     def describe(self) -> str:
         """Describe the current activity, for reports."""
-        return self._loop.describe()
+        return IterableLoop.describe(self._loop)  # a loop that shares batches describes this run
 
     def _next(self) -> Packet | None:
         if self._loop.is_counted:

@@ -27,7 +27,7 @@ from streaming.arguments import (
 )
 from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
-from streaming.engine.workers.context import ServerContext
+from streaming.engine.workers.context import ServerContext, cure_of_refusal
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.engine.workers.main import BeginProcess
 from streaming.errors import ConfigError
@@ -300,9 +300,10 @@ class Collate:
             )
         try:
             return torch_collate(list(samples))
-        except RuntimeError as error:  # torch says that sizes differ, and no cure
+        except RuntimeError as error:  # torch says that sizes differ, or the system has no shared memory, and no cure
             error.add_note(
-                "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
+                cure_of_refusal(error)
+                or "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
                 'DataLoader(…, jagged=("name",)), or a collate_fn that pads them or calls Jagged.of([…])'
             )
             raise

@@ -40,6 +40,11 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 from streaming.forks import signals_held_back
 from streaming.platforms import how_it_ended
 
+_PICKLED = (
+    "The data set or collate_fn puts something into it that cannot be pickled: return tensors, arrays, numbers and text, "
+    "or use num_workers=0"
+)
+
 
 class ServerContext(BaseContext):
     """Start processes from the fork server that all loaders of this process share. Close it after them.
@@ -150,7 +155,7 @@ def _send_error(of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], N
     if queue is None or not isinstance(sent, tuple):
         otherwise(error, sent)
         return
-    queue.put((sent[0], _Unsent(f"{type(error).__name__}: {error}. {_cure_of_sending(error)}")))
+    queue.put((sent[0], _Unsent(f"{type(error).__name__}: {error}. {cure_of_refusal(error) or _PICKLED}")))
 
 
 class _Unsent(ExceptionWrapper):
@@ -164,19 +169,17 @@ class _Unsent(ExceptionWrapper):
         raise WorkerError(f"a worker process cannot send its batch: {self._why}")
 
 
-def _cure_of_sending(error: Exception) -> str:
+def cure_of_refusal(error: Exception) -> str:
+    """Return what helps where the system refuses to send a batch; empty where it is not the system that does."""
     said = str(error)
     if "AF_UNIX path too long" in said:
         folder = tempfile.gettempdir()
         return f"TMPDIR ({folder}, {len(folder)} characters) is too long for sockets in it: export TMPDIR=/tmp"
-    if "No space left on device" in said or "shared memory" in said:
+    if "unable to allocate shared memory" in said:
         return "/dev/shm, through which batches go, is full: docker run --shm-size=8g, or lower num_workers"
     if "Too many open files" in said:
         return 'Run `ulimit -n 65536` before the program, or torch.multiprocessing.set_sharing_strategy("file_system")'
-    return (
-        "The data set or collate_fn puts something into it that cannot be pickled: return tensors, arrays, numbers and "
-        "text, or use num_workers=0"
-    )
+    return ""
 
 
 class _Pickler(portable.Pickler):
