@@ -272,7 +272,8 @@ class IterableLoop(Loop):
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
                 **self.workers.torch_options(self.dataset, config.collate_fn),
             )  # fmt: skip
-            self._packets = _Packets(iter(loader), cursors)
+            with self.workers.blamed():
+                self._packets = _Packets(iter(loader), cursors)
         return self._packets
 
     def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:

@@ -245,14 +245,18 @@ class Workers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Raise, in place of torch's error that a worker process has ended, one that says how."""
+        """Raise, in place of torch's error that a worker process has ended, one that says how; and name cures."""
         try:
             yield
+        except OSError as error:  # of this process, at the start of workers; their own errors arrive without a number
+            if self._context is not None and error.errno is not None and (cure := cure_of_refusal(error)):
+                error.add_note(cure)
+            raise
         except RuntimeError as error:
             why = None if self._context is None else self._context.why_ended()
             if why is None:
                 raise
-            raise why from error
+            raise why from why.__cause__ or error
 
     def close(self) -> None:
         """Let go of the server, once the workers are gone. More may be started; that borrows it again."""

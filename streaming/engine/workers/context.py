@@ -12,6 +12,7 @@ This is the parent's end; the child's is ``main.run_process``.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -150,12 +151,14 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no
 
 
 def _send_error(of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], None], error: Exception, sent: Any) -> None:
-    """Send ``error`` in place of a numbered batch. Runs in the queue's own thread of the process that sends."""
+    """Send ``error`` in place of a numbered batch. Runs in the queue's own thread, which then sends what comes first."""
     queue = of()
     if queue is None or not isinstance(sent, tuple):
         otherwise(error, sent)
         return
-    queue.put((sent[0], _Unsent(f"{type(error).__name__}: {error}. {cure_of_refusal(error) or _PICKLED}")))
+    why = _Unsent(f"{type(error).__name__}: {error}. {cure_of_refusal(error) or _PICKLED}")
+    queue._sem.acquire()  # type: ignore[attr-defined]  # as ``put`` does, but before what waits behind it: torch drops
+    queue._buffer.appendleft((sent[0], why))  # type: ignore[attr-defined]  # what comes after the end of an iterable
 
 
 class _Unsent(ExceptionWrapper):
@@ -175,7 +178,7 @@ def cure_of_refusal(error: Exception) -> str:
     if "AF_UNIX path too long" in said:
         folder = tempfile.gettempdir()
         return f"TMPDIR ({folder}, {len(folder)} characters) is too long for sockets in it: export TMPDIR=/tmp"
-    if "unable to allocate shared memory" in said:
+    if "unable to allocate shared memory" in said or getattr(error, "errno", None) == errno.ENOSPC:
         return "/dev/shm, through which batches go, is full: docker run --shm-size=8g, or lower num_workers"
     if "Too many open files" in said:
         return 'Run `ulimit -n 65536` before the program, or torch.multiprocessing.set_sharing_strategy("file_system")'
