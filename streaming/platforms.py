@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -21,10 +22,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from streaming.errors import ConfigError
+
 _log = logging.getLogger(__name__)
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 """Python has its name since 3.12; the number is Linux's."""
+_SPARE_FILES = 24
+"""Open files for all that goes on beside what was counted: shards, connections, a process that starts."""
 _NO_LIMIT = 1 << 60
 """Version 1 of control groups writes "no limit" as the largest number of whole pages."""
 
@@ -155,6 +160,29 @@ def how_it_ended(name: str, code: int) -> str:
         known = f"signal {-code}"
     perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
     return f"{name} was killed by {known}{perhaps}"
+
+
+def check_open_files(option: str, count: int, each: int, *, beside: int = 0) -> None:
+    """Check that this process may open the files that ``count`` things need: ``each`` of them, and ``beside`` once.
+
+    Args:
+        option: The option whose value is ``count``, for the message.
+
+    Raises:
+        ConfigError: It may not; the message has what is needed, the limit, and the largest value that fits.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    beside += _SPARE_FILES + len(os.listdir("/dev/fd"))
+    needed = beside + count * each
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    how = f"Run `ulimit -n {needed}` before the program"
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        how = f"Have the limit raised, which is {hard} at most (docker run --ulimit nofile={needed})"
+    raise ConfigError(
+        f"{option}={count}: this process needs {needed} open files ({each} for each, and {beside}), and may have {soft} "
+        f"(ulimit -n). {how}, or use {option}={max(0, soft - beside) // each}"
+    )
 
 
 def has_worker_processes() -> bool:

@@ -33,6 +33,7 @@ from streaming.engine.workers.main import BeginProcess
 from streaming.errors import ConfigError
 from streaming.ordinary.retry import NoRow
 from streaming.plan.settings import Shape
+from streaming.platforms import check_open_files
 from streaming.replicas.options import Broadcast, Replicas
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
@@ -42,6 +43,9 @@ _log = logging.getLogger(__name__)
 
 _PRELOAD = "streaming.ordinary.map_style"
 """Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
+_FILES_OF_WORKER = 4
+"""Files that this process has open for each worker: its connection, its end, and both ends of its queue. Each tensor on
+its way is one more, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
 _FEEDER_S = 5.0  # for a daemon thread that has finished its work
 
 
@@ -209,6 +213,9 @@ class Workers:
     def __init__(self, config: OrdinaryConfig, num_workers: int) -> None:
         self._config = config
         self._num_workers = num_workers
+        if num_workers:
+            by_file = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+            check_open_files("num_workers", num_workers, _FILES_OF_WORKER + config.prefetch_factor * by_file)
         linux = sys.platform == "linux"  # elsewhere there is no such server
         self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
         self._server: ForkServer | None = SHARED.borrow() if self._from_server else None

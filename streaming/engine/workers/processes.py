@@ -16,11 +16,15 @@ from streaming.engine.workers.in_progress import BatchWork, SharedProgress
 from streaming.engine.workers.main import HELLO, SETUP
 from streaming.errors import WorkerDiedError
 from streaming.monitor import Monitor
-from streaming.platforms import how_it_ended
+from streaming.platforms import check_open_files, how_it_ended
 
 MAX_DEATHS = 3
 """Workers that may die from one batch, or before they are up, one after the other: allows for a stray kill and a moment
 of low memory, but not for a habit."""
+_OWN_FILES = 2
+"""Files that this process has open for each worker: its connection, and its progress."""
+_FILES_OF_SLOT = 2
+"""A slot has its file, of which ``mmap`` keeps another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +70,15 @@ class Processes:
         arena_bytes: Size of its address range.
         server: A fork server shared with others, which the caller closes; None: the one that all pools share.
         replaced: Called, in any thread, for each worker that is replaced.
+        num_slots: Number of ring slots that this process will open: as many for each worker, and one.
     """
 
     def __init__(
         self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int, server: ForkServer | None = None, *,
-        replaced: Callable[[], None] = lambda: None,
+        replaced: Callable[[], None] = lambda: None, num_slots: int = 1,
     ) -> None:  # fmt: skip
         self._num_workers = num_workers
+        self._num_files = _OWN_FILES + -(-_FILES_OF_SLOT * (num_slots - 1) // num_workers)
         self._arena_bytes = arena_bytes
         self._setup = (SETUP, recipe, arena_bytes)
         self._arena_fd = arena_fd
@@ -103,10 +109,14 @@ class Processes:
         """Start all workers that are not running, without waiting until they are ready.
 
         Raises:
+            ConfigError: This process may not open the files that they need.
             RuntimeError: The pool is closed.
         """
         with self._changed:
             self._check_open()
+            if self._num_files and not self._workers:
+                check_open_files("num_workers", self._num_workers, self._num_files, beside=_FILES_OF_SLOT)
+                self._num_files = 0  # checked once: from here on some of them are open
             while len(self._workers) < self._num_workers:  # afterwards each of num_workers comes, is idle, or in use
                 self._spawn()
 
