@@ -150,16 +150,39 @@ def boot_id() -> bytes:
         return b""
 
 
-def how_it_ended(name: str, code: int) -> str:
-    """Say how the process called ``name`` ended, by its exit code; below 0 that is a signal."""
+def oom_kills() -> int | None:
+    """Return how many processes the kernel has killed on this machine for lack of memory; None: it does not say.
+
+    A limit of a control group counts, too.
+    """
+    lines = (_told("/proc", "vmstat") or "").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def how_it_ended(name: str, code: int, oom_kills_before: int | None = None) -> str:
+    """Say how the process called ``name`` ended, by its exit code; below 0 that is a signal.
+
+    Args:
+        name: The process.
+        code: Its exit code.
+        oom_kills_before: What ``oom_kills`` was when it ran; None: not known.
+    """
     if code >= 0:
         return f"{name} exited with code {code}"
     try:
         known = signal.Signals(-code).name
     except ValueError:
         known = f"signal {-code}"
-    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
-    return f"{name} was killed by {known}{perhaps}"
+    return f"{name} was killed by {known}{_perhaps_for_memory(oom_kills_before) if known == 'SIGKILL' else ''}"
+
+
+def _perhaps_for_memory(oom_kills_before: int | None) -> str:
+    now = oom_kills()
+    if now is None or oom_kills_before is None:
+        return " (probably by the kernel, for lack of memory)"
+    if now > oom_kills_before:
+        return f" by the kernel, for lack of memory (such kills on this machine meanwhile: {now - oom_kills_before})"
+    return " (not by the kernel for lack of memory: such kills on this machine meanwhile: 0)"
 
 
 def check_open_files(option: str, count: int, each: int, *, beside: int = 0) -> None:
