@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -381,3 +384,48 @@ def test_processes_that_never_come_up_are_an_error_after_the_batches_without_the
         with pytest.raises(WorkerDiedError, match=r"do not start: .*exited with code 3"):
             read_while_three_die(loader)
         assert loader.metrics()["worker_restarts"] >= 3
+
+
+PLUGIN = "def transform(sample):\n    return dict(sample, held=1)\n"
+
+
+def in_memory(tmp_path: Path, kind: str, name: str) -> Any:
+    """The transform of a module that this process has loaded in a way that no other can repeat."""
+    if kind == "no file":
+        module = sys.modules[name] = ModuleType(name)
+        exec(PLUGIN, vars(module))
+        return module.transform
+    file = tmp_path / "plugin.py"
+    file.write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if kind == "named by a function":
+        namespace: dict[str, Any] = {"plugin": module, "__name__": "__main__"}
+        exec("def transform(sample):\n    return plugin.transform(sample)\n", namespace)
+        return namespace["transform"]
+    return module.transform
+
+
+@pytest.mark.parametrize("name", ["plugin_of_mine", "tests.plugin_of_mine", "streaming.decode.plugin_of_mine"])
+@pytest.mark.parametrize("kind", ["a file elsewhere", "no file", "named by a function"])
+def test_a_transform_that_no_worker_can_import_says_so_at_the_first_batch(
+    numbers: Path, held: Held, tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once a worker is up, some short epochs later."""
+    held.let_go_when_somebody_waits()
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # removed at the end
+    transform = in_memory(tmp_path, kind, name)
+    with DataLoader(StreamingDataset(numbers, transform=transform), 4, num_workers=1) as loader:
+        with pytest.raises(ConfigError, match=f"does not load in a worker process: ModuleNotFoundError.*{name}"):
+            next(iter(loader))
+        assert loader.metrics()["batches_before_workers"] == 0
+
+
+@pytest.mark.parametrize("name", ["json", "os.path", "numpy.linalg", "torch.nn.functional", "xml.etree.ElementTree",
+                                  "torch._C._nn", "PIL.Image", "tests.support.tiers", __name__])  # fmt: skip
+def test_a_module_that_workers_can_import_is_found(name: str) -> None:
+    importlib.import_module(name) if name != "torch._C._nn" else None
+    stand_in._check_importable(name)
