@@ -230,6 +230,9 @@ class WorkerBuilder:
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""
+        untold = self._untold_before()
+        if untold:
+            _log.info("all %d batches of the run before were built in this process: no worker process was up", untold)
         self._begun_s = time.monotonic()
         if not self._has_users_code:
             return  # the first batch shows whether processes are needed
@@ -301,15 +304,20 @@ class WorkerBuilder:
         return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
 
     def _tell_of_before(self) -> None:
-        """Log, at the first batch for a worker process, how many were built without one."""
+        """Log, at the first batch of a run for a worker process, how many of it were built without one."""
         self._pool.dismiss_stand_in()
-        count = self._metrics.get("batches_before_workers")
-        untold, self._told_before = count - self._told_before, count
+        untold = self._untold_before()
         if untold:
             _log.info(
                 "%d batches were built in this process until worker processes were up, after %.1f s",
                 untold, time.monotonic() - self._begun_s,
             )  # fmt: skip
+
+    def _untold_before(self) -> int:
+        """Return how many batches were built without a worker process since this was last asked."""
+        count = self._metrics.get("batches_before_workers")
+        untold, self._told_before = count - self._told_before, count
+        return int(untold)
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """See ``Builder``: this concerns batches built by threads.

@@ -120,6 +120,25 @@ def test_threads_build_what_needs_no_code_of_the_user(
     assert int(told.split()[0]) == loader.metrics()["batches_before_workers"]
 
 
+@pytest.mark.parametrize("transform", [None, "where"])
+def test_what_was_built_here_is_said_run_by_run(
+    numbers: Path, held: Held, caplog: pytest.LogCaptureFixture, transform: str | None
+) -> None:
+    caplog.set_level(logging.INFO, "streaming.engine.builders")
+    dataset = StreamingDataset(numbers, transform=where if transform else None)
+    with DataLoader(dataset, batch_size=4, num_workers=1) as loader:
+        for _ in range(2):
+            held.first(iter(loader), 20)
+        batches = iter(loader)
+        found = held.first(batches, 7)
+        found += held.rest(loader, batches)
+        list(loader)
+        before = loader.metrics()["batches_before_workers"]
+    told = [record.getMessage() for record in caplog.records if "built in this process" in record.getMessage()]
+    assert [line.split(" batches ")[0] for line in told] == ["all 20", "all 20", str(before - 40)]
+    assert 7 <= before - 40 < 20
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_asking_thread_builds_what_does(numbers: Path, held: Held, num_workers: int) -> None:
     with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=num_workers) as loader:
