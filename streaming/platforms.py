@@ -189,7 +189,10 @@ def check_open_files(option: str, count: int, each: int, *, beside: int = 0) -> 
     """Check that this process may open the files that ``count`` things need: ``each`` of them, and ``beside`` once.
 
     Args:
-        option: The option whose value is ``count``, for the message.
+        option: The option that says how many things, for the message.
+        count: Its value.
+        each: Files for each of them.
+        beside: Files for all of them together.
 
     Raises:
         ConfigError: It may not; the message has what is needed, the limit, and the largest value that fits.
@@ -203,8 +206,8 @@ def check_open_files(option: str, count: int, each: int, *, beside: int = 0) -> 
     if hard != resource.RLIM_INFINITY and needed > hard:
         how = f"Have the limit raised, which is {hard} at most (docker run --ulimit nofile={needed})"
     raise ConfigError(
-        f"{option}={count}: this process needs {needed} open files ({each} for each, and {beside}), and may have {soft} "
-        f"(ulimit -n). {how}, or use {option}={max(0, soft - beside) // each}"
+        f"{option}={count}: this process needs {needed} open files ({each} for each, and {beside}), and may have "
+        f"{soft} (ulimit -n). {how}, or use {option}={max(0, soft - beside) // each}"
     )
 
 

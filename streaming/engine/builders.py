@@ -212,9 +212,13 @@ class WorkerBuilder:
         pool: The processes.
         metrics: Where ``batches_before_workers`` is counted.
         helps: Whether this process builds anything until they are up.
+        tells: Whether this process logs what all ranks of the job would.
     """
 
-    def __init__(self, recipe: Recipe, pool: WorkerPool, metrics: Metrics | None = None, *, helps: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe, pool: WorkerPool, metrics: Metrics | None = None, *, helps: bool = True,
+        tells: bool = True,
+    ) -> None:  # fmt: skip
         self._recipe = recipe
         self._pool = pool
         self._pace = pool.pace
@@ -222,6 +226,7 @@ class WorkerBuilder:
         self._metrics.add("batches_before_workers", 0)
         self._local = LocalBuilder(recipe)
         self._helps = helps
+        self._level = logging.INFO if tells else logging.DEBUG
         self._has_users_code = bool(recipe.functions_of_user)
         self._is_trivial = self._stands_in = False
         self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
@@ -232,7 +237,10 @@ class WorkerBuilder:
         """See ``Builder``."""
         untold = self._untold_before()
         if untold:
-            _log.info("all %d batches of the run before were built in this process: no worker process was up", untold)
+            _log.log(
+                self._level, "all %d batches of the run before were built in this process: no worker process was up",
+                untold,
+            )  # fmt: skip
         self._begun_s = time.monotonic()
         if not self._has_users_code:
             return  # the first batch shows whether processes are needed
@@ -270,10 +278,11 @@ class WorkerBuilder:
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
             if not self._metrics.get("batches_before_workers"):
-                _log.info(
+                _log.log(
+                    self._level,
                     "worker processes start, which takes as long as importing what your functions need; until one is "
                     "up, this process builds batches with copies of your functions, so one that ends its process ends "
-                    "the training (num_threads=0 rules that out)"
+                    "the training (num_threads=0 rules that out)",
                 )
             lap = self._count_before()
             built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
@@ -308,8 +317,8 @@ class WorkerBuilder:
         self._pool.dismiss_stand_in()
         untold = self._untold_before()
         if untold:
-            _log.info(
-                "%d batches were built in this process until worker processes were up, after %.1f s",
+            _log.log(
+                self._level, "%d batches were built in this process until worker processes were up, after %.1f s",
                 untold, time.monotonic() - self._begun_s,
             )  # fmt: skip
 
@@ -372,6 +381,7 @@ class Crew:
         batch_bytes: Upper bound on batches of worker processes.
         metrics: Where to count restarts.
         helps: Whether this process builds batches until worker processes are up.
+        tells: Whether this process logs what all ranks of the job would.
         pace: Compares these with those of worker processes; None: nothing is compared.
 
     Attributes:
@@ -385,7 +395,7 @@ class Crew:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
-        helps: bool = True, pace: WorkerPace | None = None,
+        helps: bool = True, tells: bool = True, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
@@ -401,7 +411,7 @@ class Crew:
             self._closing.callback(self.ring.close)
             self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics, pace=pace)
             self._closing.callback(self._pool.close)
-            self.builder = WorkerBuilder(recipe, self._pool, metrics, helps=helps)
+            self.builder = WorkerBuilder(recipe, self._pool, metrics, helps=helps, tells=tells)
         except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()

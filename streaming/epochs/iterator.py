@@ -537,8 +537,8 @@ def _add_cure(error: BaseException) -> None:
         )
     elif isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         error.add_note(
-            "The system allows no further open file. Raise the limit (ulimit -n), or lower num_workers, prefetch_factor "
-            "or the number of batches that are kept"
+            "The system allows no further open file. Raise the limit (ulimit -n), or lower num_workers, "
+            "prefetch_factor or the number of batches that are kept"
         )
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         error.add_note(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.engine.workers import stand_in
@@ -137,6 +138,23 @@ def test_what_was_built_here_is_said_run_by_run(
     told = [record.getMessage() for record in caplog.records if "built in this process" in record.getMessage()]
     assert [line.split(" batches ")[0] for line in told] == ["all 20", "all 20", str(before - 40)]
     assert 7 <= before - 40 < 20
+
+
+def test_what_all_ranks_would_say_the_first_says(numbers: Path, held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "streaming")
+    told = []
+    for rank in range(2):
+        caplog.clear()
+        mesh = DeviceMesh.from_sizes(dp_size=2, rank=rank, environ={})
+        dataset = StreamingDataset(numbers, transform=Augmenting())
+        with DataLoader(dataset, batch_size=4, num_workers=1, device_mesh=mesh) as loader:
+            held.first(iter(loader), 10)
+            batches = iter(loader)
+            held.first(batches, 3)
+            held.rest(loader, batches)
+        told.append([record.name for record in caplog.records])
+    begun = ["streaming", "streaming.engine.builders"]
+    assert told == [["streaming.loops.base", *begun, *begun, "streaming.engine.builders"], []]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -66,9 +66,7 @@ def runs(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("num_workers", first_here([2, 1, 0], 1))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_job_goes_on_that_handles_them(
-    forked: Forked, url: str, tmp_path: Path, kind: str, num_workers: int
-) -> None:
+def test_a_job_goes_on_that_handles_them(forked: Forked, url: str, tmp_path: Path, kind: str, num_workers: int) -> None:
     asked = given(url, tmp_path, kind=kind, num_workers=num_workers)
     job = forked.start(PROGRAM, asked, output=tmp_path / "output", leads=True)
     assert job.wait_for_all() == 0, job.output.read_text()
@@ -88,9 +86,7 @@ def test_each_alone(forked: Forked, url: str, tmp_path: Path, kind: str, number:
 @pytest.mark.thorough
 @pytest.mark.parametrize("sharing_strategy", ["file_descriptor", "file_system"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_while_a_true_server_starts(
-    forked: Forked, url: str, tmp_path: Path, kind: str, sharing_strategy: str
-) -> None:
+def test_while_a_true_server_starts(forked: Forked, url: str, tmp_path: Path, kind: str, sharing_strategy: str) -> None:
     """The first signals come as soon as there is any process of ours, which imports for seconds."""
     asked = given(url, tmp_path, kind=kind, ready=False, sharing_strategy=sharing_strategy)
     job = forked.start(PROGRAM, asked, output=tmp_path / "output", leads=True)

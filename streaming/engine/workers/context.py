@@ -41,9 +41,10 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 from streaming.forks import signals_held_back
 from streaming.platforms import how_it_ended
 
+_SHM = "/dev/shm"  # noqa: S108  only named
 _PICKLED = (
-    "The data set or collate_fn puts something into it that cannot be pickled: return tensors, arrays, numbers and text, "
-    "or use num_workers=0"
+    "The data set or collate_fn puts something into it that cannot be pickled: return tensors, arrays, numbers and "
+    "text, or use num_workers=0"
 )
 
 
@@ -116,7 +117,7 @@ class ServerContext(BaseContext):
         return WorkerDiedError(
             f"{'; '.join(how_it_ended(f'worker process {popen.pid}', popen.returncode or 0) for popen in ended)}. If "
             f"killed by SIGKILL, lower num_workers, prefetch_factor or the batch size, or give the job more memory; if "
-            f"by SIGBUS, /dev/shm is full (docker run --shm-size=8g). Otherwise the data set or collate_fn crashes or "
+            f"by SIGBUS, {_SHM} is full (docker run --shm-size=8g). Otherwise the data set or collate_fn crashes or "
             f"exits: num_workers=0 shows where"
         )
 
@@ -150,15 +151,21 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no
         return partial(_send_error, weakref.ref(self), super()._on_queue_feeder_error)  # type: ignore[misc]
 
 
-def _send_error(of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], None], error: Exception, sent: Any) -> None:
-    """Send ``error`` in place of a numbered batch. Runs in the queue's own thread, which then sends what comes first."""
+def _send_error(
+    of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], None], error: Exception, sent: Any
+) -> None:
+    """Send ``error`` in place of a numbered batch, before what waits behind it: torch drops what comes after an end.
+
+    Runs in the queue's own thread, which then sends what comes first.
+    """
     queue = of()
     if queue is None or not isinstance(sent, tuple):
         otherwise(error, sent)
         return
     why = _Unsent(f"{type(error).__name__}: {error}. {cure_of_refusal(error) or _PICKLED}")
-    queue._sem.acquire()  # type: ignore[attr-defined]  # as ``put`` does, but before what waits behind it: torch drops
-    queue._buffer.appendleft((sent[0], why))  # type: ignore[attr-defined]  # what comes after the end of an iterable
+    inner: Any = queue
+    inner._sem.acquire()  # as ``put`` does
+    inner._buffer.appendleft((sent[0], why))
 
 
 class _Unsent(ExceptionWrapper):
@@ -179,7 +186,7 @@ def cure_of_refusal(error: Exception) -> str:
         folder = tempfile.gettempdir()
         return f"TMPDIR ({folder}, {len(folder)} characters) is too long for sockets in it: export TMPDIR=/tmp"
     if "unable to allocate shared memory" in said or getattr(error, "errno", None) == errno.ENOSPC:
-        return "/dev/shm, through which batches go, is full: docker run --shm-size=8g, or lower num_workers"
+        return f"{_SHM}, through which batches go, is full: docker run --shm-size=8g, or lower num_workers"
     if "Too many open files" in said:
         return 'Run `ulimit -n 65536` before the program, or torch.multiprocessing.set_sharing_strategy("file_system")'
     return ""

@@ -357,4 +357,3 @@ def _end(server: ForkServer, worker: Worker, *, kill: bool) -> None:
         server.kill(worker.number)
     else:
         server.status(worker.number, kill=kill)
-
