@@ -214,7 +214,7 @@ class Workers:
         self._config = config
         self._num_workers = num_workers
         if num_workers:
-            by_file = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+            by_file = _sharing_strategy() == "file_descriptor"
             check_open_files("num_workers", num_workers, _FILES_OF_WORKER + config.prefetch_factor * by_file)
         linux = sys.platform == "linux"  # elsewhere there is no such server
         self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
@@ -276,13 +276,18 @@ class Workers:
         self._context = self._server = None
 
     def _begin(self) -> BeginProcess:
-        return BeginProcess(self._config.worker_init_fn, torch.multiprocessing.get_sharing_strategy())
+        return BeginProcess(self._config.worker_init_fn, _sharing_strategy())
 
     def forget(self) -> None:
         """Let go of what was sent to workers that are gone."""
         context, self._context = self._context, None
         if context is not None:
             context.close()
+
+
+def _sharing_strategy() -> str:
+    strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return strategy
 
 
 def _give_back(server: ForkServer | None) -> None:

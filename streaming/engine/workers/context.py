@@ -182,7 +182,7 @@ class _Unsent(ExceptionWrapper):
 def cure_of_refusal(error: Exception) -> str:
     """Return what helps where the system refuses to send a batch; empty where it is not the system that does."""
     said = str(error)
-    if "AF_UNIX path too long" in said:
+    if "path too long" in said:
         folder = tempfile.gettempdir()
         return f"TMPDIR ({folder}, {len(folder)} characters) is too long for sockets in it: export TMPDIR=/tmp"
     if "unable to allocate shared memory" in said or getattr(error, "errno", None) == errno.ENOSPC:

@@ -5,8 +5,8 @@ pools of torch or OpenMP. Why not ``multiprocessing``'s fork server: it runs the
 which breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
 
 The server has one thread, has imported what workers need, and never uses torch. It ends, and all workers with it, when
-its control socket is closed or its parent is gone, whichever is first. Signals that reach the whole group of processes end
-neither: they are for the training process alone.
+its control socket is closed or its parent is gone, whichever is first. Signals that reach the whole group of processes
+end neither: they are for the training process alone.
 """
 
 from __future__ import annotations

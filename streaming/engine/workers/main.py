@@ -164,7 +164,7 @@ class BeginProcess:
         """Begin in worker process ``number``."""
         leave_signals_to_the_job({signal.SIGTERM})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
+        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)  # type: ignore[no-untyped-call]
         if self.then is not None:
             self.then(number)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
-from cloudpickle.cloudpickle import subimport
 
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSampleReport, Recipe
@@ -27,7 +27,7 @@ from streaming.engine.workers.transport import Parcel
 
 _MOST_COPIED_BYTES = 64 << 20
 """Functions that hold more than this are not copied: memory for seconds, which ``memory_limit`` does not count."""
-_IMPORTS = (subimport.__module__, subimport.__qualname__)
+_IMPORTS = ("cloudpickle.cloudpickle", "subimport")
 """With this, cloudpickle has a function's modules imported where it is loaded."""
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class _Unpickler(pickle.Unpickler):
 def _imported(name: str) -> Any:
     """Import a module that a function of the main script names."""
     _check_importable(name)
-    return subimport(name)
+    return cloudpickle.cloudpickle.subimport(name)
 
 
 def _check_importable(name: str) -> None:
