@@ -147,7 +147,7 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no
     """A queue of batches. Where one cannot be sent, the receiver gets the cause: else it would wait forever."""
 
     @property
-    def _on_queue_feeder_error(self) -> Callable[[Exception, Any], None]:  # type: ignore[override]
+    def _on_queue_feeder_error(self) -> Callable[[Exception, Any], None]:
         return partial(_send_error, weakref.ref(self), super()._on_queue_feeder_error)  # type: ignore[misc]
 
 
