@@ -52,7 +52,7 @@ def check(folder: Path, output: Path, signals: tuple[int, ...] = SCHEDULERS, num
         assert not any(rank["ended_by"].values()), rank["ended_by"]
     for epoch in range(2):
         assert sorted(number for rank in found for number in rank["epochs"][epoch]) == list(range(NUM_SAMPLES)), told
-    for word in ("Traceback", "Error", "exited", "died", "unexpected", "Warning: resource_tracker"):
+    for word in ("Traceback", "Error", "exited", "died", "unexpected", "a run has ended", "resource_tracker"):
         assert word not in told, told
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from streaming import DataLoader, OrdinaryDataset
+from streaming import DataLoader, OrdinaryDataset, StreamingDataset
 from streaming.errors import ConfigError, ShardstreamError, WorkerDiedError, WorkerError
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S
+from tests.support.sets.data_sets import write_set
 from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -227,3 +230,28 @@ def test_workers_share_tensors_as_the_script_says(kind: str, chosen: str) -> Non
         assert len(read(kind, tensor)) == 4
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
+
+
+def ends_of_children(_: int) -> tuple[int, int]:
+    """How a program and a fork end that get SIGTERM."""
+    program = subprocess.Popen(["sleep", "3600"])
+    program.terminate()
+    pid = os.fork()
+    if not pid:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    return program.wait(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_function_starts_ends_at_signals_as_elsewhere(kind: str) -> None:
+    """Though its worker process does not: ``terminate`` and ``wait`` would take forever."""
+    assert {one for batch in read(kind, ends_of_children) for one in batch} == {(-signal.SIGTERM, -signal.SIGTERM)}
+
+
+def test_what_a_transform_starts_does_so_too(tmp_path: Path) -> None:
+    url = write_set(tmp_path, (8,)).url
+    dataset = StreamingDataset(url, transform=lambda _: {"ends": ends_of_children(0)})
+    with DataLoader(dataset, 4, num_workers=1, num_threads=0) as loader:
+        ends = [end for batch in loader for end in batch["ends"]]
+    assert np.unique(np.array(ends)).tolist() == [-signal.SIGTERM]
