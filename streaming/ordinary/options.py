@@ -232,7 +232,10 @@ class Workers:
         if self._from_server:
             try:
                 self._context = ServerContext((one for one in shared if one is not None), preload=_PRELOAD)
-            except Exception as error:  # noqa: BLE001  whatever a user's object raises
+            except Exception as error:  # whatever a user's object raises
+                if cure := cure_of_refusal(error):  # it is not the object's fault
+                    error.add_note(cure)
+                    raise
                 _log.warning(
                     "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
                     "from this process instead, and may hang on locks that its threads hold. Open files, locks and "
