@@ -7,15 +7,21 @@ writes to shared memory or an open file. So each of our objects is of one of thr
 - the child can use it: ``in_children`` gives it fresh locks and connections before the child does anything else;
 - it belongs to its maker: ``Maker.check`` rejects every other process, by name and with the cure;
 - it shares memory with the child: ``before_forks`` lets it record what the child will hold.
+
+Processes of ours that serve this one also get every signal that is sent to the group of its processes, such as the one
+with which a scheduler announces the end of the job. What is to happen then is up to this process: see
+``leave_signals_to_the_job``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
@@ -29,6 +35,19 @@ CURE = (
     "start processes without forking this one: multiprocessing.set_start_method('forkserver') at the start of the "
     "program, or multiprocessing_context='forkserver' for torch's DataLoader"
 )
+
+_NOT_OF_THE_JOB = frozenset({
+    "SIGKILL", "SIGSTOP",  # nobody can handle them
+    "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP",  # the process's own faults
+    "SIGPIPE", "SIGXFSZ",  # the interpreter ignores them
+    "SIGCHLD", "SIGCONT", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH",  # they end no process
+})  # fmt: skip
+JOB_SIGNALS: frozenset[int] = frozenset(signal.valid_signals()) - {
+    int(getattr(signal, name)) for name in _NOT_OF_THE_JOB if hasattr(signal, name)
+}
+"""Signals that end a process unless it handles them, and that a person or a scheduler may send to a whole group."""
+_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
+"""Of these, what a program need not hear that a function of the user's starts, and that would fail a sample."""
 
 _numbers = count()
 _before: _Hooks = {}
@@ -137,3 +156,42 @@ def _run(hooks: _Hooks) -> None:
         thing = hook()
         if thing is not None:
             hook.call(thing)
+
+
+# --- signals ---
+
+
+def leave_signals_to_the_job(numbers: Iterable[int] = JOB_SIGNALS) -> None:
+    """Have this process do nothing at these signals. For a process that ends with the one that it serves.
+
+    Programs that it starts inherit what is ignored, so SIGTERM is handled instead: ``terminate`` has to end them.
+    """
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN if number in _IGNORED else _leave_it)
+        if number not in _IGNORED:
+            signal.siginterrupt(number, False)  # noqa: FBT003  what waits in a library of C goes on waiting
+
+
+def hear_signals_in_children() -> None:
+    """Have children that are forked from this process end at signals again, unless it has handlers of its own."""
+    os.register_at_fork(after_in_child=_hear)
+
+
+@contextmanager
+def signals_held_back(numbers: Iterable[int] = JOB_SIGNALS) -> Iterator[None]:
+    """Start a program inside the block that gets no such signal until it asks for them, and this thread none either."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_it(*_: object) -> None:
+    """Do nothing."""
+
+
+def _hear() -> None:
+    for number in JOB_SIGNALS:
+        if signal.getsignal(number) is _leave_it:
+            signal.signal(number, signal.SIG_DFL)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -21,10 +22,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from streaming.errors import ConfigError
+
 _log = logging.getLogger(__name__)
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 """Python has its name since 3.12; the number is Linux's."""
+_SPARE_FILES = 24
+"""Open files for all that goes on beside what was counted: shards, connections, a process that starts."""
 _NO_LIMIT = 1 << 60
 """Version 1 of control groups writes "no limit" as the largest number of whole pages."""
 
@@ -145,16 +150,65 @@ def boot_id() -> bytes:
         return b""
 
 
-def how_it_ended(name: str, code: int) -> str:
-    """Say how the process called ``name`` ended, by its exit code; below 0 that is a signal."""
+def oom_kills() -> int | None:
+    """Return how many processes the kernel has killed on this machine for lack of memory; None: it does not say.
+
+    A limit of a control group counts, too.
+    """
+    lines = (_told("/proc", "vmstat") or "").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def how_it_ended(name: str, code: int, oom_kills_before: int | None = None) -> str:
+    """Say how the process called ``name`` ended, by its exit code; below 0 that is a signal.
+
+    Args:
+        name: The process.
+        code: Its exit code.
+        oom_kills_before: What ``oom_kills`` was when it ran; None: not known.
+    """
     if code >= 0:
         return f"{name} exited with code {code}"
     try:
         known = signal.Signals(-code).name
     except ValueError:
         known = f"signal {-code}"
-    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
-    return f"{name} was killed by {known}{perhaps}"
+    return f"{name} was killed by {known}{_perhaps_for_memory(oom_kills_before) if known == 'SIGKILL' else ''}"
+
+
+def _perhaps_for_memory(oom_kills_before: int | None) -> str:
+    now = oom_kills()
+    if now is None or oom_kills_before is None:
+        return " (probably by the kernel, for lack of memory)"
+    if now > oom_kills_before:
+        return f" by the kernel, for lack of memory (such kills on this machine meanwhile: {now - oom_kills_before})"
+    return " (not by the kernel for lack of memory: such kills on this machine meanwhile: 0)"
+
+
+def check_open_files(option: str, count: int, each: int, *, beside: int = 0) -> None:
+    """Check that this process may open the files that ``count`` things need: ``each`` of them, and ``beside`` once.
+
+    Args:
+        option: The option that says how many things, for the message.
+        count: Its value.
+        each: Files for each of them.
+        beside: Files for all of them together.
+
+    Raises:
+        ConfigError: It may not; the message has what is needed, the limit, and the largest value that fits.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    beside += _SPARE_FILES + len(os.listdir("/dev/fd"))
+    needed = beside + count * each
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    how = f"Run `ulimit -n {needed}` before the program"
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        how = f"Have the limit raised, which is {hard} at most (docker run --ulimit nofile={needed})"
+    raise ConfigError(
+        f"{option}={count}: this process needs {needed} open files ({each} for each, and {beside}), and may have "
+        f"{soft} (ulimit -n). {how}, or use {option}={max(0, soft - beside) // each}"
+    )
 
 
 def has_worker_processes() -> bool:

@@ -155,7 +155,7 @@ class LocalBuilder:
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
             draws = BatchDraws(seed or 0, rows.positions, seeds, self._watch.own)
             builder = BatchBuilder(self._recipe, substitutes, report, self.allocate, work.row, draws)
-            if self.holds_gil or self._surroundings is None:
+            if self._only_copies or self._surroundings is None:
                 return builder.build(rows, valid)
             with self._surroundings.in_thread():
                 return builder.build(rows, valid)
@@ -236,11 +236,12 @@ class WorkerBuilder:
         memory: Where large tensors of batches lie that this process builds.
         metrics: Where ``batches_before_workers`` is counted.
         helps: Whether this process builds anything until they are up.
+        tells: Whether this process logs what all ranks of the job would.
     """
 
     def __init__(
         self, recipe: Recipe, pool: WorkerPool, memory: BatchMemory, metrics: Metrics | None = None, *,
-        helps: bool = True,
+        helps: bool = True, tells: bool = True,
     ) -> None:  # fmt: skip
         self._recipe = recipe
         self._pool = pool
@@ -251,6 +252,7 @@ class WorkerBuilder:
         self._local = LocalBuilder(recipe, memory)
         self._helps = helps and recipe.worker_init_fn is None
         self._changed: Callable[[], None] = lambda: None
+        self._level = logging.INFO if tells else logging.DEBUG
         self._has_users_code = bool(recipe.functions_of_user)
         self._is_trivial = self._stands_in = False
         self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
@@ -259,6 +261,12 @@ class WorkerBuilder:
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""
+        untold = self._untold_before()
+        if untold:
+            _log.log(
+                self._level, "all %d batches of the run before were built in this process: no worker process was up",
+                untold,
+            )  # fmt: skip
         self._begun_s, self._changed = time.monotonic(), changed
         if not self._has_users_code:
             return  # the first batch shows whether processes are needed
@@ -301,10 +309,11 @@ class WorkerBuilder:
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
             if not self._metrics.get("batches_before_workers"):
-                _log.info(
+                _log.log(
+                    self._level,
                     "worker processes start, which takes as long as importing what your functions need; until one is "
                     "up, this process builds batches with copies of your functions, so one that ends its process ends "
-                    "the training (num_threads=0 rules that out)"
+                    "the training (num_threads=0 rules that out)",
                 )
             lap = self._count_before()
             built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
@@ -338,16 +347,21 @@ class WorkerBuilder:
         return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
 
     def _tell_of_before(self) -> None:
-        """Log, at the first batch for a worker process, how many were built without one."""
+        """Log, at the first batch of a run for a worker process, how many of it were built without one."""
         self._pool.dismiss_stand_in()
         self._memory.close()  # from here on batches lie in the ring
-        count = self._metrics.get("batches_before_workers")
-        untold, self._told_before = count - self._told_before, count
+        untold = self._untold_before()
         if untold:
-            _log.info(
-                "%d batches were built in this process until worker processes were up, after %.1f s",
+            _log.log(
+                self._level, "%d batches were built in this process until worker processes were up, after %.1f s",
                 untold, time.monotonic() - self._begun_s,
             )  # fmt: skip
+
+    def _untold_before(self) -> int:
+        """Return how many batches were built without a worker process since this was last asked."""
+        count = self._metrics.get("batches_before_workers")
+        untold, self._told_before = count - self._told_before, count
+        return int(untold)
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """See ``Builder``: this concerns batches built by threads.
@@ -407,6 +421,7 @@ class Crew:
         batch_bytes: Upper bound on batches of worker processes.
         metrics: Where to count restarts.
         helps: Whether this process builds batches until worker processes are up.
+        tells: Whether this process logs what all ranks of the job would.
         pace: Compares these with those of worker processes; None: nothing is compared.
 
     Attributes:
@@ -421,7 +436,7 @@ class Crew:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
-        helps: bool = True, pace: WorkerPace | None = None,
+        helps: bool = True, tells: bool = True, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
@@ -439,7 +454,7 @@ class Crew:
             self._closing.callback(self.ring.close)
             self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics, pace=pace)
             self._closing.callback(self._pool.close)
-            self.builder = WorkerBuilder(recipe, self._pool, self.memory, metrics, helps=helps)
+            self.builder = WorkerBuilder(recipe, self._pool, self.memory, metrics, helps=helps, tells=tells)
         except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()

@@ -536,6 +536,11 @@ def _add_cure(error: BaseException) -> None:
             "The system allows no further thread. Raise the limit of threads (ulimit -u, or the container's limit of "
             "processes) or of address space (ulimit -v); num_threads=0 needs fewer threads"
         )
+    elif isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+        error.add_note(
+            "The system allows no further open file. Raise the limit (ulimit -n), or lower num_workers, "
+            "prefetch_factor or the number of batches that are kept"
+        )
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         error.add_note(
             "The system allows no further memory. Raise the limit (ulimit -v, or the container's memory), or lower "

@@ -267,7 +267,8 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
             f"{f' and {len(shards.urls) - 1} other shards' if len(shards.urls) > 1 else ''}. Look at the values with "
             f"`shard_tools ls URL`"
         )
-    _log.info(
+    _log.log(
+        logging.INFO if peers is None or peers.rank == 0 else logging.DEBUG,  # all ranks find the same
         "%s keeps %s of %s samples (%.2f %%), in %s of %s chunks",
         asked.words, f"{kept.total:,}", f"{table.total_samples:,}", 100 * kept.total / table.total_samples,
         f"{selected.table.num_chunks:,}", f"{table.num_chunks:,}",

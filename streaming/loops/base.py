@@ -75,6 +75,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: Work
         batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
         helps=config.num_threads > 0,
+        tells=config.mesh.rank == 0,
         pace=pace,
     )
 
@@ -200,7 +201,8 @@ class BaseLoop(Loop, Generic[_Contents]):
         self._earlier = dataset.counters()
         in_children(self, BaseLoop._leave_behind)
         self._redefinitions = Redefinitions(config.recipe.functions_of_user)
-        tell_of_own_generators(config.recipe)
+        if config.mesh.rank == 0:
+            tell_of_own_generators(config.recipe)
         tell_of_copied_views(config.recipe, self._copies_views())
 
     def _copies_views(self) -> str:
@@ -230,7 +232,7 @@ class BaseLoop(Loop, Generic[_Contents]):
                 "%s was defined anew in __main__ after it was given to this loader, which keeps calling the earlier "
                 "one. Make the dataset and the loader again to use the new one", name,
             )  # fmt: skip
-        if self._machinery.renew():
+        if self._machinery.renew() and self.config.mesh.rank == 0:
             _log.info(
                 "globals or objects that transform, decode or collate_fn refers to have changed: worker processes "
                 "start anew with them"

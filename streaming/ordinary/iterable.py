@@ -129,6 +129,8 @@ class IterableLoop(Loop):
     )
     is_agreed: bool
     """Whether ranks ask each other if all have another batch."""
+    workers: Workers
+    """Its worker processes."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         super().__init__(config.shape)
@@ -143,7 +145,7 @@ class IterableLoop(Loop):
         if self.is_agreed:
             _check_can_agree(config.mesh)
         self._num_workers = self._useful_workers()
-        self._workers = Workers(config, self._num_workers)
+        self.workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
         in_children(self, IterableLoop._leave_behind)
         self._warn()
@@ -226,7 +228,7 @@ class IterableLoop(Loop):
         """Stop worker processes. The loop can be used again, and then starts new ones."""
         super().close()
         self.close_stream()
-        self._workers.close()
+        self.workers.close()
 
     @override
     def clean_up(self) -> None:
@@ -242,7 +244,7 @@ class IterableLoop(Loop):
         packets, self._packets = self._packets, None
         if packets is not None:
             packets.close()
-        self._workers.forget()
+        self.workers.forget()
 
     def _leave_behind(self) -> None:
         """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
@@ -250,7 +252,7 @@ class IterableLoop(Loop):
         packets, self._packets = self._packets, None
         if packets is not None:
             packets.leave_behind()
-        self._workers.leave_behind()
+        self.workers.leave_behind()
 
     # --- epochs ---
 
@@ -267,9 +269,10 @@ class IterableLoop(Loop):
             seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
             loader = TorchLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
-                **self._workers.torch_options(self.dataset, config.collate_fn),
+                **self.workers.torch_options(self.dataset, config.collate_fn),
             )  # fmt: skip
-            self._packets = _Packets(iter(loader), cursors)
+            with self.workers.blamed():
+                self._packets = _Packets(iter(loader), cursors)
         return self._packets
 
     def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:
@@ -438,7 +441,7 @@ class _IterableRun:
     def __next__(self) -> Any:
         """Return the next batch."""
         try:
-            with self._loop.metrics.timed("wait_for_batch_s"):
+            with self._loop.metrics.timed("wait_for_batch_s"), self._loop.workers.blamed():
                 packet = self._next()
         except BaseException:
             self._loop.close_stream(self._packets)
@@ -456,7 +459,7 @@ class _IterableRun:
 
     def describe(self) -> str:
         """Describe the current activity, for reports."""
-        return self._loop.describe()
+        return IterableLoop.describe(self._loop)  # a loop that shares batches describes this run
 
     def _next(self) -> Packet | None:
         if self._loop.is_counted:

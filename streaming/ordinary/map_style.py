@@ -96,6 +96,9 @@ class MapLoop(Loop):
         dataset: The dataset; ``dataset[i]`` is called in worker processes, if there are any.
         config: The options.
 
+    Attributes:
+        workers: Its worker processes.
+
     Raises:
         ConfigError: The options are inconsistent.
     """
@@ -114,7 +117,7 @@ class MapLoop(Loop):
             self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
             max_bad_samples=config.max_bad_samples, metrics=self.metrics,
         )  # fmt: skip
-        self._workers = Workers(config, config.num_workers)
+        self.workers = Workers(config, config.num_workers)
         self._loader: DataLoader[Any] | None = None
         in_children(self, MapLoop._leave_behind)
 
@@ -158,7 +161,7 @@ class MapLoop(Loop):
         if loader is not None:
             shut_down(loader._iterator)
             loader._iterator = None
-        self._workers.close()
+        self.workers.close()
         self._retry.close()
 
     def _leave_behind(self) -> None:
@@ -167,11 +170,11 @@ class MapLoop(Loop):
         loader, self._loader = self._loader, None
         if loader is not None:
             leave_behind(loader._iterator)
-        self._workers.leave_behind()
+        self.workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
         """Return one loader for all epochs, so that its worker processes are kept while they have our settings."""
-        if self._loader is not None and self._workers.lag_behind():
+        if self._loader is not None and self.workers.lag_behind():
             _log.info("settings of this process have changed: worker processes start anew with them")
             shut_down(self._loader._iterator)
             self._loader._iterator = None
@@ -183,7 +186,7 @@ class MapLoop(Loop):
                 collate_fn=Collate(self.config),
                 persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
-                **self._workers.torch_options(self.dataset, self.config.collate_fn),
+                **self.workers.torch_options(self.dataset, self.config.collate_fn),
             )
         return self._loader
 
@@ -242,7 +245,7 @@ class _MapRun:
         """Return the next batch."""
         self._waiting = True
         try:
-            with self._loop.metrics.timed("wait_for_batch_s"):
+            with self._loop.metrics.timed("wait_for_batch_s"), self._loop.workers.blamed():
                 batch = next(self._batches)
             self._waiting = False
             finished = self._finished(batch)

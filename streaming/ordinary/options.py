@@ -7,7 +7,8 @@ import multiprocessing
 import multiprocessing.context
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -28,12 +29,14 @@ from streaming.arguments import (
 )
 from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
-from streaming.engine.workers.context import ServerContext
+from streaming.engine.workers.context import ServerContext, cure_of_refusal
 from streaming.engine.workers.fork_server import SHARED, ForkServer
+from streaming.engine.workers.main import BeginProcess
 from streaming.engine.workers.surroundings import Surroundings
 from streaming.errors import ConfigError
 from streaming.ordinary.retry import NoRow
 from streaming.plan.settings import Shape
+from streaming.platforms import check_open_files
 from streaming.replicas.options import Broadcast, Replicas
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
@@ -43,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 _PRELOAD = "streaming.ordinary.map_style"
 """Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
+_FILES_OF_WORKER = 4
+"""Files that this process has open for each worker: its connection, its end, and both ends of its queue. Each tensor on
+its way is one more, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
 _FEEDER_S = 5.0  # for a daemon thread that has finished its work
 
 
@@ -209,6 +215,9 @@ class Workers:
     def __init__(self, config: OrdinaryConfig, num_workers: int) -> None:
         self._config = config
         self._num_workers = num_workers
+        if num_workers:
+            by_file = _sharing_strategy() == "file_descriptor"
+            check_open_files("num_workers", num_workers, _FILES_OF_WORKER + config.prefetch_factor * by_file)
         linux = sys.platform == "linux"  # elsewhere there is no such server
         self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
         self._server: ForkServer | None = SHARED.borrow() if self._from_server else None
@@ -229,7 +238,10 @@ class Workers:
                 self._context = ServerContext(
                     (one for one in shared if one is not None), preload=_PRELOAD, surroundings=self._surroundings
                 )
-            except Exception as error:  # noqa: BLE001  whatever a user's object raises
+            except Exception as error:  # whatever a user's object raises
+                if cure := cure_of_refusal(error):  # it is not the object's fault
+                    error.add_note(cure)
+                    raise
                 _log.warning(
                     "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
                     "from this process instead, and may hang on locks that its threads hold. Open files, locks and "
@@ -244,7 +256,7 @@ class Workers:
             "pin_memory": config.pin_memory and torch.cuda.is_available(),
             "multiprocessing_context": self._context or (method if num_workers else None),
             "timeout": config.timeout if num_workers else 0,
-            "worker_init_fn": config.worker_init_fn,
+            "worker_init_fn": config.worker_init_fn if self._context is None else self._begin(),
         }
 
     def lag_behind(self) -> bool:
@@ -254,6 +266,21 @@ class Workers:
             return False
         self._surroundings = self._context.surroundings = now
         return bool(now.changed_since(before))
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Raise, in place of torch's error that a worker process has ended, one that says how; and name cures."""
+        try:
+            yield
+        except OSError as error:  # of this process, at the start of workers; their own errors arrive without a number
+            if self._context is not None and error.errno is not None and (cure := cure_of_refusal(error)):
+                error.add_note(cure)
+            raise
+        except RuntimeError as error:
+            why = None if self._context is None else self._context.why_ended()
+            if why is None:
+                raise
+            raise why from why.__cause__ or error
 
     def close(self) -> None:
         """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
@@ -265,11 +292,19 @@ class Workers:
         self._end.detach()
         self._context = self._server = self._surroundings = None
 
+    def _begin(self) -> BeginProcess:
+        return BeginProcess(self._config.worker_init_fn)
+
     def forget(self) -> None:
         """Let go of what was sent to workers that are gone."""
         context, self._context, self._surroundings = self._context, None, None
         if context is not None:
             context.close()
+
+
+def _sharing_strategy() -> str:
+    strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return strategy
 
 
 def _give_back(server: ForkServer | None) -> None:
@@ -307,9 +342,10 @@ class Collate:
             )
         try:
             return torch_collate(list(samples))
-        except RuntimeError as error:  # torch says that sizes differ, and no cure
+        except RuntimeError as error:  # torch says that sizes differ, or the system has no shared memory, and no cure
             error.add_note(
-                "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
+                cure_of_refusal(error)
+                or "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
                 'DataLoader(…, jagged=("name",)), or a collate_fn that pads them or calls Jagged.of([…])'
             )
             raise

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.engine.workers import stand_in
@@ -76,6 +80,42 @@ def test_threads_build_what_needs_no_code_of_the_user(
     assert everything(found) == everything(expected)
     (told,) = [record.getMessage() for record in caplog.records if "until worker processes" in record.getMessage()]
     assert int(told.split()[0]) == loader.metrics()["batches_before_workers"]
+
+
+@pytest.mark.parametrize("transform", [None, "where"])
+def test_what_was_built_here_is_said_run_by_run(
+    numbers: Path, held: Held, caplog: pytest.LogCaptureFixture, transform: str | None
+) -> None:
+    caplog.set_level(logging.INFO, "streaming.engine.builders")
+    dataset = StreamingDataset(numbers, transform=where if transform else None)
+    with DataLoader(dataset, batch_size=4, num_workers=1) as loader:
+        for _ in range(2):
+            held.first(iter(loader), 20)
+        batches = iter(loader)
+        found = held.first(batches, 7)
+        found += held.rest(loader, batches)
+        list(loader)
+        before = loader.metrics()["batches_before_workers"]
+    told = [record.getMessage() for record in caplog.records if "built in this process" in record.getMessage()]
+    assert [line.split(" batches ")[0] for line in told] == ["all 20", "all 20", str(before - 40)]
+    assert 7 <= before - 40 < 20
+
+
+def test_what_all_ranks_would_say_the_first_says(numbers: Path, held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "streaming")
+    told = []
+    for rank in range(2):
+        caplog.clear()
+        mesh = DeviceMesh.from_sizes(dp_size=2, rank=rank, environ={})
+        dataset = StreamingDataset(numbers, transform=Augmenting())
+        with DataLoader(dataset, batch_size=4, num_workers=1, device_mesh=mesh) as loader:
+            held.first(iter(loader), 10)
+            batches = iter(loader)
+            held.first(batches, 3)
+            held.rest(loader, batches)
+        told.append([record.name for record in caplog.records])
+    begun = ["streaming", "streaming.engine.builders"]
+    assert told == [["streaming.loops.base", *begun, *begun, "streaming.engine.builders"], []]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -338,3 +378,48 @@ def test_processes_that_never_come_up_are_an_error_after_the_batches_without_the
         with pytest.raises(WorkerDiedError, match=r"do not start: .*exited with code 3"):
             read_while_three_die(loader)
         assert loader.metrics()["worker_restarts"] >= 3
+
+
+PLUGIN = "def transform(sample):\n    return dict(sample, held=1)\n"
+
+
+def in_memory(tmp_path: Path, kind: str, name: str) -> Any:
+    """The transform of a module that this process has loaded in a way that no other can repeat."""
+    if kind == "no file":
+        module = sys.modules[name] = ModuleType(name)
+        exec(PLUGIN, vars(module))
+        return module.transform
+    file = tmp_path / "plugin.py"
+    file.write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if kind == "named by a function":
+        namespace: dict[str, Any] = {"plugin": module, "__name__": "__main__"}
+        exec("def transform(sample):\n    return plugin.transform(sample)\n", namespace)
+        return namespace["transform"]
+    return module.transform
+
+
+@pytest.mark.parametrize("name", ["plugin_of_mine", "tests.plugin_of_mine", "streaming.decode.plugin_of_mine"])
+@pytest.mark.parametrize("kind", ["a file elsewhere", "no file", "named by a function"])
+def test_a_transform_that_no_worker_can_import_says_so_at_the_first_batch(
+    numbers: Path, held: Held, tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once a worker is up, some short epochs later."""
+    held.let_go_when_somebody_waits()
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # removed at the end
+    transform = in_memory(tmp_path, kind, name)
+    with DataLoader(StreamingDataset(numbers, transform=transform), 4, num_workers=1) as loader:
+        with pytest.raises(ConfigError, match=f"does not load in a worker process: ModuleNotFoundError.*{name}"):
+            next(iter(loader))
+        assert loader.metrics()["batches_before_workers"] == 0
+
+
+@pytest.mark.parametrize("name", ["json", "os.path", "numpy.linalg", "torch.nn.functional", "xml.etree.ElementTree",
+                                  "torch._C._nn", "PIL.Image", "tests.support.tiers", __name__])  # fmt: skip
+def test_a_module_that_workers_can_import_is_found(name: str) -> None:
+    importlib.import_module(name) if name != "torch._C._nn" else None
+    stand_in._check_importable(name)

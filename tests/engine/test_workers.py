@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -25,6 +26,7 @@ import pytest
 import torch
 from PIL import Image
 
+from streaming import platforms
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
 from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
@@ -412,9 +414,9 @@ def test_a_worker_that_is_killed_is_replaced_and_its_batch_is_the_same(bench: Be
 @pytest.mark.parametrize(
     ("death", "said"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL (probably by the kernel"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL (not by the kernel for lack of memory"),
         (lambda: os._exit(7), "exited with code 7"),
-        (lambda: signal.raise_signal(signal.SIGTERM), "was killed by SIGTERM"),
+        (lambda: signal.raise_signal(signal.SIGSEGV), "was killed by SIGSEGV"),
     ],
 )
 def test_a_batch_that_keeps_killing_its_workers_is_named(bench: Bench, death: Any, said: str) -> None:
@@ -432,6 +434,47 @@ def test_a_batch_that_keeps_killing_its_workers_is_named(bench: Bench, death: An
     assert "file:///a/000.tar '00003'" in message
     rows = bench.rows([{"cls": b"9"}])
     assert pool.build(rows, None, no_substitutes, no_report)["cls"].tolist() == [9], "the pool goes on"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("7", "was killed by SIGKILL (not by the kernel for lack of memory"),
+        ("8", "was killed by SIGKILL by the kernel, for lack of memory (such kills on this machine meanwhile: 1)"),
+        (None, "was killed by SIGKILL (probably by the kernel, for lack of memory)"),
+    ],
+)
+def test_workers_that_die_are_replaced_with_a_word_and_a_count(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, told: str | None, said: str
+) -> None:
+    """The first, the second, the fourth, with what each was at."""
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    kills = iter(["7"])
+    shown = platforms._told
+
+    def count(folder: str, name: str) -> str | None:
+        if name != "vmstat":
+            return shown(folder, name)
+        now = next(kills, told)
+        return now and f"nr_free_pages 5\noom_kill {now}\n"
+
+    monkeypatch.setattr(platforms, "_told", count)
+    pool = bench.pool(recipe_of(transform=transform))
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError):
+            pool.build(numbers(bench), None, no_substitutes, no_report, batch=5)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    counts = [re.search(r"that have died: (\d+) ", message) for message in messages]
+    assert [found and int(found[1]) for found in counts] == [1, 2, 4]
+    assert said in messages[0]
+    for message in messages:
+        assert re.search(r"It builds batch 5 for .* at sample 4 of 8: '00003' of file:///a/000.tar", message), message
+        assert "Lower num_workers, batch_size or memory_limit" in message
 
 
 def test_workers_that_do_not_start_are_not_blamed_on_the_batch(monkeypatch: Any) -> None:

@@ -75,6 +75,18 @@ def row_slice(rows: list[int], rank: int, ranks: int) -> list[int]:
     return rows[len(rows) * rank // ranks : len(rows) * (rank + 1) // ranks]
 
 
+def test_each_rank_describes_what_it_waits_for(play: Play) -> None:
+    def run(mesh: DeviceMesh) -> str:
+        with loader_of(Numbers(25), mesh) as loader:
+            batches = iter(loader)
+            next(batches)
+            return loader.describe()
+
+    reader, other = play(run, dp_size=2)
+    assert "Numbers in 0 torch worker processes, or the consumer" in reader
+    assert "not running" not in other
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
 def test_every_sample_is_read_once_and_reaches_one_data_rank(play: Play, last_batch: str, num_workers: int) -> None:

@@ -3,33 +3,50 @@
 The start method "fork" copies the training process with all that its threads leave half done: a child that reads from
 an object store, or copies a large tensor, may hang forever. "forkserver" and "spawn" run the user's script again in
 every worker and pickle the dataset anew for each. Here a worker starts in milliseconds from a process without threads,
-never runs the script (see ``portable``), shares the dataset's memory with all others, and ends with its parent.
+never runs the script (see ``portable``), shares the dataset's memory with all others, and ends with its parent, and at
+no signal that the parent handles. What goes wrong in it arrives here as an error: a dataset that does not load, a batch
+that cannot be sent.
 
 This is the parent's end; the child's is ``main.run_process``.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
 import socket
+import tempfile
 import weakref
 from collections import ChainMap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from multiprocessing import connection, resource_tracker, spawn, util
+from functools import partial
+from multiprocessing import connection, queues, resource_tracker, spawn, util
 from multiprocessing.context import BaseContext, set_spawning_popen
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
+
+from torch._utils import ExceptionWrapper  # what torch's loader raises where it finds it in place of a batch
 
 from streaming.engine.workers import portable
-from streaming.engine.workers.channel import Channel
+from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.engine.workers.main import Descriptor
 from streaming.engine.workers.portable import SentOnce
 from streaming.engine.workers.surroundings import Surroundings
+from streaming.engine.workers.transport import error_from_wire
+from streaming.errors import ConfigError, WorkerDiedError, WorkerError
+from streaming.forks import signals_held_back
+from streaming.platforms import how_it_ended
+
+_SHM = "/dev/shm"  # noqa: S108  only named
+_PICKLED = (
+    "The data set or collate_fn puts something into it that cannot be pickled: return tensors, arrays, numbers and "
+    "text, or use num_workers=0"
+)
 
 
 class ServerContext(BaseContext):
@@ -52,6 +69,9 @@ class ServerContext(BaseContext):
         self.preload, self.surroundings = preload, surroundings
         self.sent: list[SentOnce] = []
         self._server: ForkServer | None = None
+        self._started: list[weakref.ref[_Popen]] = []
+        with signals_held_back():  # multiprocessing's tracker of semaphores handles two of them, the others end it
+            resource_tracker.ensure_running()
         try:
             for thing in shared:
                 self.sent.append(SentOnce(thing))
@@ -81,6 +101,30 @@ class ServerContext(BaseContext):
         """Return a process, as ``multiprocessing.Process``."""
         return _Process(self, *args, **options)
 
+    def Queue(self, maxsize: int = 0) -> _Queue:  # noqa: N802  multiprocessing's name
+        """Return a queue, as ``multiprocessing.Queue``, of batches: see ``_Queue``."""
+        return _Queue(maxsize, ctx=self.get_context())
+
+    def started(self, popen: _Popen) -> None:
+        """Note that a process was started."""
+        self._started = [one for one in self._started if one() is not None] + [weakref.ref(popen)]
+
+    def why_ended(self) -> Exception | None:
+        """Return an error that says how processes have ended which nobody has ended; None: none has."""
+        ended = [popen for one in self._started if (popen := one()) is not None and popen.poll()]
+        for popen in ended:
+            error = popen.said()
+            if error is not None:
+                return error
+        if not ended:
+            return None
+        return WorkerDiedError(
+            f"{'; '.join(how_it_ended(f'worker process {popen.pid}', popen.returncode or 0) for popen in ended)}. If "
+            f"killed by SIGKILL, lower num_workers, prefetch_factor or the batch size, or give the job more memory; if "
+            f"by SIGBUS, {_SHM} is full (docker run --shm-size=8g). Otherwise the data set or collate_fn crashes or "
+            f"exits: num_workers=0 shows where"
+        )
+
     def _give_back(self) -> None:
         server, self._server = self._server, None
         if server is not None:
@@ -101,6 +145,55 @@ class _Process(BaseProcess):
         if context is None:
             raise AssertionError("a process is started once")
         return _Popen(self, context)
+
+
+class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no argument
+    """A queue of batches. Where one cannot be sent, the receiver gets the cause: else it would wait forever."""
+
+    @property
+    def _on_queue_feeder_error(self) -> Callable[[Exception, Any], None]:
+        return partial(_send_error, weakref.ref(self), super()._on_queue_feeder_error)  # type: ignore[misc]
+
+
+def _send_error(
+    of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], None], error: Exception, sent: Any
+) -> None:
+    """Send ``error`` in place of a numbered batch, before what waits behind it: torch drops what comes after an end.
+
+    Runs in the queue's own thread, which then sends what comes first.
+    """
+    queue = of()
+    if queue is None or not isinstance(sent, tuple):
+        otherwise(error, sent)
+        return
+    why = _Unsent(f"{type(error).__name__}: {error}. {cure_of_refusal(error) or _PICKLED}")
+    inner: Any = queue
+    inner._sem.acquire()  # as ``put`` does
+    inner._buffer.appendleft((sent[0], why))
+
+
+class _Unsent(ExceptionWrapper):
+    """Stands for a batch that cannot be sent; torch's loader calls ``reraise`` when it is due."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def reraise(self) -> NoReturn:
+        """Raise the error."""
+        raise WorkerError(f"a worker process cannot send its batch: {self._why}")
+
+
+def cure_of_refusal(error: Exception) -> str:
+    """Return what helps where the system refuses to send a batch; empty where it is not the system that does."""
+    said = str(error)
+    if "path too long" in said:
+        folder = tempfile.gettempdir()
+        return f"TMPDIR ({folder}, {len(folder)} characters) is too long for sockets in it: export TMPDIR=/tmp"
+    if "unable to allocate shared memory" in said or getattr(error, "errno", None) == errno.ENOSPC:
+        return f"{_SHM}, through which batches go, is full: docker run --shm-size=8g, or lower num_workers"
+    if "Too many open files" in said:
+        return 'Run `ulimit -n 65536` before the program, or torch.multiprocessing.set_sharing_strategy("file_system")'
+    return ""
 
 
 class _Pickler(portable.Pickler):
@@ -140,8 +233,8 @@ class _Popen:
             set_spawning_popen(None)
         sent = [(one.body, one.places) for one in context.sent]
         self._server = context.server
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._socket, theirs = socket.socketpair()
+        self._channel = Channel(self._socket)
         try:
             with theirs:
                 self._number = self._server.spawn_process(theirs, context.preload)
@@ -153,6 +246,7 @@ class _Popen:
             self._channel.close()
             raise
         self._end = weakref.finalize(self, _let_go, self._channel, self.sentinel)
+        context.started(self)
 
     def duplicate_for_child(self, fd: int) -> int:
         """Send ``fd`` to the child."""
@@ -170,9 +264,25 @@ class _Popen:
             self.returncode = 255 if status is None else os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    def said(self) -> ConfigError | None:
+        """Return why the process, which has ended, could not begin; None: it could."""
+        if not self._end.alive or not connection.wait([self._socket], 0):
+            return None
+        try:
+            (blobs,), _ = self._channel.receive()
+        except ChannelClosedError:
+            return None
+        cause = error_from_wire(blobs)
+        error = ConfigError(
+            f"the data set, collate_fn or worker_init_fn does not load in a worker process: {type(cause).__name__}: "
+            f"{cause}. Import what it needs inside it, or use num_workers=0"
+        )
+        error.__cause__ = cause
+        return error
+
     def terminate(self) -> None:
-        """Send SIGTERM."""
-        self._send(signal.SIGTERM)
+        """Send SIGKILL: SIGTERM is for the parent alone."""
+        self._send(signal.SIGKILL)
 
     def kill(self) -> None:
         """Send SIGKILL."""

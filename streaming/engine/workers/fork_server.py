@@ -5,7 +5,8 @@ pools of torch or OpenMP. Why not ``multiprocessing``'s fork server: it runs the
 which breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
 
 The server has one thread, has imported what workers need, and never uses torch. It ends, and all workers with it, when
-its control socket is closed or its parent is gone, whichever is first.
+its control socket is closed or its parent is gone, whichever is first. Signals that reach the whole group of processes
+end neither: they are for the training process alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from itertools import count
 
 from streaming.decode.images import opencv
 from streaming.engine.workers import main as worker_main
-from streaming.forks import in_children, renew_lock
+from streaming.forks import (
+    JOB_SIGNALS,
+    hear_signals_in_children,
+    in_children,
+    leave_signals_to_the_job,
+    renew_lock,
+    signals_held_back,
+)
 
 _REQUEST = struct.Struct("<cQ")  # kind of request, number of the worker
 _SPAWN, _SPAWN_PROCESS, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"*", b"?", b"!", b"-"
@@ -66,19 +74,16 @@ class ForkServer:
             theirs.settimeout(None)
             paths = [str(path) or os.getcwd() for path in sys.path]
             command = [sys.executable, *_flags(), "-P", "-X", "faulthandler", "-c", _START]
-            # A blocked signal stays blocked in the new process: Ctrl-C cannot reach it before it has its own settings.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                self._process = subprocess.Popen(  # noqa: S603  our own interpreter and code
-                    [*command, str(theirs.fileno()), str(os.getpid()), *paths],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
+                with signals_held_back():  # until it has its own settings
+                    self._process = subprocess.Popen(  # noqa: S603  our own interpreter and code
+                        [*command, str(theirs.fileno()), str(os.getpid()), *paths],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
             except BaseException:
                 self._control.close()
                 raise
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def pid(self) -> int:
@@ -257,8 +262,8 @@ SHARED = SharedServer()
 
 def serve(control_fd: int, parent_pid: int) -> None:
     """Run the server's main loop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    leave_signals_to_the_job()  # workers inherit it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     opencv()
     gc.collect()
     gc.freeze()
@@ -313,6 +318,7 @@ def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int],
         return pid
     code = 1
     try:
+        hear_signals_in_children()
         for other in not_for_it:
             os.close(other)
         with socket.socket(fileno=fd) as sock:

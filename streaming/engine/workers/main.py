@@ -46,6 +46,7 @@ from streaming.engine.workers.ring import Slot, SlotWriter
 from streaming.engine.workers.surroundings import lay
 from streaming.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
+from streaming.forks import leave_signals_to_the_job
 from streaming.types import ReadBuffer
 
 Kind = Literal[
@@ -120,7 +121,11 @@ def run(sock: socket.socket, server_pid: int) -> int:
 
 
 def run_process(sock: socket.socket, server_pid: int) -> int:
-    """Run the ``multiprocessing`` process that the parent sends (see ``context``); return its exit code."""
+    """Run the ``multiprocessing`` process that the parent sends (see ``context``); return its exit code.
+
+    SIGTERM is held back until ``BeginProcess``: torch's loop installs a handler that ends the process.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(server_pid)
     channel = Channel(sock)
     try:
@@ -138,12 +143,34 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
         spawn.prepare(pickle.loads(begin))  # noqa: S301  from our parent
         things = [received(body, places, fd) for (body, places), fd in zip(sent, fds, strict=False)]
         started: Any = _Unpickler(io.BytesIO(rest), things).load()
+    except BaseException as error:  # noqa: BLE001  process boundary: the parent gets it
+        with suppress(ChannelClosedError):
+            channel.send((error_to_wire(error, f"in worker process {os.getpid()}, starting"),))
+        return 1
     finally:
         del current._inheriting
     for problem in lay(settings):  # imports may have set something
         _log.warning("a setting of the training process cannot be laid in this worker process: %s", problem)
     code: int = started._bootstrap(parent_sentinel=sock.fileno())
     return code
+
+
+@dataclass(frozen=True, slots=True)
+class BeginProcess:
+    """The ``worker_init_fn`` of torch's loader: has what torch has set up in the process follow the parent again.
+
+    Args:
+        then: The user's, called after that.
+    """
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        """Begin in worker process ``number``."""
+        leave_signals_to_the_job({signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if self.then is not None:
+            self.then(number)
 
 
 class Descriptor:

@@ -151,7 +151,7 @@ class WorkerPool:
         self._pickle = self._pickled(dumps)
         self._processes = Processes(
             num_workers, self._pickle, arena.fd, len(arena.memory), server,
-            replaced=partial(self._metrics.add, "worker_restarts"),
+            replaced=partial(self._metrics.add, "worker_restarts"), num_slots=ring.num_slots,
         )  # fmt: skip
         self._stand_in: StandInWorker | None = None
         self._may_stand_in = recipe.worker_init_fn is None  # what that sets up is not undone

@@ -16,15 +16,19 @@ from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, Se
 from streaming.engine.workers.in_progress import BatchWork, SharedProgress
 from streaming.engine.workers.main import HELLO, LAY, SETUP
 from streaming.engine.workers.surroundings import Surroundings
-from streaming.errors import WorkerDiedError
+from streaming.errors import WorkerDiedError, redact_text
 from streaming.monitor import Monitor
-from streaming.platforms import how_it_ended
+from streaming.platforms import check_open_files, how_it_ended, oom_kills
 
 _log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """Workers that may die from one batch, or before they are up, one after the other: allows for a stray kill and a moment
 of low memory, but not for a habit."""
+_OWN_FILES = 2
+"""Files that this process has open for each worker: its connection, and its progress."""
+_FILES_OF_SLOT = 2
+"""A slot has its file, of which ``mmap`` keeps another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,7 @@ class Processes:
         arena_bytes: Size of its address range.
         server: A fork server shared with others, which the caller closes; None: the one that all pools share.
         replaced: Called, in any thread, for each worker that is replaced.
+        num_slots: Number of ring slots that this process will open: as many for each worker, and one.
 
     Attributes:
         surroundings: The settings that workers are to have.
@@ -81,9 +86,10 @@ class Processes:
 
     def __init__(
         self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int, server: ForkServer | None = None, *,
-        replaced: Callable[[], None] = lambda: None,
+        replaced: Callable[[], None] = lambda: None, num_slots: int = 1,
     ) -> None:  # fmt: skip
         self._num_workers = num_workers
+        self._num_files = _OWN_FILES + -(-_FILES_OF_SLOT * (num_slots - 1) // num_workers)
         self._arena_bytes = arena_bytes
         self._recipe = recipe
         self.surroundings = Surroundings.taken()
@@ -99,6 +105,8 @@ class Processes:
         self._replaced = replaced
         self._failure: WorkerDiedError | None = None
         self._tell: Callable[[], None] | None = None
+        self._num_deaths = 0
+        self._oom_kills: int | None = None
 
     @property
     def server_pid(self) -> int | None:
@@ -116,10 +124,15 @@ class Processes:
         """Start all workers that are not running, without waiting until they are ready.
 
         Raises:
+            ConfigError: This process may not open the files that they need.
             RuntimeError: The pool is closed.
         """
         with self._changed:
             self._check_open()
+            if self._num_files and not self._workers:
+                check_open_files("num_workers", self._num_workers, self._num_files, beside=_FILES_OF_SLOT)
+                self._num_files = 0  # checked once: from here on some of them are open
+                self._oom_kills = oom_kills()
             while len(self._workers) < self._num_workers:  # afterwards each of num_workers comes, is idle, or in use
                 self._spawn()
 
@@ -217,13 +230,17 @@ class Processes:
         worker.channel.shut()
         server = self._server
         status = None if server is None else server.status(worker.number, kill=kill)
+        doing = "" if worker.work is None else worker.work.describe(worker.progress.row())
         worker.close()
         with self._changed:
             self._workers.pop(worker.number, None)
             self._check_open()
             self._spawn()  # as many as before, the new one coming; a pool closed meanwhile gets none
         self._replaced()
-        return _how_it_ended(worker.pid, status)
+        ended = self._how_it_ended(worker.pid, status)
+        if not kill:
+            self._warn(ended, f"It {doing}; that batch is built again" if doing else "It had nothing to do")
+        return ended
 
     def retire(self, worker: Worker) -> None:
         """Kill a worker without replacing it until one is needed. It is dead when this returns, if the server is up."""
@@ -324,7 +341,7 @@ class Processes:
             if self._is_gone(worker):
                 return
             del self._workers[worker.number]
-            before = (*worker.before, _how_it_ended(None, status))
+            before = (*worker.before, self._how_it_ended(None, status))
             if len(before) < MAX_DEATHS:
                 self._spawn(before)  # as many as before
             else:
@@ -332,6 +349,7 @@ class Processes:
                 tell, self._tell = self._tell, None
                 self._changed.notify_all()
         self._replaced()
+        self._warn(before[-1], "It had no batch yet")
         if tell is not None:
             tell()
 
@@ -346,6 +364,26 @@ class Processes:
                 "this process has a setting that cannot be laid in its worker processes: %s. Batches that it concerns "
                 "may differ from those that are built here: set it in each of them with worker_init_fn=", one,
             )  # fmt: skip
+
+    def _warn(self, ended: str, doing: str) -> None:
+        """Log that a worker has died by itself: the first time, and each time that twice as many have."""
+        with self._changed:
+            self._num_deaths += 1  # each death has a number of its own
+            count = self._num_deaths
+        if count & (count - 1) == 0:
+            _log.warning(
+                "%s. %s. Another takes its place. Worker processes of this loader that have died: %d (said at 1, 2, 4, "
+                "8, …). %s", ended, redact_text(doing), count,
+                "Lower num_workers, batch_size or memory_limit, or give the job more memory" if "SIGKILL" in ended
+                else "num_workers=0 shows where a decoder or transform crashes or exits",
+            )  # fmt: skip
+
+    def _how_it_ended(self, pid: int | None, status: int | None) -> str:
+        name = "a worker that was starting" if pid is None else f"worker process {pid}"
+        if status is None:
+            return f"{name} ended together with the process it was forked from"
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        return how_it_ended(name, os.waitstatus_to_exitcode(status), before)
 
     def _is_gone(self, worker: Worker) -> bool:
         return self._closed or worker.number not in self._workers
@@ -370,10 +408,3 @@ def _end(server: ForkServer, worker: Worker, *, kill: bool) -> None:
         server.kill(worker.number)
     else:
         server.status(worker.number, kill=kill)
-
-
-def _how_it_ended(pid: int | None, status: int | None) -> str:
-    name = "a worker that was starting" if pid is None else f"worker process {pid}"
-    if status is None:
-        return f"{name} ended together with the process it was forked from"
-    return how_it_ended(name, os.waitstatus_to_exitcode(status))

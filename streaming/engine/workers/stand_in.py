@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,6 +27,8 @@ from streaming.engine.workers.transport import Parcel
 
 _MOST_COPIED_BYTES = 64 << 20
 """Functions that hold more than this are not copied: memory for seconds, which ``memory_limit`` does not count."""
+_IMPORTS = ("cloudpickle.cloudpickle", "subimport")
+"""With this, cloudpickle has a function's modules imported where it is loaded."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +55,7 @@ class StandInWorker:
             )  # fmt: skip
             return None
         try:
-            return cls(pickle.loads(recipe))  # noqa: S301  pickled by this process
+            return cls(_Unpickler(io.BytesIO(recipe)).load())
         except Exception:  # noqa: BLE001  a user's class that does not load: worker processes report it
             return None
 
@@ -73,6 +78,42 @@ class StandInWorker:
             return []
         thread, work = working
         return [f"the thread that asks for batches {work.describe()}, until a worker is up; in {where_is(thread)}"]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Load what this process has pickled, unless another one could not: from a module that is only in memory here.
+
+    So a worker process says at the first batch what it cannot import, not when it is up, some epochs later.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _IMPORTS:
+            return _imported
+        _check_importable(module)
+        return super().find_class(module, name)
+
+
+def _imported(name: str) -> Any:
+    """Import a module that a function of the main script names."""
+    _check_importable(name)
+    return cloudpickle.cloudpickle.subimport(name)
+
+
+def _check_importable(name: str) -> None:
+    """Check that a new process with the same import path finds a module, which is not imported for that.
+
+    Raises:
+        ModuleNotFoundError: It does not.
+    """
+    package, _, _ = name.rpartition(".")
+    where = None
+    if package:
+        _check_importable(package)
+        where = getattr(sys.modules.get(package), "__path__", None)
+        if where is None:
+            return  # no package: a module that makes others, such as ``os.path``
+    if not any(finder.find_spec(name, where) for finder in sys.meta_path):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 @contextmanager

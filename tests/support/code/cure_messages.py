@@ -26,6 +26,7 @@ FOREIGN_OPTIONS = {
     "batch_sampler": "torch's DataLoader",
     "mesh_dim_names": "torch's init_device_mesh",
     "multiprocessing_context": "torch's DataLoader, and ours for ordinary data sets",
+    "nofile": "docker run --ulimit",
     "num_cpus": "ray",
     "resources": "ray",
     **dict.fromkeys(("bytes", "camera", "charset", "filename", "geolocation", "microphone"), "headers of HTTP"),
