@@ -18,7 +18,7 @@ from streaming.storage.base.adapter import (
 from streaming.storage.base.calls import ActiveRequest
 from streaming.storage.base.checked import Checked, DifferentSumError, Parts, WrongBytesError, crc_of
 from streaming.storage.base.mirrors import mirrors_of
-from streaming.storage.base.options import RetryPolicy, StorageOptions
+from streaming.storage.base.options import STORAGE_OPTIONS, RetryPolicy, StorageOptions, storage_option_name
 from streaming.storage.base.urls import (
     HTTP_SCHEMES,
     as_url,
@@ -34,6 +34,7 @@ from streaming.storage.facade import Reader, Storage
 __all__ = [
     "DEFAULT_PART_BYTES",
     "HTTP_SCHEMES",
+    "STORAGE_OPTIONS",
     "ActiveRequest",
     "ChangedError",
     "Checked",
@@ -62,4 +63,5 @@ __all__ = [
     "scheme_of",
     "split_query",
     "split_url",
+    "storage_option_name",
 ]
