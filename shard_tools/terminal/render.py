@@ -25,6 +25,7 @@ from shard_tools.sets.repair import RepairReport
 from shard_tools.sets.rewrite.reshard import ReshardReport
 from shard_tools.tokens.run import TokenizeReport
 from streaming.arguments import counted, format_bytes
+from streaming.errors import shell_word
 from streaming.storage import redact, redact_text
 
 _SHOWN_SKIPPED = 10
@@ -333,7 +334,7 @@ def show_sample(sample: SampleView) -> None:
     for field, payload in sample.payloads.items():
         click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
         if is_binary(payload):
-            click.echo(f"(binary; write it out with --field {plain(field)})")
+            click.echo(f"(binary; write it out with --field {shell_word(field)})")
         else:
             text = payload.decode()
             more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"

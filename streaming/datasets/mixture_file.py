@@ -9,8 +9,8 @@
      "weights": {"web": 0.6, "code": 0.2, "text": 0.1, "cats": 0.1}, "shuffle": {"lanes": 64}, "seed": 1}
 
 A set is ``{"url": …}`` with options of ``StreamingDataset``, and at most one of ``packed``, ``balanced`` and
-``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. What does not
-describe data, such as ``endpoint_url``, is refused unless the caller trusts the file with it (``trust.py``).
+``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. What
+does not describe data, such as ``endpoint_url``, is refused unless the caller trusts the file with it (``trust.py``).
 """
 
 from __future__ import annotations
