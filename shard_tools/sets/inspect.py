@@ -296,9 +296,8 @@ def _add(before: FieldInfo | None, name: str, sizes: Int64Array) -> FieldInfo:
 
 def _where(shards: OpenSet, urls: Sequence[str]) -> str:
     if shards.scanned is not None:
-        return (
-            f"none stored (the shards were read); make one with `shard_tools index {' '.join(map(shell_place, urls))}`"
-        )
+        places = " ".join(map(shell_place, urls))
+        return f"none stored (the shards were read); make one with `shard_tools index {places}`"
     return redact(shards.index_url or "") or "beside the shards"
 
 

@@ -449,8 +449,8 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
             target = shell_place(home)
             raise IndexMissingError(
                 f"{redact(names[name])}: not in the index at {redact(join_url(home, chunks_path()))}; run "
-                f"`shard_tools index {target}`, or, if you may not write there, `shard_tools index {target} --index DIRECTORY`, and pass "
-                "that as index="
+                f"`shard_tools index {target}`, or, if you may not write there, `shard_tools index {target} --index "
+                "DIRECTORY`, and pass that as index="
             )
         tables.append(rows)
     return tables

@@ -81,8 +81,8 @@ class Lengths:
                 f"Packed: no column {column!r} in the sample table of {shown} to say how many tokens each sample "
                 f"has; there are: {', '.join(known) or 'none'}. Name the column with column=…, or make it: "
                 "`shard_tools convert --tokenizer` turns text into tokens and writes the column, "
-                f"`shard_tools column add URL {shell_word(column)} --compute tokens` counts existing tokens by the size "
-                f'of their field, and a writer of your own takes ShardWriter(columns={{"{column}": …}})'
+                f"`shard_tools column add URL {shell_word(column)} --compute tokens` counts existing tokens by the "
+                f'size of their field, and a writer of your own takes ShardWriter(columns={{"{column}": …}})'
             )
         values = columns[column]
         if str(values.type) not in _TYPES and len(values) != values.null_count:

@@ -93,8 +93,8 @@ class ArrowColumns:
                 named = shell_word(field.name)
                 raise ConfigError(
                     f"{where}: column {field.name!r} is {field.type}, but another type in {self._first} or "
-                    f"after it; a column becomes one field: say which with --field {named}=EXT, leave it out with --field "
-                    f"{named}=-, or convert these files apart"
+                    f"after it; a column becomes one field: say which with --field {named}=EXT, leave it out with "
+                    f"--field {named}=-, or convert these files apart"
                 )
 
     def fit(self, mapper: RowMapper, looks: Iterable[Callable[[list[str]], dict[str, Counter[str]]]]) -> RowMapper:
