@@ -17,6 +17,7 @@ from streaming.storage.base.adapter import (
 )
 from streaming.storage.base.calls import ActiveRequest
 from streaming.storage.base.checked import Checked, DifferentSumError, Parts, WrongBytesError, crc_of
+from streaming.storage.base.locks import Waiting, lock_open, locked, try_lock, unlock
 from streaming.storage.base.mirrors import mirrors_of
 from streaming.storage.base.options import STORAGE_OPTIONS, RetryPolicy, StorageOptions, storage_option_name
 from streaming.storage.base.urls import (
@@ -48,6 +49,7 @@ __all__ = [
     "Storage",
     "StorageOptions",
     "StoreWriter",
+    "Waiting",
     "Way",
     "WrongBytesError",
     "as_url",
@@ -55,6 +57,8 @@ __all__ = [
     "files_left",
     "join_url",
     "local_path",
+    "lock_open",
+    "locked",
     "looked_for",
     "mirrors_of",
     "redact",
@@ -64,4 +68,6 @@ __all__ = [
     "split_query",
     "split_url",
     "storage_option_name",
+    "try_lock",
+    "unlock",
 ]
