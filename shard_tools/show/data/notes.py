@@ -40,7 +40,7 @@ class Tokens:
     mask: str
     file: TokenizerFile | None
     why: str
-    texts: TokenTexts | BytesTokenizer | None = field(default=None, compare=False)
+    texts: TokenTexts | BytesTokenizer | None = None
 
     @property
     def width(self) -> int:
