@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from streaming.errors import visible
-from streaming.storage import redact_text
+from streaming.storage import redact, redact_text
 
 
 def plain(text: str) -> str:
     """Put ``text`` of the data on one line, making visible the control characters that could steer a terminal."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def plain_place(url: str) -> str:
+    """Return a URL or path for a terminal: without secrets, on one line, control characters visible."""
+    return plain(redact(url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ from streaming.tar.samples import inflated
 from tests.support.code.folders import ROOT
 from tests.support.servers.on_loopback import HttpServer
 from tests.support.sets.index_files import parquet_bytes, with_facts, write_parquet
+from tests.support.sets.tars import write_tar
 
 SECRETS = ("hunter2", "swordfish", "abcdef0123")
 never_ends = pytest.mark.timeout(60)
@@ -584,6 +585,19 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     code, text = command("cat", str(tmp_path / "a.tar"), f"{evil}", "--field", evil)
     assert code == 1
     assert "\x1b" not in text
+
+
+def test_warnings_of_commands_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b]0;owned\x07"
+    folder.mkdir()
+    (folder / "b.tar.zst").touch()
+    write_tar(folder / "a.tar", [("k.txt", b"x")])
+    done = subprocess.run(
+        [sys.executable, "-m", "shard_tools", "index", str(folder)], capture_output=True, text=True, check=True
+    )
+    assert "are left out: they are compressed" in done.stderr
+    assert "a\\x1b]0;owned\\x07" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------------
