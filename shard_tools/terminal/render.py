@@ -79,7 +79,8 @@ def show_convert(report: ConvertReport) -> None:
     _show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
         f"{plain_place(report.target)}: {counted(report.num_samples, 'sample')} in "
-        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
+        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, from {report.kind} in "
+        f"{report.seconds:.1f} s"
     )
     if report.classes:
         field = "field cls: " if report.kind in {"images", "audio"} else ""
