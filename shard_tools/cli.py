@@ -65,6 +65,7 @@ from shard_tools.terminal.options import (
 )
 from shard_tools.terminal.verbs import ToolGroup, emit, finish
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
+from streaming.errors import shell_word
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
@@ -548,5 +549,8 @@ def cat_command(
         raise click.UsageError("--json and --field cannot be combined: --field writes raw bytes.")
     payload = cat_field(url, sample, field, **opened)
     if sys.stdout.isatty() and render.is_binary(payload):
-        raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
+        raise click.UsageError(
+            f"field {field!r} is binary; send it to a file: ... --field {shell_word(field)} > "
+            f"{shell_word(f'file.{field}')}"
+        )
     click.echo(payload, nl=False)

@@ -34,11 +34,14 @@ what went wrong, where (URL, key, byte range), expected and actual values, and w
 translated in one place, the adapter that called them, and remain available as ``__cause__``.
 
 No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
+Control characters are spelled out then, too. Names within a command that a message suggests are words of a shell
+(:func:`shell_place`, :func:`shell_word`), so that a name cannot be a command.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TypeVar
@@ -54,6 +57,7 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]+://[^\s'\"`]+")
 _AFTER_URL = ".,:;)]"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _SHOWN = 10
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -83,11 +87,45 @@ def redact_text(text: str) -> str:
     return _URL.sub(shown, text)
 
 
+def visible(text: str) -> str:
+    """Return ``text`` with control characters spelled out, which could steer a terminal; lines and tabs stay."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shell_word(text: str) -> str:
+    """Return a name that data may have chosen as one word of a shell, for commands that a message suggests.
+
+    Whatever it holds, the shell takes it for this name. Control characters are spelled, as bash and zsh read them.
+    """
+    if not _CONTROL.search(text) and not set("\n\t") & set(text):
+        return shlex.quote(text)
+    return f"$'{''.join(map(_spelled, text))}'"
+
+
+def shell_place(url: str) -> str:
+    """Return a URL or path without secrets as one word of a shell; see :func:`shell_word`."""
+    shown = redact(url) or "."
+    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # else it would be an option
+
+
+def _spelled(letter: str) -> str:
+    """Return a character as it stands within ``$'…'``."""
+    if letter in "\\'":
+        return f"\\{letter}"
+    if not _CONTROL.match(letter) and letter not in "\n\t":
+        return letter
+    code = ord(letter)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no text
+        code -= 0xDC00
+        return f"\\x{code:02x}"
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
+
+
 class ShardstreamError(Exception):
     """Base class of all errors that shardstream raises on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(redact_text(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(visible(redact_text(one)) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(ShardstreamError, ValueError):

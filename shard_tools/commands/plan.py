@@ -109,6 +109,12 @@ def described_options(command: Command) -> Command:
             type=click.Choice(CLASSES),
             help="Sets that number classes in different ways: as classes= of StreamingDataset.",
         ),
+        click.option(
+            "--trust",
+            multiple=True,
+            metavar="OPTION|all",
+            help="Let the file of a mixture set this option, such as endpoint_url, which does not describe data.",
+        ),
     )
     for decorate in reversed(decorators):
         command = decorate(command)
@@ -258,6 +264,8 @@ def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     names = ("where", "view", "subset", "exclude", "balanced", "curriculum", "classes")
     described = {name: arguments.pop(name) for name in names}
+    trusted = arguments.pop("trust")
+    described["trust"] = True if "all" in trusted else trusted or None
     described["index"] = arguments.pop("index_url")
     described["allow_unfinished"] = arguments.pop("allow_unfinished") or None
     length, padded, packed = (arguments.pop(name) for name in ("length", "padded", "packed"))

@@ -101,7 +101,7 @@ def _serve(subject: Subject, host: str, port: int, *, opens: bool) -> None:
             click.echo(access.address)
             sys.stdout.flush()
             if opens:
-                threading.Thread(target=webbrowser.open, args=(access.address,), daemon=True).start()
+                threading.Thread(target=webbrowser.open, args=(access.address_for_browser(),), daemon=True).start()
 
         serve(subject, listening, access, pages=PAGES, media=MEDIA, began=began)
 

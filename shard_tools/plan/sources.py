@@ -65,9 +65,14 @@ class TableSet(OfTable):
         return span_borders(self.table, room_bytes, samples_of=lambda _: None)
 
 
+def is_mixture_file(urls: Sequence[str]) -> bool:
+    """Tell whether URLs are the JSON file of a mixture."""
+    return len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)
+
+
 def open_planned(
     urls: str | Sequence[str], *, storage_options: Mapping[str, object] | None = None, subset: str | None = None,
-    **options: Any,
+    trust: bool | Sequence[str] | None = None, **options: Any,
 ) -> AnySource:  # fmt: skip
     """Open what training reads: the mixture of a JSON file if that is the only URL, else a set.
 
@@ -75,6 +80,7 @@ def open_planned(
         urls: URLs as users write them.
         storage_options: For the set, and for sources of a mixture that give none.
         subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
+        trust: What such a file may set beside data, as ``Mixture.from_file`` takes it; None: nothing.
         options: What a source in such a file has beside its URL; None: not given.
 
     Raises:
@@ -87,12 +93,14 @@ def open_planned(
 
     listed = [urls] if isinstance(urls, str) else list(urls)
     given = {name: value for name, value in {"subset": subset, **options}.items() if value is not None}
-    if len(listed) == 1 and listed[0].partition("?")[0].endswith(MIXTURE_SUFFIX):
+    if is_mixture_file(listed):
         for name in given:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: in a mixture it belongs to each source; write it into {listed[0]}"
             )
-        return Mixture.from_file(listed[0], storage_options=storage_options).source
+        return Mixture.from_file(listed[0], storage_options=storage_options, trust=trust or ()).source
+    if trust:
+        raise ConfigError("--trust: only the JSON file of a mixture sets options; leave it out")
     if subset is not None:
         given["subset"] = parse_subset(subset)
     found: Any = open_described({"url": listed, **given}, storage_options=storage_options).source

@@ -15,7 +15,7 @@ import numpy as np
 from shard_tools.plan.keys import Places, all_places, keys_of_all, places_by_order
 from shard_tools.plan.report import PlanOptions
 from shard_tools.plan.sources import sets_of
-from shard_tools.running.report import Report
+from shard_tools.running.report import Report, plain_place
 from streaming.arguments import some_names
 from streaming.arrays import sums
 from streaming.errors import ConfigError, NotFoundError, StateError
@@ -766,7 +766,7 @@ def show_steps(report: StepReport) -> None:
         place = f"epoch {row.epoch}, batch {row.batch}, data rank {row.dp_rank}"
         source = "" if row.source is None else f"source {row.source}, "
         made = "" if row.num_rows == 1 else f", in {row.num_rows} rows"
-        click.echo(f"step {row.step}: {name} ({source}{place}; {redact(row.shard)}, number {row.number}{made})")
+        click.echo(f"step {row.step}: {name} ({source}{place}; {plain_place(row.shard)}, number {row.number}{made})")
     for epoch in report.left_out:
         click.echo(f"epoch {epoch}: not in it; it is left out with the tail, or comes in a later pass")
     if report.looked_at is not None and not report.rows and not report.left_out:

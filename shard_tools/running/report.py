@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from streaming.storage import redact_text
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+from streaming.errors import visible
+from streaming.storage import redact, redact_text
 
 
 def plain(text: str) -> str:
     """Put ``text`` of the data on one line, making visible the control characters that could steer a terminal."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def plain_place(url: str) -> str:
+    """Return a URL or path for a terminal: without secrets, on one line, control characters visible."""
+    return plain(redact(url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

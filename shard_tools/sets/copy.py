@@ -44,6 +44,7 @@ from streaming.errors import (
     IndexMismatchError,
     NotFoundError,
     TransferError,
+    shell_place,
 )
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
@@ -333,7 +334,7 @@ def _bring(there: Storage, here: Storage, shard: _Shard, progress: Progress) -> 
     if size_bytes != shard.size_bytes:
         raise IndexMismatchError(
             f"{redact(shard.source)}: {size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut off since "
-            f"it was indexed. Restore it, or run `shard_tools index --force {redact(shard.source)}`"
+            f"it was indexed. Restore it, or run `shard_tools index --force {shell_place(shard.source)}`"
         )
     with here.open_write(shard.target) as out:
         _stream(shard, there, out)
@@ -362,7 +363,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
         if np.frombuffer(tail, np.uint8).any():
             raise ChecksumError(
                 f"{redact(shard.source)}: bytes behind the last chunk that are not zero; see "
-                f"`shard_tools verify {redact(shard.source)}`"
+                f"`shard_tools verify {shell_place(shard.source)}`"
             )
         out.write(tail)
 
@@ -386,7 +387,7 @@ def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _
     if table.chunks != shard.chunks:
         raise DataError(
             f"{redact(url)}: the sample table and the chunk table disagree; run `shard_tools index --force "
-            f"{redact(shard.source)}`"
+            f"{shell_place(shard.source)}`"
         )
     here.put(join_url(split_url(shard.target)[0], samples_path(info.name)), body)
     return True

@@ -27,7 +27,7 @@ from shard_tools.sets.open_set import (
 )
 from streaming.arguments import counted
 from streaming.catalog.build import home_of, read_chunks, read_schema
-from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError
+from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError, shell_place
 from streaming.filters.select import late_names
 from streaming.filters.views import View, list_views
 from streaming.index.columns import Values
@@ -296,7 +296,8 @@ def _add(before: FieldInfo | None, name: str, sizes: Int64Array) -> FieldInfo:
 
 def _where(shards: OpenSet, urls: Sequence[str]) -> str:
     if shards.scanned is not None:
-        return f"none stored (the shards were read); make one with `shard_tools index {' '.join(map(redact, urls))}`"
+        places = " ".join(map(shell_place, urls))
+        return f"none stored (the shards were read); make one with `shard_tools index {places}`"
     return redact(shards.index_url or "") or "beside the shards"
 
 
@@ -433,5 +434,5 @@ def _find(url: str, sample: str, storage: Storage, index_url: str | None, *, all
         return _FoundSample(shards=shards, position=position, first=first, table=table, row=int(sample) - first)
     raise NotFoundError(
         f"{redact(url)}: no sample has the key {sample!r}; there are {counted(total, 'sample')}, see "
-        f"`shard_tools ls {redact(url)}`"
+        f"`shard_tools ls {shell_place(url)}`"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from shard_tools.show.base.page import Answer, Page, Query, address
 from shard_tools.show.base.render import template
 from shard_tools.show.base.subject import Subject
+
+_OWN = re.compile(r'\b(?:href|src|action)="(?=/(?!show\.))')
+"""Before an address of ours, other than those of styles and scripts, which are open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Served:
 
     subject: Subject | None
     pages: Sequence[Page]
+    home: str = ""
+    """What addresses of a session begin with."""
 
     def html(self, page: Page, query: Query, found: Answered) -> str:
         """Return a page."""
@@ -69,9 +75,11 @@ class Served:
         return self._rendered("error.html", title=title, path="", query=Query({}), message=message, parts=[])
 
     def _rendered(self, name: str, **values: Any) -> str:
-        return template(name).render(
+        text = template(name).render(
             frame="served.html", is_file=False, subject=self.subject, to=address, src=str,
             pages=[] if self.subject is None else [
                 one for one in self.pages if one.in_navigation and one.fits(self.subject)
             ], **values,
         )  # fmt: skip
+        # Data cannot write an attribute: its quotes are escaped.
+        return _OWN.sub(rf"\g<0>{self.home}", text) if self.home else text

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from shard_tools.running.templates import jinja
-from shard_tools.show.access import HEADERS, Access, Refusal
-from shard_tools.show.base.page import Content, Media, Page, Query
+from shard_tools.show.access import COOKIE, HEADERS, Access, Refusal
+from shard_tools.show.base.page import Content, Media, Page, Query, address
 from shard_tools.show.base.render import FILES, STYLES, template
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.frames import Served, answered, as_text
@@ -71,11 +71,12 @@ class _Site:
 
         endpoints: dict[str, Callable[[Any], Any]] = {page.path: self._guarded(self._page, page) for page in self.pages}
         endpoints |= {one.path: self._guarded(self._media, one) for one in self.media}
-        endpoints |= {path: self._guarded(self._asset, path, is_open=True) for path in _ASSETS}
+        endpoints["/{rest:path}"] = self._guarded(self._nothing, None)
+        within = {f"/s/{{session}}{path}": endpoint for path, endpoint in endpoints.items()}  # a browser's own
+        assets = {path: self._guarded(self._asset, path, is_open=True) for path in _ASSETS}
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-        routes = [Route(path, endpoint, methods=methods) for path, endpoint in endpoints.items()]
-        routes.append(Route("/{rest:path}", self._guarded(self._nothing, None), methods=methods))
-        return Starlette(routes=routes)
+        every = (assets | within | endpoints).items()
+        return Starlette(routes=[Route(path, endpoint, methods=methods) for path, endpoint in every])
 
     def _guarded(
         self, answer: Callable[[Any, Any, Query], Any], what: Any, *, is_open: bool = False
@@ -85,28 +86,40 @@ class _Site:
         def endpoint(request: Any) -> Any:  # not async: on a thread of its own
             pairs = parse_qsl(request.url.query, keep_blank_values=True, encoding="utf-8", errors="surrogateescape")
             query = Query({name: value for name, value in pairs if name != "token"})
-            token = dict(pairs).get("token", "")
-            refused = self.access.refusal(request.method, request.headers, request.cookies, token, is_open=is_open)
+            token, session = dict(pairs).get("token", ""), request.path_params.get("session", "")
+            refused = self.access.refusal(
+                request.method, request.headers, request.cookies, token, session=session, is_open=is_open
+            )
             if refused is not None:
                 return self._failed(refused, query, knows=False)
+            if not is_open and not session and self.access.opens(request.method, request.headers, token):
+                return self._let_in(token, address(request.url.path, **query.given), query)
             try:
                 response = answer(request, what, query)
             except ShardstreamError as error:
                 status = next((status for kind, status in _STATUS if isinstance(error, kind)), HTTPStatus.BAD_GATEWAY)
                 notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
                 message = "\n".join([redact_text(str(error)), *notes])
-                response = self._failed(Refusal(status=status, message=message), query)
+                response = self._failed(Refusal(status=status, message=message), query, session=session)
             except Exception:  # noqa: BLE001  the border of the thread: the log has it, the page only that
                 _log.exception("%s", request.url.path)
                 message = "a fault of this program; its terminal shows where. Please report it"
-                response = self._failed(Refusal(status=500, message=message), query)
-            if token and not is_open:
-                response.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="strict", path="/")
+                response = self._failed(Refusal(status=500, message=message), query, session=session)
             return response
 
         return endpoint
 
-    def _page(self, request: Any, page: Page, query: Query) -> Any:  # noqa: ARG002  as all that answer
+    def _let_in(self, token: str, where: str, query: Query) -> Any:
+        """Begin a session, and lead the browser to what it asked for there."""
+        made = self.access.let_in(token)
+        if isinstance(made, Refusal):
+            return self._failed(made, query, knows=False)
+        response = self._response("", _HTML, HTTPStatus.SEE_OTHER)
+        response.headers["Location"] = made.home + where
+        response.set_cookie(COOKIE, made.cookie, httponly=True, samesite="lax", path=made.home)
+        return response
+
+    def _page(self, request: Any, page: Page, query: Query) -> Any:
         if page.path == "/" and not page.fits(self.subject):  # where the printed address leads
             page = next((one for one in self.pages if one.in_navigation and one.fits(self.subject)), page)
         query.check(page.path, page.asks)
@@ -116,7 +129,10 @@ class _Site:
         found = answered(page, self.subject, query)
         if is_json:
             return self._response(as_text(found.as_dict()), _JSON)
-        return self._response(Served(self.subject, self.pages).html(page, query, found), _HTML)
+        return self._response(self._served(request.path_params.get("session", "")).html(page, query, found), _HTML)
+
+    def _served(self, session: str) -> Served:
+        return Served(self.subject, self.pages, f"/s/{session}" if session else "")
 
     def _media(self, request: Any, media: Media, query: Query) -> Any:
         from starlette.responses import StreamingResponse  # noqa: PLC0415  an extra
@@ -149,13 +165,13 @@ class _Site:
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))
         raise NotFoundError(f"no page {request.url.path[:80]!r}; there are {there}")
 
-    def _failed(self, refused: Refusal, query: Query, *, knows: bool = True) -> Any:
+    def _failed(self, refused: Refusal, query: Query, *, session: str = "", knows: bool = True) -> Any:
         """Return an error as the caller wants it; who has no token learns nothing of what is shown."""
         if query.given.get("format") == "json":
             told = {"ok": False, "error": {"status": int(refused.status), "message": refused.message}}
             return self._response(as_text(told), _JSON, refused.status)
         title = _WORDS.get(HTTPStatus(refused.status), "Not possible")
-        served = Served(self.subject, self.pages) if knows else Served(None, ())
+        served = self._served(session) if knows else Served(None, ())
         return self._response(served.error(title, refused.message), _HTML, refused.status)
 
     def _response(self, text: str, media_type: str, status: int = 200) -> Any:

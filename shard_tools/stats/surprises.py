@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from shard_tools.stats.sketches import Top
 from shard_tools.stats.totals import Adjacent, FieldTotals, Totals
 from streaming.arguments import counted, format_bytes
 from streaming.decode.images import MAX_PIXELS
+from streaming.errors import shell_place, shell_word
 from streaming.storage import redact
 from streaming.types import Int64Array
 
@@ -79,7 +79,7 @@ class Facts:
     @property
     def place(self) -> str:
         """The set, as commands in cures name it."""
-        return shlex.join(map(redact, self.urls))
+        return " ".join(map(shell_place, self.urls))
 
     @property
     def reshard(self) -> str:
@@ -231,7 +231,7 @@ def _partial_fields(facts: Facts) -> Iterator[Surprise]:
             kind="partial",
             what=f"fields that only some samples have: {told}",
             why="a batch needs the same fields of all its samples; others fail, or are substituted",
-            cure=f"fields= with those that all have; or `{facts.reshard} --drop-missing {rarest[-1]}`",
+            cure=f"fields= with those that all have; or `{facts.reshard} --drop-missing {shell_word(rarest[-1])}`",
         )
 
 

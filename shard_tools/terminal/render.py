@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections import Counter
@@ -17,7 +18,7 @@ from shard_tools.check.recheck import RecheckReport
 from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
 from shard_tools.functions.run import FunctionReport
-from shard_tools.running.report import Finding, plain
+from shard_tools.running.report import Finding, plain, plain_place
 from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
@@ -25,7 +26,8 @@ from shard_tools.sets.repair import RepairReport
 from shard_tools.sets.rewrite.reshard import ReshardReport
 from shard_tools.tokens.run import TokenizeReport
 from streaming.arguments import counted, format_bytes
-from streaming.storage import redact, redact_text
+from streaming.errors import shell_word, visible
+from streaming.storage import redact_text
 
 _SHOWN_SKIPPED = 10
 _SHOWN_FINDINGS = 20  # of one kind
@@ -38,6 +40,14 @@ def as_json(value: object, *, indent: int | None = None) -> str:
     """Return ``value`` as JSON that is safe for any terminal and encoding."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _NOT_PLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class VisibleLines(logging.Formatter):
+    """Formats lines of the log for a terminal: control characters of names are spelled."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return visible(super().format(record))
 
 
 def show_error(error: BaseException) -> None:
@@ -68,13 +78,14 @@ def show_convert(report: ConvertReport) -> None:
     """Print the outcome of a conversion."""
     _show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
-        f"{redact(report.target)}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
-        f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
+        f"{plain_place(report.target)}: {counted(report.num_samples, 'sample')} in "
+        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, from {report.kind} in "
+        f"{report.seconds:.1f} s"
     )
     if report.classes:
         field = "field cls: " if report.kind in {"images", "audio"} else ""
         by = (
-            f"numbers of {redact(report.classes_from)}"
+            f"numbers of {plain_place(report.classes_from)}"
             if report.classes_from
             else "number by sorted name in this source"
         )
@@ -94,7 +105,7 @@ def show_tokens(report: TokenizeReport) -> None:
     for one in report.sets:
         _show_earlier(one.num_resumed_documents, was_complete=one.was_complete, changed=one.changed, what="document")
         click.echo(
-            f"{redact(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
+            f"{plain_place(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
             f"longest {one.longest:,}; {counted(one.num_shards, 'shard')}, {format_bytes(one.num_bytes)}"
         )
         if one.num_differing:
@@ -131,9 +142,9 @@ def show_index(report: IndexReport) -> None:
     _show_passed_over(report)
     if report.num_pruned:
         click.echo(f"removed from the index: {counted(report.num_pruned, 'shard')} no longer there")
-    click.echo(f"index: {', '.join(report.index_urls)}")
+    click.echo(f"index: {', '.join(map(plain_place, report.index_urls))}")
     for directory in report.declared_whole:
-        click.echo(f"{directory} counts as a whole set from now on")
+        click.echo(f"{plain_place(directory)} counts as a whole set from now on")
 
 
 def _oddities(report: IndexReport) -> Iterator[str]:
@@ -246,20 +257,20 @@ def show_repair(report: RepairReport) -> None:
     for shard in report.shards:
         links = [f"{counted(shard.num_links, 'hard link')} written out"] if shard.num_links else []
         for text in (*shard.mended, *links):
-            click.echo(f"{redact(shard.url)}: mended: {plain(text)}")
+            click.echo(f"{plain_place(shard.url)}: mended: {plain(text)}")
         for text in shard.lost[:_SHOWN_FINDINGS]:
-            click.echo(f"{redact(shard.url)}: lost: {plain(text)}")
+            click.echo(f"{plain_place(shard.url)}: lost: {plain(text)}")
         if shard.lost:
             more = f"… and {len(shard.lost) - _SHOWN_FINDINGS:,} more; " if len(shard.lost) > _SHOWN_FINDINGS else ""
             known = "by its index" if shard.exact else "by name, and perhaps more: there is no index to tell"
             click.echo(
-                f"{redact(shard.url)}: {more}{counted(len(shard.lost_keys), 'sample')} lost or incomplete {known}"
+                f"{plain_place(shard.url)}: {more}{counted(len(shard.lost_keys), 'sample')} lost or incomplete {known}"
             )
         if shard.target is None:
-            click.echo(f"{redact(shard.url)}: not written; --drop-damaged writes the {shard.num_samples:,} others")
+            click.echo(f"{plain_place(shard.url)}: not written; --drop-damaged writes the {shard.num_samples:,} others")
     written = [shard for shard in report.shards if shard.target is not None]
     click.echo(
-        f"{redact(report.target)}: {len(written):,} of {counted(len(report.shards), 'shard')}, "
+        f"{plain_place(report.target)}: {len(written):,} of {counted(len(report.shards), 'shard')}, "
         f"{counted(sum(shard.num_samples for shard in written), 'sample')}, indexed"
     )
 
@@ -308,7 +319,7 @@ def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> 
     parts = [sample.key, fields]
     if long:
         fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
-        parts = [str(sample.number), redact(sample.shard), sample.key, fields]
+        parts = [str(sample.number), plain_place(sample.shard), sample.key, fields]
     if with_columns:
         parts.append("  ".join(f"{name}={_value(value)}" for name, value in sample.columns.items()))
     click.echo("\t".join(map(plain, parts)))
@@ -323,7 +334,7 @@ def _value(value: object) -> str:
 
 def show_sample(sample: SampleView) -> None:
     """Print one sample: text as text, everything else by its size."""
-    shard = redact(sample.entry.shard)
+    shard = plain_place(sample.entry.shard)
     click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
     if sample.entry.columns:
         click.echo(
@@ -333,7 +344,7 @@ def show_sample(sample: SampleView) -> None:
     for field, payload in sample.payloads.items():
         click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
         if is_binary(payload):
-            click.echo(f"(binary; write it out with --field {plain(field)})")
+            click.echo(f"(binary; write it out with --field {shell_word(field)})")
         else:
             text = payload.decode()
             more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from shard_tools.running.functions import blamed
+from shard_tools.running.report import plain_place
 from shard_tools.running.switches import is_on
 from shard_tools.terminal import render
 from shard_tools.terminal.config_file import warn_of_variables
@@ -93,7 +94,7 @@ def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
         click.echo(render.as_json(told, indent=2))
         return
     said = f"Would do: {work}. " if work else ""
-    click.echo(f"{said}Would first {stopped.action} {redact(stopped.url)}. Dry run: nothing was written.")
+    click.echo(f"{said}Would first {stopped.action} {plain_place(stopped.url)}. Dry run: nothing was written.")
 
 
 def _tell_program(ctx: click.Context, error: BaseException, message: str, *, kind: str = "") -> None:

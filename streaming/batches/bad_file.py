@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 from streaming.errors import DataError
 from streaming.forks import in_children, renew_lock
-from streaming.storage import local_path, redact, scheme_of
+from streaming.storage import local_path, lock_open, redact, scheme_of
 
 _log = logging.getLogger(__name__)
+_LOCK_S = 1.0
 
 Name: TypeAlias = tuple[str, str, int, int]
 
@@ -108,8 +107,9 @@ class BadFile:
     """Append records to a file that several processes of one machine may share. Thread-safe.
 
     A record is one ``write`` with O_APPEND, under a lock (flock, if the file system supports it), so that lines never
-    interleave. A sample that the file already lists for the same epoch is not added again, so restarts and replicas add
-    nothing. A failing disk costs the record and, once, a warning; never the run.
+    interleave. Whoever can read the file can hold its lock: it is waited for briefly, and then done without. A sample
+    that the file already lists for the same epoch is not added again, so restarts and replicas add nothing. A
+    failing disk costs the record and, once, a warning; never the run.
 
     Args:
         path: The file; ``{rank}`` in it is replaced by ``rank``. It and its folder are made when first needed.
@@ -123,7 +123,7 @@ class BadFile:
         self._epoch = -1
         self._listed: set[Name] = set()
         self._read_bytes = 0
-        self._warned = False
+        self._warned = self._goes_without = False
 
     def add(self, record: BadRecord) -> None:
         """Append ``record`` unless the file already lists its sample for its epoch."""
@@ -140,7 +140,7 @@ class BadFile:
         os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
-            locked = _lock(file)
+            locked = self._locks(file)
             size_bytes = self._catch_up(file, record.epoch)
             if record.name in self._listed:
                 return
@@ -153,6 +153,21 @@ class BadFile:
             self._listed.add(record.name)
         finally:
             os.close(file)
+
+    def _locks(self, file: int) -> bool:
+        """Lock the file if possible and tell whether that worked; closing it unlocks."""
+        try:
+            locked = lock_open(file, 0 if self._goes_without else _LOCK_S)
+        except OSError:  # a file system without locks
+            return False
+        if not locked and not self._goes_without:
+            _log.warning(
+                "bad_samples_file: %s: another process has held its lock for %g s; lines are added without it, and a "
+                "sample may be listed twice. Keep the file where others cannot read it",
+                self.path, _LOCK_S,
+            )  # fmt: skip
+        self._goes_without = not locked
+        return locked
 
     def _catch_up(self, file: int, epoch: int) -> int:
         """Read what was appended since last time and return the file's size.
@@ -175,11 +190,3 @@ class BadFile:
             found.name for found in iter_records(whole) if isinstance(found, BadRecord) and found.epoch == epoch
         }
         return size_bytes
-
-
-def _lock(file: int) -> bool:
-    """Lock ``file`` if possible and tell whether that worked; closing it unlocks."""
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return True
-    return False

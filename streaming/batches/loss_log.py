@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable
 
+from streaming.errors import shell_place
 from streaming.forks import in_children, renew_lock
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def cure_of(stages: Iterable[str], where: str = "") -> str:
     said = "; ".join(f"{stage}: {_CURES[stage]}" if len(found) > 1 else _CURES[stage] for stage in found)
     said = said or "the log of the other ranks says why"
     said = said[0].upper() + said[1:]
-    return said.replace("`shard_tools verify`", f"`shard_tools verify {where}`") if where else said
+    return said.replace("`shard_tools verify`", f"`shard_tools verify {shell_place(where)}`") if where else said
 
 
 class LossLog:

@@ -17,12 +17,11 @@ from os import PathLike
 from streaming.arguments import format_bytes, parse_bytes
 from streaming.cache.entry import LookupResult, read_entry, write_entry
 from streaming.cache.key import EntryKey
-from streaming.cache.locks import Waiting, try_lock
 from streaming.cache.paths import CachePaths
 from streaming.cache.space import PartFile, Space
 from streaming.counters import Metrics
 from streaming.errors import ConfigError
-from streaming.storage import Checked, crc_of
+from streaming.storage import Checked, Waiting, crc_of, try_lock
 
 RETRY_AFTER_S = 60.0
 """How long nothing is written after a disk error: long compared with one failed call, short compared with an epoch."""

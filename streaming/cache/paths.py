@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from streaming.cache.key import EntryKey, is_entry_name, is_part_name
-from streaming.cache.locks import try_lock, unlock
+from streaming.storage import try_lock, unlock
 
 LAYOUT_VERSION = 1
 _MARKER = "shardstream node cache, layout "
@@ -81,18 +81,25 @@ class CachePaths:
     def check_owner(self) -> None:
         """Check that our directory is missing, or ours alone to write: anyone else who could might feed us bytes.
 
+        Whoever may rename it could put another in its place, so the directory around it must be ours or root's, too.
+        Others may write to that one only if it is sticky, as /tmp is.
+
         Raises:
-            PermissionError: It is a link, belongs to another user (except root), or others may write into it.
+            PermissionError: One of them belongs to another user (except root), or others may write into it.
         """
-        try:
-            status = os.stat(self.root, follow_symlinks=False)
-        except FileNotFoundError:
-            return
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022:
-            raise PermissionError(
-                f"{self.root}: expected a folder owned by this user that nobody else can write to, got mode "
-                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; delete it, or choose another cache_dir"
-            )
+        for folder, follows in ((self.directory, True), (self.root, False)):
+            try:
+                status = os.stat(folder, follow_symlinks=follows)
+            except FileNotFoundError:
+                return
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid in {os.geteuid(), 0}
+            keeps = follows and status.st_mode & stat.S_ISVTX
+            if not is_ours or (status.st_mode & 0o022 and not keeps):
+                raise PermissionError(
+                    f"{folder}: expected a folder owned by this user that nobody else can write to, got mode "
+                    f"{stat.filemode(status.st_mode)} of user {status.st_uid}; choose another cache_dir, such as a new "
+                    "folder in it, or take the rights of others away (chmod go-w)"
+                )
 
     def make(self) -> None:
         """Make the directories and the marker, unless they exist. Private to the user, since the data may be.
@@ -100,7 +107,9 @@ class CachePaths:
         Raises:
             OSError: They cannot be made, or the directory belongs to something else.
         """
-        os.makedirs(self.directory, exist_ok=True)
+        os.makedirs(os.path.dirname(self.directory), exist_ok=True)
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        self.check_owner()  # before anything is made there
         for folder in (self.root, self.entries, self.parts):
             os.makedirs(folder, mode=0o700, exist_ok=True)
         self.check_owner()

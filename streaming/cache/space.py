@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import crc32c
 
 from streaming.cache.entry import charged_bytes, file_bytes
-from streaming.cache.locks import Waiting, locked, try_lock, unlock
 from streaming.cache.paths import CachePaths, try_lock_existing
 from streaming.counters import Metrics
 from streaming.platforms import boot_id
+from streaming.storage import Waiting, locked, try_lock, unlock
 
 LOW_WATER = 0.9
 """Share of the limit to evict down to: one scan of the directory pays for a tenth of the cache."""

@@ -25,6 +25,7 @@ from streaming.errors import (
     NotFoundError,
     StorageError,
     first_of,
+    shell_place,
 )
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
@@ -105,9 +106,9 @@ def write_schema(storage: Storage, home: str, schema: Schema) -> None:
 
 def no_samples(url: str, why: str = "") -> IndexMissingError:
     """Return the error for a shard without a sample table; ``why`` says what it is needed for."""
-    shown = redact(url)
     return IndexMissingError(
-        f"{shown}: the index has no sample table for this shard{why}; run `shard_tools index --force {shown}`"
+        f"{redact(url)}: the index has no sample table for this shard{why}; run `shard_tools index --force "
+        f"{shell_place(url)}`"
     )
 
 
@@ -317,12 +318,12 @@ def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _
         return original
     lost = _lost_columns(storage, todo)
     if lost:
-        folder = redact(split_url(todo.url)[0]) or "."
+        folder = shell_place(split_url(todo.url)[0])
         raise IndexFormatError(
             f"{redact(join_url(todo.home, samples_path(todo.name)))}: damaged, with its columns {', '.join(lost)}, "
             f"which the shard does not hold. Restore the file from a copy of the data set; or repeat the command that "
             f"wrote the set: `shard_tools convert` writes this shard and those after it again. Or rebuild this sample "
-            f"table without them, `shard_tools index --force {redact(todo.url)}`, and add them under other names, "
+            f"table without them, `shard_tools index --force {shell_place(todo.url)}`, and add them under other names, "
             f"`shard_tools column add {folder} NAME …`"
         )
     return table.to_parquet()
@@ -445,11 +446,11 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
             found += pool.map(lambda name: _read_footer(storage, join_url(home, samples_path(name))), others)
     for name, rows in zip(names, found, strict=False):
         if rows is None:
-            target = redact(home) or "."
+            target = shell_place(home)
             raise IndexMissingError(
-                f"{redact(names[name])}: not in the index at {join_url(target, chunks_path())}; run `shard_tools index "
-                f"{target}`, or, if you may not write there, `shard_tools index {target} --index DIRECTORY`, and pass "
-                "that as index="
+                f"{redact(names[name])}: not in the index at {redact(join_url(home, chunks_path()))}; run "
+                f"`shard_tools index {target}`, or, if you may not write there, `shard_tools index {target} --index "
+                "DIRECTORY`, and pass that as index="
             )
         tables.append(rows)
     return tables
@@ -499,5 +500,5 @@ def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> Non
         if size_bytes != shard.size_bytes:
             raise IndexMismatchError(
                 f"{redact(url)} has {size_bytes} bytes, but the index says {shard.size_bytes}: it was replaced or "
-                f"truncated since it was indexed; run `shard_tools index {redact(url)}`"
+                f"truncated since it was indexed; run `shard_tools index {shell_place(url)}`"
             )

@@ -14,7 +14,7 @@ import numpy as np
 
 from streaming.catalog.open import OpenShards, digest_of, spans_of_shard
 from streaming.catalog.random_access import TABLE_REQUESTS
-from streaming.errors import IndexMissingError
+from streaming.errors import IndexMissingError, shell_place
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import Spans
 from streaming.index.spans import joined_crc32c
@@ -84,7 +84,7 @@ def _units_of(cut: Cut, shard: int) -> Int64Array:
     if spans is None:
         raise IndexMissingError(
             f"fetch_bytes: {shown} has no sample table, which says where a chunk can be cut; write it with "
-            f"`shard_tools index {shown}`"
+            f"`shard_tools index {shell_place(cut.shards.urls[shard])}`"
         )
     return units_of(spans, cut.unit_bytes)
 

@@ -39,6 +39,7 @@ from streaming.errors import (
     IndexMissingError,
     NotFoundError,
     StorageError,
+    shell_place,
 )
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import is_sealed, read_facts
@@ -269,7 +270,7 @@ def _check_is_of(chunks: ChunkTable, shards: OpenShards, shard: int, path: str) 
     if shards.table is not None and chunks != shards.table.of_shard(shard):
         raise IndexMismatchError(
             f"{redact(path)}: this sample table does not match the shard that the chunk table beside it describes; one "
-            f"of them is out of date. Rebuild both: shard_tools index --force {redact(shards.urls[shard])}"
+            f"of them is out of date. Rebuild both: shard_tools index --force {shell_place(shards.urls[shard])}"
         )
 
 
@@ -387,7 +388,7 @@ def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, mi
     if index is not None:
         raise IndexMissingError(
             f"index={redact(index)!r}: no index of these shards there ({missing}). Build one with `shard_tools index "
-            f"--index {redact(index)} URL`, or leave index= out"
+            f"--index {shell_place(index)} URL`, or leave index= out"
         ) from missing
 
 
@@ -415,7 +416,7 @@ def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], 
             raise IndexMismatchError(
                 f"{redact(join_url(home, gone[0]))}: the index lists this shard, but the store does not have it "
                 f"({len(gone)} of its shards are missing). Restore it, or remove it from the index: "
-                f"shard_tools index --prune {redact(home)}"
+                f"shard_tools index --prune {shell_place(home)}"
             )
 
 

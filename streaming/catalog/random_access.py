@@ -18,6 +18,7 @@ import numpy as np
 from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.decode import DistantMember, decode_field, decode_member, of_shard, raw
+from streaming.errors import shell_place
 from streaming.fetch.layout import Fetched, UnitLayout
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.forks import in_children
@@ -156,7 +157,7 @@ class RandomAccess:
                 "%s: this shard's sample table is gone, so each rank reads whole chunks where it needs only a part "
                 "(other shards may be affected too). `shard_tools index %s` rebuilds it",
                 shown_url,
-                shown_url,
+                shell_place(shown_url),
             )
 
     def _pieces(self, dataset: Readable, chunks: Int64Array, inside: Int64Array) -> Iterator[tuple[list[int], _Piece]]:

@@ -16,7 +16,7 @@ from typing import Self
 from streaming.arguments import Urls
 from streaming.catalog.listing import StorageAhead
 from streaming.catalog.urls import expand_urls, folders_of, is_hidden
-from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError
+from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError, shell_word
 from streaming.index.files import is_sealed, read_document, write_document
 from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
@@ -91,7 +91,11 @@ class Mark:
         one = self.writer
         of = "" if one.num_shards is None else f" of {one.num_shards:,}"
         counted = "are there" if self.is_listed else "of it are asked for"
-        subject = "a ShardWriter" if one.command == WRITER else f"`shard_tools {one.command}`"
+        subject = (
+            "a ShardWriter"
+            if one.command == WRITER
+            else f"`shard_tools {' '.join(map(shell_word, one.command.split()))}`"
+        )
         return (
             f"is not whole: {subject} ({one.what}), begun {one.begun}, is still writing it or was interrupted; "
             f"{self.num_found:,}{of} shards {counted}"

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, overload
 from streaming.arguments import checks_names, shows, some_names
 from streaming.datasets.face import DataSet, Numbers, reading
 from streaming.datasets.mixture_file import names_of, open_described, read_description
+from streaming.datasets.trust import Trust
 from streaming.errors import ConfigError
 from streaming.mixing.blend import Ends
 from streaming.plan.schedule import Schedule
@@ -198,6 +199,7 @@ class Mixture(MixedSet[MixedSource]):
         *,
         transforms: Mapping[str, Transform] | None = None,
         storage_options: Mapping[str, object] | None = None,
+        trust: Trust = (),
     ) -> Mixture:
         """Make the mixture described by a JSON file; ``shard_tools plan`` reads the same files.
 
@@ -214,12 +216,16 @@ class Mixture(MixedSet[MixedSource]):
             transforms: Functions, which a file cannot hold: the ``transform`` of sources by name (``"text/en"`` for a
                 source of a nested mixture).
             storage_options: For reading the file, and for sources that do not give their own.
+            trust: What the file may set beside the data, which may come from a stranger: names of options such as
+                ``["endpoint_url", "bad_samples_file"]``, or True: everything. Otherwise files that are written, keys
+                and the server that gets yours are yours alone to give (docs/security.md).
 
         Raises:
-            ConfigError: The file is not a valid description; the message names the source and what is wrong.
+            ConfigError: The file is not a valid description, or sets what it is not trusted with; the message names
+                the source and what is wrong.
             NotFoundError: There is no such file.
         """
-        content = read_description(path, storage_options)
+        content = read_description(path, storage_options, trust)
         names = names_of(content)
         unknown = sorted(set(transforms or {}) - set(names))
         if unknown:

@@ -9,7 +9,8 @@
      "weights": {"web": 0.6, "code": 0.2, "text": 0.1, "cats": 0.1}, "shuffle": {"lanes": 64}, "seed": 1}
 
 A set is ``{"url": …}`` with options of ``StreamingDataset``, and at most one of ``packed``, ``balanced`` and
-``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``.
+``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. What
+does not describe data, such as ``endpoint_url``, is refused unless the caller trusts the file with it (``trust.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from os import PathLike, fspath
 from typing import Any, TypeAlias
 
 from streaming.arguments import option_names, some_names
+from streaming.datasets.trust import Trust, check_trusted, checked_trust
 from streaming.errors import ConfigError, ShardstreamError, StateError
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import ShuffleConfig
@@ -45,20 +47,24 @@ _INSIDE = {"length": "packed", "padded": "packed", "by": "balanced", "metric": "
 """Options that people write beside the URL, and the object that they belong into."""
 
 
-def read_description(path: str | PathLike[str], storage_options: Mapping[str, object] | None = None) -> Content:
+def read_description(
+    path: str | PathLike[str], storage_options: Mapping[str, object] | None = None, trust: Trust = ()
+) -> Content:
     """Return the content of a file that describes a mixture. Every source is a dict; a URL becomes ``{"url": …}``.
 
     Raises:
-        ConfigError: The file is not JSON, or does not describe a mixture.
+        ConfigError: The file is not JSON, does not describe a mixture, or sets what it is not trusted with.
         NotFoundError: There is no such file.
     """
-    where = fspath(path)
+    where, trusted = fspath(path), checked_trust(trust)
     data = bytes(Storage(storage_options).read(where))
     try:
         content = json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{redact(where)}: not a description of a mixture in JSON: {error}") from error
-    return _mixture(content, redact(where))
+    described = _mixture(content, redact(where))
+    check_trusted(described, redact(where), trusted)
+    return described
 
 
 def names_of(content: Content, place: str = "") -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from streaming.errors import ChecksumError, DataError
+from streaming.errors import ChecksumError, DataError, shell_place
 from streaming.fetch.checksums import EVERY, Mask, Sum, sums_of
 from streaming.fetch.distant import Distant
 from streaming.fetch.layout import Fetched, UnitLayout
@@ -92,6 +92,6 @@ def checksum_error(url: str, start: int, end: int, got: int, expected: int) -> C
     """Make the error for bytes ``[start, end)`` of a shard that differ from the index."""
     return ChecksumError(
         f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, also when asked for again. The "
-        f"shard is damaged, or was replaced by one of the same size. shard_tools verify {url} lists what differs; "
-        f"shard_tools index --force accepts the shard as it is"
+        f"shard is damaged, or was replaced by one of the same size. shard_tools verify {shell_place(url)} lists what "
+        f"differs; shard_tools index --force accepts the shard as it is"
     )

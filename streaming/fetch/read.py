@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from streaming.cache import NodeCache
-from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
+from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError, shell_place
 from streaming.fetch.checksums import Mask, Sum, crc_of_member, sums_of
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed, summed_parts
 from streaming.fetch.distant import Distant
@@ -194,7 +194,7 @@ def fetch_unit(
         raise IndexMismatchError(
             f"{wanted.shown_url}: this shard's sample table existed when the epoch began, and is now gone; without it "
             f"fields cannot be left out, and there is no room for all of them. Rebuild it: "
-            f"shard_tools index {wanted.shown_url}"
+            f"shard_tools index {shell_place(wanted.url)}"
         )
 
     def layout() -> UnitLayout:
@@ -474,7 +474,7 @@ def read_member(storage: Storage, wanted: FetchRange, start: int, stop: int, sam
     if crc is None:
         raise IndexMismatchError(
             f"{wanted.shown_url}, bytes {start}-{stop}: the checksum of this member was in the shard's sample table "
-            f"when the epoch began, and is now gone. Rebuild the table: shard_tools index {wanted.shown_url}"
+            f"when the epoch began, and is now gone. Rebuild the table: shard_tools index {shell_place(wanted.url)}"
         )
     out = bytearray(stop - start)
     with memoryview(out) as view:
@@ -517,7 +517,7 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
         shown = wanted.shown_url
         raise IndexMismatchError(
             f"{shown}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
-            f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {shown}"
+            f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {shell_place(wanted.url)}"
         )
     return UnitLayout(
         keys=layout.keys, fields=layout.fields, starts=layout.starts, sizes=layout.sizes, num_bytes=wanted.num_bytes
@@ -545,5 +545,5 @@ def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -
         raise IndexMismatchError(
             f"{shown}: {size_bytes} bytes, the index says {wanted.shard_bytes}: the shard was replaced or "
             f"truncated after it was indexed. Restore it, or rebuild the index: "
-            f"shard_tools index --force {shown}"
+            f"shard_tools index --force {shell_place(wanted.url)}"
         ) from cause

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from streaming.catalog.build import home_of, shard_name
-from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError
+from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError, shell_place, shell_word
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values, read_column, type_named
 from streaming.index.files import ADD_AGAIN, is_sealed, read_document, write_document
@@ -140,7 +140,7 @@ def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -
             raise IndexMismatchError(
                 f"column {name!r} is missing in {redact(lacking[0])} (in {len(lacking)} of {len(homes)} directories), "
                 f"but present in {redact(next(iter(there)))}. Add it to all of them: shard_tools column add URL… "
-                f"{name} --from FILE --on KEY"
+                f"{shell_word(name)} --from FILE --on KEY"
             )
     return {name: LateColumn(name=name, documents=there) for name, there in found.items()}
 
@@ -186,7 +186,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
     home = home_of(url, index)
     name = shard_name(url, index)
     source = join_url(home, column_path(column.name, name))
-    again = f"rerun the command that added it: shard_tools column add {redact(home) or '.'} {column.name} …"
+    again = f"rerun the command that added it: shard_tools column add {shell_place(home)} {shell_word(column.name)} …"
     try:
         values, facts = storage.read_parsed(source, read_column, is_sealed)
     except NotFoundError as error:

@@ -8,7 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from streaming.catalog.open import OpenShards
-from streaming.errors import ConfigError, IndexMissingError
+from streaming.errors import ConfigError, IndexMissingError, shell_word
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import column_reader, late_names
 from streaming.index.chunk_table import numbers
@@ -81,8 +81,8 @@ class Lengths:
                 f"Packed: no column {column!r} in the sample table of {shown} to say how many tokens each sample "
                 f"has; there are: {', '.join(known) or 'none'}. Name the column with column=…, or make it: "
                 "`shard_tools convert --tokenizer` turns text into tokens and writes the column, "
-                f"`shard_tools column add URL {column} --compute tokens` counts existing tokens by the size of their "
-                f'field, and a writer of your own takes ShardWriter(columns={{"{column}": …}})'
+                f"`shard_tools column add URL {shell_word(column)} --compute tokens` counts existing tokens by the "
+                f'size of their field, and a writer of your own takes ShardWriter(columns={{"{column}": …}})'
             )
         values = columns[column]
         if str(values.type) not in _TYPES and len(values) != values.null_count:

@@ -25,7 +25,15 @@ import numpy as np
 from streaming.arguments import is_list
 from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.open import OpenShards, digest_of
-from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexMismatchError,
+    IndexMissingError,
+    NotFoundError,
+    StorageError,
+    shell_place,
+)
 from streaming.filters.late_columns import (
     LateColumn,
     documents_as_json,
@@ -393,7 +401,7 @@ def check_is_of(facts: Mapping[str, Any], table: ChunkTable, shard: int, url: st
     ):
         raise IndexMismatchError(
             f"{redact(url)}: its sample table does not match the shard that the chunk table describes; one of them is "
-            f"out of date. Rebuild both: shard_tools index --force {redact(url)}"
+            f"out of date. Rebuild both: shard_tools index --force {shell_place(url)}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -13,19 +12,20 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from streaming.errors import ConfigError
 from streaming.forks import Maker, in_children
 from streaming.metrics.exported import Observed, check_observed, observe
 from streaming.metrics.waits import waits
+from streaming.storage import locked
 from streaming.types import VERSION
 
 FORMAT = 1
 """Version of what is answered."""
 _ANSWER_S = 2.0  # for a reader that stops reading
+_LOCK_S = 10.0  # of another process that makes the same file, which asks who answers there
 _MOST_TEXT = 20_000  # characters of describe()
 _log = logging.getLogger(__name__)
 
@@ -156,11 +156,15 @@ def _listening(path: str) -> socket.socket:
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _alone_in(os.path.dirname(path)):
-            _make_way(path)
-            made.bind(path)
-            os.chmod(path, 0o600)  # before it listens: until then nobody can connect
-            made.listen()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with locked(f"{path}.lock", _LOCK_S):  # so that two do not replace the same file
+            try:
+                _make_way(path)
+                made.bind(path)
+                os.chmod(path, 0o600)  # before it listens: until then nobody can connect
+                made.listen()
+            finally:
+                os.unlink(f"{path}.lock")
         made.setblocking(False)  # noqa: FBT003
     except OSError as error:
         made.close()
@@ -171,18 +175,6 @@ def _listening(path: str) -> socket.socket:
         made.close()
         raise
     return made
-
-
-@contextmanager
-def _alone_in(folder: str) -> Iterator[None]:
-    """Keep other processes that serve in a folder waiting, so that two do not replace the same file."""
-    os.makedirs(folder, exist_ok=True)
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(number)
 
 
 def _make_way(path: str) -> None:

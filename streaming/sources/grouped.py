@@ -13,7 +13,7 @@ from infra import agent_store
 from streaming.arguments import check_choice, checked_flag, some_names
 from streaming.arrays import sums
 from streaming.catalog.source import ChunkSource
-from streaming.errors import ConfigError, StateError
+from streaming.errors import ConfigError, StateError, shell_place, shell_word
 from streaming.filters.groups import Coding, Counted, Grouping, group_samples
 from streaming.job.store import job_peers
 from streaming.plan.ledger import Ledger
@@ -208,8 +208,8 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
 
 def resharding(dataset: SampleSource, column: str) -> str:
     """Return the command that writes samples of similar values next to each other."""
-    url = redact(dataset.urls[0]).rpartition("/")[0] or "."
+    url = shell_place(f"{redact(dataset.urls[0]).rpartition('/')[0] or '.'}/")
     return (
         f"Shards that are sorted by the column, which then lies in their sample tables, are read about once: "
-        f"shard_tools reshard {url}/ SORTED/ --sort {column}"
+        f"shard_tools reshard {url} SORTED/ --sort {shell_word(column)}"
     )

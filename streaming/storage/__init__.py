@@ -17,8 +17,9 @@ from streaming.storage.base.adapter import (
 )
 from streaming.storage.base.calls import ActiveRequest
 from streaming.storage.base.checked import Checked, DifferentSumError, Parts, WrongBytesError, crc_of
+from streaming.storage.base.locks import Waiting, lock_open, locked, try_lock, unlock
 from streaming.storage.base.mirrors import mirrors_of
-from streaming.storage.base.options import RetryPolicy, StorageOptions
+from streaming.storage.base.options import STORAGE_OPTIONS, RetryPolicy, StorageOptions, storage_option_name
 from streaming.storage.base.urls import (
     HTTP_SCHEMES,
     as_url,
@@ -34,6 +35,7 @@ from streaming.storage.facade import Reader, Storage
 __all__ = [
     "DEFAULT_PART_BYTES",
     "HTTP_SCHEMES",
+    "STORAGE_OPTIONS",
     "ActiveRequest",
     "ChangedError",
     "Checked",
@@ -47,6 +49,7 @@ __all__ = [
     "Storage",
     "StorageOptions",
     "StoreWriter",
+    "Waiting",
     "Way",
     "WrongBytesError",
     "as_url",
@@ -54,6 +57,8 @@ __all__ = [
     "files_left",
     "join_url",
     "local_path",
+    "lock_open",
+    "locked",
     "looked_for",
     "mirrors_of",
     "redact",
@@ -62,4 +67,7 @@ __all__ = [
     "scheme_of",
     "split_query",
     "split_url",
+    "storage_option_name",
+    "try_lock",
+    "unlock",
 ]

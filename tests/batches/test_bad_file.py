@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
+from streaming.batches import bad_file
 from streaming.batches.bad_file import BadFile, BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError
 from tests.support.processes.forked import Forked, all_end
@@ -136,6 +138,7 @@ def test_a_line_that_was_cut_off_swallows_no_other(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+from streaming.batches import bad_file
 from streaming.batches.bad_file import BadFile, BadRecord
 file = BadFile(sys.argv[1], int(sys.argv[2]))
 for number in range(150):
@@ -174,3 +177,32 @@ def test_shown_urls_have_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shown_url("https://u:pw@host/a.tar?sig=secret") == "https://…@host/a.tar?…"
     monkeypatch.chdir(tmp_path)
     assert shown_url("a.tar") == shown_url(f"file://{tmp_path}/a.tar") == f"{tmp_path}/a.tar"
+
+
+def test_a_reader_that_holds_the_lock_costs_a_second_and_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever can read the file can lock it, for ever."""
+    monkeypatch.setattr(bad_file, "_LOCK_S", 0.01)
+    path = tmp_path / "bad.jsonl"
+    path.touch()
+    waits: list[float] = []
+    lock_open = bad_file.lock_open
+
+    def noted(file: int, limit_s: float) -> bool:
+        waits.append(limit_s)
+        return lock_open(file, limit_s)
+
+    monkeypatch.setattr(bad_file, "lock_open", noted)
+    file = BadFile(str(path), 0)
+    records = [BadRecord(url="a.tar", key=str(number), stage="decode", reason="torn") for number in range(4)]
+    with path.open() as held:  # for reading
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for record in records[:3]:
+            file.add(record)
+        assert waits == [0.01, 0, 0]
+        assert caplog.text.count("has held its lock") == 1
+    for record in records:
+        file.add(record)
+    assert [one.key for one in iter_records(path.read_bytes()) if isinstance(one, BadRecord)] == ["0", "1", "2", "3"]
+    assert waits[-2:] == [0.01, 0.01]

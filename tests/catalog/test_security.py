@@ -52,6 +52,7 @@ from streaming.tar.samples import inflated
 from tests.support.code.folders import ROOT
 from tests.support.servers.on_loopback import HttpServer
 from tests.support.sets.index_files import parquet_bytes, with_facts, write_parquet
+from tests.support.sets.tars import write_tar
 
 SECRETS = ("hunter2", "swordfish", "abcdef0123")
 never_ends = pytest.mark.timeout(60)
@@ -271,6 +272,38 @@ def test_a_cache_folder_that_others_can_write_is_not_used(
     assert not cache_read(tmp_path / "c", metrics)
     assert sorted(str(path) for path in root.rglob("*")) == before
     assert len([one for one in caplog.records if "nobody else can write to" in one.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o775, "other user", "other user, sticky"])
+def test_a_folder_in_which_others_can_rename_holds_no_cache(
+    tmp_path: Path, mode: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever may rename our folder can put one in its place; nothing is made there, nor read."""
+    around, metrics = tmp_path / "c", Metrics()
+    around.mkdir()
+    if isinstance(mode, int):
+        around.chmod(mode)
+    else:
+        around.chmod(0o1777 if "sticky" in mode else 0o755)
+        os.chown(around, 65534, -1) if os.getuid() == 0 else pytest.skip("needs root")
+    for _ in range(2):
+        assert not cache_read(around, metrics)
+    assert not [*around.iterdir()]
+    assert "chmod go-w" in caplog.text
+    own = around / "own"
+    own.mkdir()
+    assert [cache_read(own, metrics) for _ in range(2)] == [False, True], "the cure"
+
+
+def test_a_sticky_folder_of_root_or_ours_holds_a_cache(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    assert [cache_read(tmp_path, Metrics()) for _ in range(2)] == [False, True]
+    new, before = tmp_path / "new" / "cache", os.umask(0)
+    try:
+        assert [cache_read(new, Metrics()) for _ in range(2)] == [False, True]
+    finally:
+        os.umask(before)
+    assert new.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_cache_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
@@ -555,6 +588,19 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     code, text = command("cat", str(tmp_path / "a.tar"), f"{evil}", "--field", evil)
     assert code == 1
     assert "\x1b" not in text
+
+
+def test_warnings_of_commands_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b]0;owned\x07"
+    folder.mkdir()
+    (folder / "b.tar.zst").touch()
+    write_tar(folder / "a.tar", [("k.txt", b"x")])
+    done = subprocess.run(
+        [sys.executable, "-m", "shard_tools", "index", str(folder)], capture_output=True, text=True, check=True
+    )
+    assert "are left out: they are compressed" in done.stderr
+    assert "a\\x1b]0;owned\\x07" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ FORBIDDEN = (
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
 ENVIRONMENT_MAY += ("streaming.engine.workers.surroundings", "shard_tools.tokens.encode")
 ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
+ENVIRONMENT_MAY += ("shard_tools.show.data.workers",)  # what little of it a process gets
 # Pure modules of packages that also do I/O.
 ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.checksums", "streaming.fetch.pieces")
 

@@ -88,6 +88,7 @@ RUN_ELSEWHERE = {
     "region": "test_storage_faults.py::test_a_wrong_region",
     "overlap_labels": "test_packed_windows.py::test_a_token_bears_loss_once_if_asked",
     "transforms": "test_plan_mixtures.py::test_training_and_tool_read_the_same_file",
+    "trust": "test_trust.py::test_trust_takes_what_it_names_and_no_more",
     "transform": "test_length_buckets.py::test_another_of_the_batch_stands_in",
     "replicate": "test_broadcast.py::test_only_what_a_rank_uses_is_sent",
     "stride": "test_packing.py::test_windows_overlap_by_length_less_stride",

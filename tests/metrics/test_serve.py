@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 
 from streaming import DataLoader
 from streaming.errors import ConfigError
-from streaming.metrics import serve
+from streaming.metrics import serve, server
 from tests.support.contracts.loop_kinds import CLOSABLE, compress, makers
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S, until
@@ -106,7 +107,7 @@ def test_a_living_one_is_not_replaced(samples: SampleSet, tmp_path: Path) -> Non
 KILLED = """
 import os, signal, sys
 from streaming import DataLoader, StreamingDataset
-from streaming.metrics import serve
+from streaming.metrics import serve, server
 loader = DataLoader(StreamingDataset(sys.argv[1]), batch_size=4)
 serve(loader, sys.argv[2])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -221,3 +222,36 @@ def test_scraping_while_it_iterates(samples: SampleSet, tmp_path: Path) -> None:
     assert all("error" not in one for one in found), [one["error"] for one in found if "error" in one]
     counts = [one["numbers"].get("batches", 0) for one in found]
     assert counts == sorted(counts)
+
+
+def test_no_reader_of_the_folder_keeps_it_waiting(samples: SampleSet, tmp_path: Path) -> None:
+    """Whoever can read a folder can lock it, for ever."""
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with DataLoader(samples.open(), batch_size=2) as loader:
+            served = serve(loader, tmp_path / "a.sock")
+            assert asked(served.path)["rank"] == 0
+            served.close()
+    finally:
+        os.close(held)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lock_that_others_hold_or_can_open_is_an_error_soon(
+    samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_LOCK_S", 0.01)
+    lock = tmp_path / "a.sock.lock"
+    lock.touch(mode=0o600)
+    with DataLoader(samples.open(), batch_size=2) as loader:
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(ConfigError, match=r"held this lock for 0.01 s; is it stopped\?; give another path"):
+                serve(loader, tmp_path / "a.sock")
+        lock.chmod(0o644)
+        with pytest.raises(ConfigError, match="other users can open this lock; remove it"):
+            serve(loader, tmp_path / "a.sock")
+        lock.unlink()
+        serve(loader, tmp_path / "a.sock").close()
+    assert not [*tmp_path.iterdir()]

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,13 +196,88 @@ def test_who_has_no_token_learns_nothing(shown: Shown, hostile: Path) -> None:
     for headers in (
         {"Authorization": f"Bearer {token}x"},
         {"Authorization": token},
-        {"Cookie": f"shardstream_show_1={token}"},
+        {"Cookie": f"shardstream_show={token}"},
     ):
         assert shown.ask("/", headers).status == 401
     assert shown.ask(f"/?token={token}").status == 200
-    cookie = shown.ask(f"/?token={token}").headers["set-cookie"]
-    assert re.fullmatch(rf"{shown.access.cookie}={token}; HttpOnly; Path=/; SameSite=strict", cookie)
-    assert shown.ask("/", {"Cookie": cookie.partition(";")[0]}).status == 200
+    assert "set-cookie" not in shown.ask(f"/?token={token}").headers
+
+
+BROWSER = {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+
+@pytest.mark.parametrize("headers", [BROWSER, {"Accept": "text/html,*/*"}])
+def test_a_browser_gets_a_session_of_its_own(shown: Shown, headers: dict[str, str]) -> None:
+    token = shown.access.token
+    found = shown.ask(f"/sample?number=3&token={token}", headers)
+    assert (found.status, found.text) == (303, "")
+    home = re.fullmatch(r"(/s/[\w-]{20,})/sample\?number=3", found.headers["location"])
+    assert home is not None
+    cookie = found.headers["set-cookie"]
+    assert re.fullmatch(rf"shardstream_show=[\w-]{{30,}}; HttpOnly; Path={home[1]}; SameSite=lax", cookie)
+    assert token not in cookie
+    sent = {"Cookie": cookie.partition(";")[0]}
+    page = shown.ask(f"{home[1]}/sample?number=3", sent)
+    assert page.status == 200
+    addresses = re.findall(r'(?:href|src|action)="(/[^"]*)"', page.text)
+    assert addresses
+    assert {one for one in addresses if not one.startswith(home[1] + "/")} == {"/show.css", "/show.svg", "/show.js"}
+    # Neither half opens anything without the other, and another browser's half does not fit.
+    other = shown.ask(f"/?token={token}", headers).headers["set-cookie"].partition(";")[0]
+    for path, given in (
+        ("/", sent), (f"{home[1]}/", {}), (f"{home[1]}/", {"Cookie": other}), (f"{home[1]}x/", sent), ("/s//", sent),
+    ):  # fmt: skip
+        assert shown.ask(path, given).status == 401
+    assert shown.ask(f"{home[1]}/nothing", sent).status == 404
+
+
+def test_what_a_browser_is_started_with_lets_in_once(shown: Shown, caplog: pytest.LogCaptureFixture) -> None:
+    """Command lines are seen by all users: whoever is second closes what the first has opened, and that is said."""
+    address = shown.access.address_for_browser().removeprefix(shown.root)
+    assert shown.access.token not in address
+    assert shown.ask(address, method="HEAD").status == 401
+    first = shown.ask(address)
+    sent, home = {"Cookie": first.headers["set-cookie"].partition(";")[0]}, first.headers["location"]
+    assert shown.ask(home, sent).status == 200
+    second = shown.ask(address, BROWSER)
+    assert second.status == 401
+    assert "was used before" in second.text
+    assert "set-cookie" not in second.headers
+    assert "asked for twice" in caplog.text
+    assert shown.ask(home, sent).status == 401
+    assert shown.ask(address).status == 401
+
+
+def test_a_browser_sends_its_cookie_to_no_other_port(shown: Shown, tab: Callable[..., Tab]) -> None:
+    heard: list[str] = []
+
+    class Listener(http.server.BaseHTTPRequestHandler):
+        """Another user's server."""
+
+        def do_GET(self) -> None:  # the name is http.server's
+            heard.append(self.headers.get("Cookie", ""))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        seen = tab()
+        page = seen.open(shown.access.address_for_browser())
+        assert page.title().startswith("Samples")
+        assert shown.within(page)
+        for path in ("/", "/sample", "/s/x/"):
+            page.goto(f"http://127.0.0.1:{server.server_port}{path}")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert heard
+    assert set(heard) == {""}
 
 
 @pytest.mark.parametrize(
@@ -258,9 +334,9 @@ def test_pages_of_other_sites_are_refused(shown: Shown) -> None:
 
 def test_hostile_data_in_a_browser(shown: Shown, tab: Callable[..., Tab]) -> None:
     seen = tab()
-    seen.open(shown.address)
+    home = shown.within(seen.open(shown.address))
     for path in PATHS:
-        page = seen.open(shown.root + path)
+        page = seen.open(home + path)
         assert page.evaluate("window.ran") is None
         assert page.evaluate("[...document.images].every((one) => one.src.startsWith(location.origin))")
     assert seen.dialogs == []
@@ -285,7 +361,7 @@ def test_hostile_data_in_a_browser(shown: Shown, tab: Callable[..., Tab]) -> Non
     assert stopped == ["img-src", "script-src-attr", "script-src-elem", "style-src-elem"]
     assert page.evaluate("window.ran") is None
     assert page.evaluate("getComputedStyle(document.body).display") != "none"
-    page = seen.open(f"{shown.root}/value?number=3&field=txt")
+    page = seen.open(f"{home}/value?number=3&field=txt")
     assert page.evaluate("document.querySelectorAll('script, img').length") == 0
     assert page.evaluate("window.ran") is None
     assert seen.dialogs == []
@@ -312,11 +388,11 @@ def test_the_page_of_a_second_site_gets_nothing(
 ) -> None:
     """It embeds, frames and fetches, in a browser that has the cookie."""
     folder, site = elsewhere
-    target = f"{shown.root}/value?number=5&field=jpg&view=small"
-    (folder / "index.html").write_text(f"""<img src="{target}" id=i onload="document.title='loaded'">
-        <iframe src="{shown.root}/" id=f></iframe><script src="{shown.root}/show.js" id=s></script>""")
     seen = tab()
-    seen.open(shown.address)
+    home = shown.within(seen.open(shown.address))
+    target = f"{home}/value?number=5&field=jpg&view=small"
+    (folder / "index.html").write_text(f"""<img src="{target}" id=i onload="document.title='loaded'">
+        <iframe src="{home}/" id=f></iframe><script src="{shown.root}/show.js" id=s></script>""")
     assert seen.open(target).evaluate("document.images[0].naturalWidth") == 64
     page = seen.open(site)
     assert page.title() != "loaded"
@@ -326,8 +402,8 @@ def test_the_page_of_a_second_site_gets_nothing(
     fetch = """async (url) => {
         try { return await (await fetch(url, {credentials: "include"})).text() } catch (e) { return "refused" }
     }"""
-    assert page.evaluate(fetch, f"{shown.root}/?format=json") == "refused"
-    assert seen.open(f"{shown.root}/").title().startswith("Samples")  # the server lives, and the cookie holds
+    assert page.evaluate(fetch, f"{home}/?format=json") == "refused"
+    assert seen.open(f"{home}/").title().startswith("Samples")  # the server lives, and the cookie holds
 
 
 # ------------------------------------------------------------------------------------------------------------- looks
@@ -351,7 +427,7 @@ def test_pages_fit_every_screen_and_are_lit_as_asked(pretty: Shown, tab: Callabl
     brightness = {}
     for scheme in ("light", "dark"):
         seen = tab(color_scheme=scheme)
-        seen.open(pretty.address)
+        home = pretty.within(seen.open(pretty.address))
         for path in (
             "/",
             "/columns",
@@ -360,7 +436,7 @@ def test_pages_fit_every_screen_and_are_lit_as_asked(pretty: Shown, tab: Callabl
             "/bad",
             "/sample?number=x",
         ):
-            seen.open(pretty.root + path)
+            seen.open(home + path)
             for width in (360, 768, 1920, 3840):
                 seen.width(width)
                 assert seen.value("document.documentElement.scrollWidth") <= width, (path, width)
@@ -377,7 +453,7 @@ def test_pages_fit_every_screen_and_are_lit_as_asked(pretty: Shown, tab: Callabl
 def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) -> None:
     seen = tab(viewport={"width": 1280, "height": 800})
     page = seen.open(pretty.address)
-    assert "token" not in page.url  # it is in the cookie
+    assert "token" not in page.url  # the browser has a session
     keys, focused = page.keyboard, page.locator(":focus")
     keys.press("j")
     keys.press("j")
@@ -395,7 +471,7 @@ def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) ->
     page.wait_for_url(f"**/sample?number={number + 1}")
     expect(page.locator("h1")).to_have_text(f"shapes/{number + 1:04d}")
     keys.press("1")
-    page.wait_for_url(f"{pretty.root}/")
+    page.wait_for_url(f"{pretty.within(page)}/")
     keys.press("/")
     keys.type("tokens > 100")
     keys.press("Enter")
@@ -426,8 +502,8 @@ def gallery_rows(shown: Shown) -> int:
 
 def test_a_video_is_played_by_ranges(pretty: Shown, tab: Callable[..., Tab]) -> None:
     seen = tab()
-    seen.open(pretty.address)
-    page = seen.open(f"{pretty.root}/sample?key=shapes/0002")
+    home = pretty.within(seen.open(pretty.address))
+    page = seen.open(f"{home}/sample?key=shapes/0002")
     page.wait_for_function("document.querySelector('audio').readyState >= 1")
     assert page.evaluate("document.querySelector('audio').duration") == pytest.approx(0.5, abs=0.05)
     assert page.evaluate("document.querySelector('.boxes rect').getBoundingClientRect().width") > 5
@@ -442,8 +518,8 @@ def test_the_pictures_of_the_docs(
 ) -> None:
     """They show the pages as they are; ``pytest --pictures`` takes them anew."""
     seen = tab(color_scheme=scheme, viewport={"width": 1200, "height": 720})
-    seen.open(pretty.address)
-    pictures.take(seen.open(pretty.root + path), name)
+    home = pretty.within(seen.open(pretty.address))
+    pictures.take(seen.open(home + path), name)
 
 
 def test_no_picture_is_left_over_or_large() -> None:

@@ -27,11 +27,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from streaming.cache import NodeCache, node, space
 from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
 from streaming.cache.key import EntryKey, normalized
-from streaming.cache.locks import try_lock, unlock
 from streaming.cache.paths import CachePaths
 from streaming.counters import Metrics
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Checked, DifferentSumError
+from streaming.storage.base.locks import try_lock, unlock
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 URL = "s3://bucket/train/000000.tar"

@@ -21,10 +21,10 @@ import pytest
 
 from streaming.cache import NodeCache, space
 from streaming.cache.entry import charged_bytes, file_bytes
-from streaming.cache.locks import locked
 from streaming.cache.paths import CachePaths
 from streaming.counters import Metrics
 from streaming.storage import Checked
+from streaming.storage.base.locks import locked
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 FORKED = multiprocessing.get_context("forkserver")

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from shard_tools.convert.base.rows import DROP, RowMapper, as_payload, choose_type, safe_extension, with_lists
 from shard_tools.write.filetypes import file_type
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, shell_word
 
 LOOKED_AT = 10_000  # values of a binary column, to tell its type; later ones are compared with it while they are read
 
@@ -90,10 +90,11 @@ class ArrowColumns:
             if field.name in self._named:
                 self._columns[field.name] = here.joined(there)
             else:
+                named = shell_word(field.name)
                 raise ConfigError(
                     f"{where}: column {field.name!r} is {field.type}, but another type in {self._first} or "
-                    f"after it; a column becomes one field: say which with --field {field.name}=EXT, leave it out with "
-                    f"--field {field.name}=-, or convert these files apart"
+                    f"after it; a column becomes one field: say which with --field {named}=EXT, leave it out with "
+                    f"--field {named}=-, or convert these files apart"
                 )
 
     def fit(self, mapper: RowMapper, looks: Iterable[Callable[[list[str]], dict[str, Counter[str]]]]) -> RowMapper:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shard_tools.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
 from shard_tools.write.columns import plain_value
 from shard_tools.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike, is_read_as
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, shell_word
 
 DROP = "-"  # as the extension of a column: leave it out
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -273,8 +273,8 @@ def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
         if name in first:
             raise DataError(
                 f"the columns {first[name]!r} and {column!r} would both become the field {name!r}; rename one of them "
-                f"with --field {first[name]}=NAME.{name.rpartition('.')[2]}, or leave it out with --field "
-                f"{first[name]}=-"
+                f"with --field {shell_word(first[name])}=NAME.{shell_word(name.rpartition('.')[2])}, or leave it out "
+                f"with --field {shell_word(first[name])}=-"
             )
         first[name] = column
 
@@ -325,7 +325,7 @@ def _json_of_column(value: object, column: str) -> tuple[bytes, str]:
     try:
         return json_of(value)
     except DataError as error:
-        raise DataError(f"column {column!r}: {error}; leave it out with --field {column}=-") from error
+        raise DataError(f"column {column!r}: {error}; leave it out with --field {shell_word(column)}=-") from error
 
 
 class _NumberedFields(dict[str, str]):
@@ -376,9 +376,10 @@ def choose_type(column: str, types: Counter[str]) -> str:
         return "bin"
     told = ", ".join(f"{types[one]:,} are {one or 'of no known type'}" for one, _ in types.most_common())
     if num_unknown or not all(is_alike(one, known[0]) for one in known):
+        word = shell_word(column)
         raise ConfigError(
             f"column {column!r}: of the first {num_values:,} values {told}; a column becomes one field: name it with "
-            f"--field {column}={known[0]}, or --field {column}=bin for bytes as they are"
+            f"--field {word}={shell_word(known[0])}, or --field {word}=bin for bytes as they are"
         )
     if len(known) > 1:
         _log.warning(
@@ -446,7 +447,7 @@ def encode_value(value: object, extension: str, column: str, dtype: str | None =
             return dump_npy(value, dtype), remark
         except DataError as error:
             raise DataError(
-                f"column {column!r}: {error} with --field {column}={safe_extension(column)}.json"
+                f"column {column!r}: {error} with --field {shell_word(f'{column}={safe_extension(column)}.json')}"
             ) from error
     if isinstance(value, str):
         return value.encode(), ""

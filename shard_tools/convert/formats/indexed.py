@@ -32,7 +32,7 @@ from shard_tools.convert.base.unpack import IN_MEMORY, open_unpacked, refuse_bom
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.filetypes import is_alike
 from streaming.arguments import checked_ratio
-from streaming.errors import ConfigError, DataError, NotFoundError
+from streaming.errors import ConfigError, DataError, NotFoundError, shell_word
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -391,14 +391,15 @@ class IndexedFiles(FileSource):
                 if column.refused and named.get(column.name) != DROP and not options.named_only:
                     raise ConfigError(
                         f"{part.file.shown_url}: column {column.name!r} {column.refused}; leave it out with --field "
-                        f"{column.name}=-, or write it again in another form with the library that wrote it"
+                        f"{shell_word(column.name)}=-, or write it again in another form with the library that wrote it"
                     )
                 there = columns.setdefault(column.name, column)
                 if not _is_same(there, column) and column.name not in named:
                     raise ConfigError(
                         f"{part.file.shown_url}: column {column.name!r} is of another type than in "
                         f"{self._parts[0].file.shown_url} or after it; a column becomes one field: say which with "
-                        f"--field {column.name}=EXT, leave it out with --field {column.name}=-, or convert these apart"
+                        f"--field {shell_word(column.name)}=EXT, leave it out with --field "
+                        f"{shell_word(column.name)}=-, or convert these apart"
                     )
         return columns
 

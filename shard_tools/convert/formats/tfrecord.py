@@ -36,7 +36,7 @@ from shard_tools.convert.formats.example import Values, parse_example
 from shard_tools.running.engine import map_ordered
 from streaming.arguments import checked_ratio
 from streaming.arrays import sums
-from streaming.errors import ConfigError, DataError, NotFoundError
+from streaming.errors import ConfigError, DataError, NotFoundError, shell_word
 from streaming.storage import Storage, redact
 
 NAMES = re.compile(r"\.(tfrecords?|tfrec)([-_]\d+-of-\d+)?(\.(gz|gzip|zlib))?$|-\d{5}-of-\d{5}(\.gz)?$")
@@ -163,7 +163,7 @@ class TfRecords(CountedFiles):
             if column is None and steps.kind:
                 raise DataError(
                     f"{where}: feature {name!r} is not in the first {_LOOKED_AT:,} records: say what it becomes with "
-                    f"--field {name}=EXT, or leave it out with --field {name}=-"
+                    f"--field {shell_word(name)}=EXT, or leave it out with --field {shell_word(name)}=-"
                 )
             try:
                 row[name] = None if column is None else column.value(steps, is_key=name == self._key_field)
@@ -323,7 +323,8 @@ class _Seen:
         if len(self.kinds) > 1:
             if extension != DROP:
                 raise ConfigError(
-                    f"feature {name!r} holds {' and '.join(sorted(self.kinds))}; leave it out with --field {name}=-, "
+                    f"feature {name!r} holds {' and '.join(sorted(self.kinds))}; leave it out with --field "
+                    f"{shell_word(name)}=-, "
                     "or convert these records apart"
                 )
             return _Column("any", extension=last)

@@ -14,7 +14,7 @@ from shard_tools.sets.rewrite.shard_source import ShardSource
 from streaming import decode
 from streaming.arguments import did_you_mean
 from streaming.decode import resolve_decoders
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, shell_word
 from streaming.index.where import unknown_column
 
 _T = TypeVar("_T")
@@ -74,8 +74,8 @@ class FieldChanges:
         for name in [new for _, new in self.rename] + [new for new, _ in self.add]:
             if name in fields and name not in gone:
                 raise ConfigError(
-                    f"--rename, --add: there is a field {name!r}, too; leave that one out with --drop-fields {name}, "
-                    "or choose another name"
+                    f"--rename, --add: there is a field {name!r}, too; leave that one out with --drop-fields "
+                    f"{shell_word(name)}, or choose another name"
                 )
         if not self.add and {*fields} <= {*self.drop}:
             raise ConfigError(f"--drop-fields: no field is left of {', '.join(fields)}; leave out fewer")

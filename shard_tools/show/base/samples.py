@@ -14,7 +14,7 @@ import numpy as np
 
 from shard_tools.plan.keys import places_by_order
 from streaming.arrays import sums
-from streaming.errors import DataError, IndexMissingError, NotFoundError, StorageError
+from streaming.errors import DataError, IndexMissingError, NotFoundError, StorageError, shell_place
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import column_reader, late_columns_of, late_names, reading_threads
 from streaming.index.columns import KEY, Bits, Values, fitting, kept_rows, no_values
@@ -88,7 +88,7 @@ class SampleSet:
         if found is None:
             shown = self.source.shards.shown_urls[shard]
             raise IndexMissingError(
-                f"{shown}: no sample table of this shard; build it with `shard_tools index {shown}`"
+                f"{shown}: no sample table of this shard; build it with `shard_tools index {shell_place(shown)}`"
             )
         return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shard_tools.plan.sources import MIXTURE_SUFFIX, open_planned
+from shard_tools.plan.sources import is_mixture_file, open_planned
 from shard_tools.show.base.samples import SampleSet
 from streaming.arguments import some_names
 from streaming.errors import ConfigError
@@ -123,6 +123,12 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
+def _shown(option: Any) -> Any:
+    """Return the value of an option for pages."""
+    text = ", ".join(option) if isinstance(option, tuple) else option
+    return redact_text(text) if isinstance(text, str) else text
+
+
 def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
     bad: Sequence[str] = (), tokenizer: str | None = None, run: Sequence[str] = (), **options: Any,
@@ -144,11 +150,12 @@ def open_subject(
         NotFoundError: Nothing matches ``urls``.
     """
     given_options = {name: value for name, value in options.items() if value is not None}
-    chosen = {name: redact_text(one) if isinstance(one, str) else one for name, one in given_options.items()}
+    chosen = {name: _shown(one) for name, one in given_options.items()}
     source = None
     if urls:
-        is_mixture = len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)
-        shown = {} if is_mixture else {"duplicate_keys": "keep"}  # of shards without an index: they are to be seen
+        shown = (
+            {} if is_mixture_file(urls) else {"duplicate_keys": "keep"}
+        )  # of shards without an index: they are to be seen
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
     elif not run:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")

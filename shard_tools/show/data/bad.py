@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from shard_tools.show.base.page import Query, address
 from shard_tools.show.base.plots import Row, rows
 from shard_tools.show.base.subject import Subject
 from streaming.batches.bad_file import BadRecord, shown_url
+from streaming.errors import shell_place
 from streaming.storage import redact, redact_text
 
 ASKS = ("page", "stage")
@@ -125,10 +125,10 @@ def _row(record: BadRecord, known: dict[str, str]) -> BadRow:
 
 def _commands(subject: Subject, files: Sequence[str]) -> tuple[str, ...]:
     """Return the commands to copy: for each set one."""
-    lists = " ".join(f"--drop {shlex.quote(redact(one))}" for one in files)
+    lists = " ".join(f"--drop {shell_place(one)}" for one in files)
     folders = dict.fromkeys(
         redact(url.rpartition("/")[0] + "/") for one in subject.sets.values() for url in one.source.urls[:1]
     )
     if files:
-        return tuple(f"shard_tools reshard {shlex.quote(one)} TARGET/ {lists}" for one in folders)
-    return tuple(f"shard_tools verify {shlex.quote(one)} --decode --write-bad bad.jsonl" for one in folders)
+        return tuple(f"shard_tools reshard {shell_place(one)} TARGET/ {lists}" for one in folders)
+    return tuple(f"shard_tools verify {shell_place(one)} --decode --write-bad bad.jsonl" for one in folders)

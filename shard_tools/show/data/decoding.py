@@ -1,7 +1,7 @@
-"""Decode values into small pictures and facts: in a process of its own, which may be killed at any time.
+"""Decode values into small pictures and facts, tokens into text: in a process that may be killed at any time.
 
 It reads requests from its standard input and answers on its standard output, one by one. It has no part of the server's
-memory, may use only so much more than it has at its start, and can write no file.
+memory nor of its environment, may use only so much more than it has at its start, and can write no file.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from streaming.decode.upright import orientation_of, turned
 HEADER: Final = struct.Struct("<II")  # bytes of the facts (JSON), and of what follows them
 MEMORY_BYTES: Final = 2 << 30
 _MOST_ARRAYS = 64
+_MOST_WORDS = 200  # characters of a name or token in facts
 _MOST_ITEMS = 1 << 24  # of an array whose values are looked at
 _PICTURED = range(2, 2049)
 _WIDTHS = {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -81,7 +82,7 @@ def arrays(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
     """
     told, picture = [], b""
     for name, dtype, shape, read in _listed(data):
-        facts: dict[str, Any] = {"name": name, "dtype": dtype, "shape": list(shape)}
+        facts: dict[str, Any] = {"name": name[:_MOST_WORDS], "dtype": dtype[:_MOST_WORDS], "shape": list(shape[:32])}
         if np.prod(shape, dtype=np.float64) <= _MOST_ITEMS:
             found = read()
             facts |= _statistics(found)
@@ -178,7 +179,40 @@ def _picture(found: _Array, pixels: int) -> bytes:
     return _encoded(picture, exactly=True)
 
 
-_WORK: Final = {"image": shrink, "tensor": arrays}
+class Texts:
+    """The tokenizer that this process has opened."""
+
+    def __init__(self) -> None:
+        self._opened: Any = None
+
+    def open(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Open a tokenizer, ``data``; return nothing.
+
+        Raises:
+            Exception: It is damaged, or its package is missing; of any library.
+        """
+        from shard_tools.tokens.tokenizer import TokenizerFile, open_tokenizer  # noqa: PLC0415  pictures need none
+
+        self._opened = open_tokenizer(TokenizerFile(**asked["tokenizer"] | {"content": data}))
+        return {}, b""
+
+    def pieces(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:  # noqa: ARG002  as all work
+        """Return the text of each token, uint32, of ``data``.
+
+        Raises:
+            Exception: Of any library.
+        """
+        found = self._opened.pieces(np.frombuffer(data, "<u4").astype(np.uint32))
+        return {"pieces": [one[:_MOST_WORDS] for one in found]}, b""
+
+
+_TEXTS = Texts()
+_WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], bytes]]]] = {
+    "image": lambda data, asked: shrink(data, asked["pixels"]),
+    "tensor": lambda data, asked: arrays(data, asked["pixels"]),
+    "tokenizer": _TEXTS.open,
+    "tokens": _TEXTS.pieces,
+}
 
 
 def main() -> None:
@@ -191,7 +225,7 @@ def main() -> None:
         asked = json.loads(_exactly(source, facts_bytes))
         data = _exactly(source, data_bytes)
         try:
-            told, found = _WORK[asked["kind"]](data, asked["pixels"])
+            told, found = _WORK[asked["kind"]](data, asked)
         except MemoryError:
             told, found = {"error": "takes more memory than this may"}, b""
         except Exception as error:  # noqa: BLE001  the border of the process

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from shard_tools.show.base.samples import SampleSet
 from shard_tools.show.base.subject import Subject
-from shard_tools.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer, open_tokenizer
-from streaming.errors import ConfigError, StorageError
+from shard_tools.show.data.workers import MOST_BYTES, TokenTexts
+from shard_tools.tokens.adapters import BytesTokenizer
+from shard_tools.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer
+from streaming.arguments import format_bytes
+from streaming.errors import ConfigError, DecodeError, StorageError
 from streaming.filters.late_columns import homes_of
 from streaming.index.layout import SCHEMA_FILE
 from streaming.schema import value as meant
@@ -31,6 +32,7 @@ class Tokens:
         mask: The field that says which of them count; "": none.
         file: The tokenizer, if it is at hand.
         why: Why it is not, in words.
+        texts: What uses it.
     """
 
     field: str
@@ -38,24 +40,23 @@ class Tokens:
     mask: str
     file: TokenizerFile | None
     why: str
+    texts: TokenTexts | BytesTokenizer | None = None
 
     @property
     def width(self) -> int:
         """Bytes of a token."""
         return np.dtype(self.dtype).itemsize
 
-    def pieces(self, data: bytes) -> list[str]:
-        """Return the text of each token; of a tokenizer that is not at hand, its number."""
+    def pieces(self, data: bytes) -> tuple[list[str], str]:
+        """Return the text of each token; of a tokenizer that is not at hand, or fails, its number, and why."""
         ids = np.frombuffer(data[: len(data) // self.width * self.width], np.dtype(self.dtype).newbyteorder("<"))
-        if self.file is None:
-            return [str(one) for one in ids.tolist()]
-        found: list[str] = _opened(self.file).pieces(ids.astype(np.uint32))
-        return found
-
-
-@functools.lru_cache(maxsize=4)
-def _opened(file: TokenizerFile) -> Any:
-    return open_tokenizer(file)
+        why = self.why
+        if self.texts is not None:
+            try:
+                return self.texts.pieces(ids.astype(np.uint32)), ""
+            except DecodeError as error:
+                why = str(error)
+        return [str(one) for one in ids.tolist()], why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +117,16 @@ def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Sch
     for name, one in schema.tokens.items():
         told = one.tokens or meant.TokenMeaning()
         file, why = _at_hand(subject, within, home, told.tokenizer)
-        tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why)
+        tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why, texts=_texts(subject, file))
         return Notes(classes=classes, tokens=tokens)
     return Notes(classes=classes)
+
+
+def _texts(subject: Subject, file: TokenizerFile | None) -> TokenTexts | BytesTokenizer | None:
+    """Return what uses a tokenizer: of a file, which a stranger may have made, a process."""
+    if file is None or file.kind == BYTES:
+        return None if file is None else BytesTokenizer(special=file.special)
+    return subject.keep(f"texts of {file.sha256} {file.pattern}", lambda: TokenTexts(file))
 
 
 def _at_hand(
@@ -133,11 +141,13 @@ def _at_hand(
     places = [(subject.storage, subject.tokenizer)] if subject.tokenizer else []
     for storage, spec in [*places, *((within.source.storage, join_url(home, name)) for name in _BESIDE)]:
         try:
+            size_bytes = storage.info(spec).size_bytes if spec != subject.tokenizer else 0  # that one is the user's
+            if size_bytes > MOST_BYTES:
+                return None, f"{redact(spec)} is not read: {format_bytes(size_bytes)}"
             file = find_tokenizer(spec, storage, special=given.kind == "huggingface", pattern=pattern)
             if file.sha256 == given.sha256:
-                _opened(file)
                 return file, ""
-        except (ConfigError, StorageError):  # not there, of another kind, or its package is missing
+        except (ConfigError, StorageError):  # not there, or of another kind
             continue
     return (
         None,

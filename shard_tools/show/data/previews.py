@@ -204,11 +204,12 @@ _WHY: Final = {
 
 
 def _tokens(common: dict[str, Any], head: bytes, mask: bytes, tokens: Tokens, *, is_cut: bool) -> FieldShown:
-    pieces = tokens.pieces(head)
+    pieces, why = tokens.pieces(head)
     counts = [mask[number] != 0 if number < len(mask) else True for number in range(len(pieces))]
     shown = tuple(TokenPiece(text=text, counts=one) for text, one in zip(pieces, counts, strict=True))
-    joined = (" " if tokens.file is None else "").join(pieces)
-    return FieldShown(**common, form="tokens", tokens=shown, text=joined, is_cut=is_cut, note=tokens.why)
+    return FieldShown(
+        **common, form="tokens", tokens=shown, text=(" " if why else "").join(pieces), is_cut=is_cut, note=why
+    )
 
 
 def _text(common: dict[str, Any], head: bytes, notes: Notes, amount: Amount, is_cut: bool) -> FieldShown:  # noqa: FBT001, ARG001

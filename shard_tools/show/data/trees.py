@@ -138,7 +138,10 @@ def _corners(one: Mapping[str, Any]) -> tuple[float, float, float, float] | None
 def _four(value: object) -> tuple[float, float, float, float] | None:
     if not isinstance(value, list) or len(value) != 4:
         return None
-    if not all(isinstance(one, (int, float)) and not isinstance(one, bool) and math.isfinite(one) for one in value):
+    if not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in value):
         return None
-    a, b, c, d = map(float, value)
-    return a, b, c, d
+    try:
+        a, b, c, d = map(float, value)
+    except OverflowError:  # whole numbers beyond all floats
+        return None
+    return (a, b, c, d) if all(map(math.isfinite, (a, b, c, d))) else None

@@ -1,11 +1,7 @@
 "use strict";
 // Adds keys, copying and reasons to pages that can be read without. It asks only for what the page already shows.
 (() => {
-  const here = new URL(location.href);
-  if (here.searchParams.has("token")) {  // the cookie has it now; what is copied from the address bar does not
-    here.searchParams.delete("token");
-    history.replaceState(null, "", here);
-  }
+  const home = document.querySelector("a.mark").getAttribute("href");  // "/", or that of this browser's session
 
   const dialog = document.getElementById("keys");
   const button = document.querySelector("[data-keys]");
@@ -19,7 +15,7 @@
     one.hidden = false;
     one.addEventListener("click", async () => {
       const text = one.previousElementSibling.textContent;
-      await navigator.clipboard.writeText(text.startsWith("/") ? location.origin + text : text);
+      await navigator.clipboard.writeText(text.startsWith("/") ? location.origin + home + text.slice(1) : text);
       one.textContent = "Copied";
       setTimeout(() => { one.textContent = "Copy"; }, 1500);
     });
@@ -80,7 +76,7 @@
       j: () => go(at + 1), k: () => go(at - 1), ArrowRight: () => go(at + 1), ArrowLeft: () => go(at - 1),
       ArrowDown: () => go(at < 0 ? 0 : at + across()), ArrowUp: () => go(at - across()),
       n: () => follow("a[rel=next]"), p: () => follow("a[rel=prev]"), "?": () => dialog.showModal(),
-      "/": () => { const found = document.querySelector("[data-search]"); if (found) found.focus(); else location.assign("/"); },
+      "/": () => { const found = document.querySelector("[data-search]"); if (found) found.focus(); else location.assign(home); },
     };
     if (/^[1-9]$/.test(event.key)) follow(`nav[aria-label=Pages] a:nth-of-type(${event.key})`);
     else if (event.key in keys && (rows.length || !event.key.startsWith("Arrow"))) keys[event.key]();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import platform
@@ -13,6 +12,7 @@ from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
 from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, Way, maker_of_writer
+from streaming.storage.base.locks import is_at, lock_open
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 from streaming.types import override
 
@@ -204,7 +204,7 @@ class _FileWriter(StoreWriter):
             self._temporary = os.path.join(self._directory, f"{_TEMPORARY}{name}.{host}-{number}.tmp")
             self._is_done = False
             while (descriptor := self._try_to_create()) is not None:
-                if _lock(descriptor) is not False and _is_at(descriptor, self._temporary):
+                if _lock(descriptor) is not False and is_at(descriptor, self._temporary):
                     return  # from here on nobody else removes or replaces this file
                 self._release()  # another writer found it before it was locked, and removes it
 
@@ -272,7 +272,7 @@ class _FileWriter(StoreWriter):
             with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
                 if self._descriptor is None:  # interrupted where it is not known whether the file was made
                     remove_left(self._temporary)
-                elif _is_at(self._descriptor, self._temporary):  # not if it is published
+                elif is_at(self._descriptor, self._temporary):  # not if it is published
                     os.unlink(self._temporary)
         finally:
             self._release()
@@ -306,7 +306,7 @@ def remove_left(path: str, *, only_look: bool = False) -> bool:
     try:
         if not _lock(descriptor):
             return False
-        if not only_look and _is_at(descriptor, path):
+        if not only_look and is_at(descriptor, path):
             os.unlink(path)
     except OSError:
         return False
@@ -319,20 +319,9 @@ def remove_left(path: str, *, only_look: bool = False) -> bool:
 def _lock(descriptor: int) -> bool | None:
     """Lock a file until its last descriptor is closed; False if somebody else has, None if that is not possible."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return lock_open(descriptor, 0)
     except OSError:  # a file system without locks
         return None
-    return True
-
-
-def _is_at(descriptor: int, path: str) -> bool:
-    """Tell whether ``path`` is the open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
 
 
 def _sync_directory(path: str) -> None:

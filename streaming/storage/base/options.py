@@ -132,6 +132,13 @@ _BOOLEANS = {"anon", "requester_pays", "path_style", "hedge", "read_only"}
 _TIMES = tuple(item.name for item in fields(RetryPolicy))
 _DEFAULTS = StorageOptions()
 _NAMES = tuple(item.name for item in fields(StorageOptions) if item.name != "retry")
+STORAGE_OPTIONS = frozenset((*_NAMES, *_TIMES))
+"""Names of all storage options."""
+
+
+def storage_option_name(given: str) -> str:
+    """Return the name of an option that may be given by another one, such as ``"endpoint"``."""
+    return _ALIASES.get(given, given)
 
 
 def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
@@ -144,7 +151,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
     values: dict[str, object] = {}
     times: dict[str, object] = {}
     for given, value in (options or {}).items():
-        name = _ALIASES.get(given, given)
+        name = storage_option_name(given)
         if name in values or name in times:
             raise ConfigError(f"storage option {name} is given twice, also as {given}; give it once")
         if name in _TIMES:

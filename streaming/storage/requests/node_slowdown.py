@@ -6,7 +6,6 @@ another boot, or older than a recovery counts as missing; and if there can be no
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import stat
@@ -17,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from streaming.storage.base.locks import lock_open
 from streaming.storage.requests.throttle import LEAST_SHARE, RECOVERY_S, Slowdown, SlowdownState
 from streaming.types import override
 
@@ -48,7 +48,8 @@ class NodeSlowdown(SlowdownState):
     def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
         """See :class:`SlowdownState`. If the file is locked, the change is made in this process only."""
         with suppress(OSError), self._open(os.O_RDWR | os.O_CREAT) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_open(file, 0):
+                return super().change(how)
             self._state = _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state)
             changed = how(self._state)
             numbers = _LAYOUT.pack(changed.share, changed.at_s, 0)[:16]

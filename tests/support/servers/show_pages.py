@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,12 @@ class Shown:
     def address(self) -> str:
         """Where the user begins."""
         return self.access.address
+
+    def within(self, page: Any) -> str:
+        """What addresses begin with in a browser that was let in, and shows this page."""
+        found = re.match(rf"{re.escape(self.root)}/s/[\w-]+", page.url)
+        assert found is not None, page.url
+        return found[0]
 
     def ask(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> Answered:
         """One request, exactly as given."""

@@ -1,4 +1,8 @@
-"""Lock between processes with flock, which ends with its holder, and a time limit for waiting."""
+"""Lock between processes with flock, which ends with its holder, and a time limit for waiting.
+
+Whoever can open a file, if only to read it, can lock it for ever. So nothing waits without a limit, and a file that is
+only there to be locked can be opened by its user alone.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ def try_lock(path: str, *, create: bool = True) -> int | None:
         fd = os.open(path, flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):
+            if is_at(fd, path):
                 return fd
         except BlockingIOError:
             os.close(fd)
@@ -57,6 +61,23 @@ def try_lock(path: str, *, create: bool = True) -> int | None:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def lock_open(fd: int, limit_s: float) -> bool:
+    """Lock a file that is open, until its last descriptor is closed; False: somebody else held it for ``limit_s``.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    waiting = Waiting(limit_s)
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waiting.pause():
+                return False
+        else:
+            return True
 
 
 def unlock(fd: int) -> None:
@@ -73,6 +94,7 @@ def locked(path: str, limit_s: float) -> Iterator[int]:
 
     Raises:
         TimeoutError: Somebody else held it for ``limit_s`` seconds.
+        PermissionError: Other users can open it, so they could hold it.
         OSError: As :func:`try_lock`.
     """
     waiting = Waiting(limit_s)
@@ -80,12 +102,20 @@ def locked(path: str, limit_s: float) -> Iterator[int]:
         if not waiting.pause():
             raise TimeoutError(f"{path}: another process has held this lock for {limit_s:g} s; is it stopped?")
     try:
+        _check_private(fd, path)
         yield fd
     finally:
         unlock(fd)
 
 
-def _is_at(fd: int, path: str) -> bool:
+def _check_private(fd: int, path: str) -> None:
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path}: other users can open this lock; remove it, or choose a folder of your own")
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Tell whether ``path`` is the open file."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
