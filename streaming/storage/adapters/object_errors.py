@@ -7,7 +7,7 @@ code and message are repeated: a full answer may contain a session token or a si
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,36 +16,52 @@ from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
     ChangedError,
     FinalError,
+    KeyRefusedError,
     PassingError,
     RangeIgnoredError,
     ThrottledError,
     UnreachableError,
 )
-from streaming.storage.base.urls import secrets_of, without_secrets
+from streaming.storage.base.urls import hidden_in, secrets_of, without_secrets
 
+CONNECTING = "connecting to"
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 _DELETE_FAILED = re.compile(r"request failed for key .*: (.*?) \(code: ([A-Za-z0-9]{1,60})\)\s*$", re.DOTALL)
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
-_DENIED_CODES = {
-    "AccessDenied",
+_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_KEY_CODES = {
+    *_EXPIRED_CODES,
     "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
     "InvalidToken",
+    "InvalidTokenId",
+    "SignatureDoesNotMatch",
+    "AuthenticationFailed",
+    "AuthenticationRequired",
+    "InvalidAuthenticationInfo",
 }
+"""The key itself is refused, not what it may do: of S3, of Google and, the last ones, of Azure."""
+_DENIED_CODES = {"AccessDenied", *_KEY_CODES}
+_IS_EXPIRED = re.compile(r"\bexpired\b|not valid in the specified time frame", re.IGNORECASE)
+_NOT_RENEWED = re.compile(r"External \w{1,20} credential provider: ([^\n]{1,500})")
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _PASSING_STATUS = {408, 409, 425, 429}
 _BUSY_STATUS = {429, 503}
 _BUSY_CODES = ("SlowDown", "Throttling", "ServerBusy", "TooManyRequests")
+_MOST_LOOKED_AT = 4096
+"""Characters of an answer in which words are looked for."""
 _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlace:
-    """The target of a request, in words for messages, and what must not be told of it."""
+    """The target of a request, in words for messages, and what must not be told of it.
+
+    Attributes:
+        forget: Makes the next request look up its keys again; None: there is nowhere to look.
+    """
 
     url: str = field(repr=False)
     endpoint: str
@@ -53,6 +69,7 @@ class RequestPlace:
     region: str | None = None
     span: str = ""
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+    forget: Callable[[], None] | None = field(default=None, repr=False)
 
     def with_range(self, start: int, stop: int | None) -> RequestPlace:
         """Return the same for a byte range."""
@@ -94,6 +111,14 @@ def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
     except OSError as error:
         cause = without_secrets(error, place.secrets | secrets_of(place.url))
         raise PassingError(f"{doing} {place}: {cause}; endpoint {place.endpoint}") from cause
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust: its type has no public name
+            raise
+        cause = without_secrets(error, place.secrets | secrets_of(place.url))
+        raise FinalError(
+            f"{doing} {place}: the library obstore failed over it ({str(cause)[:300]}); check the URL, and "
+            f"endpoint_url, region and key, for characters that cannot stand there; endpoint {place.endpoint}"
+        ) from cause
 
 
 def _translate(  # noqa: PLR0911 (one return for each kind)
@@ -117,11 +142,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return NotFoundError(_not_found(where, place, code))
     denied = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError))
     if denied or code in _DENIED_CODES or status in {401, 403}:
-        return AccessDeniedError(
-            f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
-            "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
-            + (". To read without listing, name the shards, as in {000000..000099}.tar" if doing == "listing" else "")
-        )
+        return _refusal(place, doing, _Answer(status=status, code=code, said=said, text=text))
     if isinstance(error, errors.PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
     if status in {200, 206} or isinstance(error, errors.NotSupportedError) or any(one in debug for one in _NO_RANGE):
@@ -131,9 +152,59 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         )
     if status == 416:
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
-    if isinstance(error, ValueError):
-        return ConfigError(f"{where}: {head.strip()[:300]}")
+    if isinstance(error, ValueError) or doing == CONNECTING:  # where nothing is sent yet
+        return ConfigError(f"{where}: {hidden_in(head.strip()[:300], place.secrets)}")
     return _transfer_error(where, place, status, said, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What the store answered: its status, its code, both with its message in short, and everything."""
+
+    status: int
+    code: str
+    said: str
+    text: str
+
+
+def _refusal(place: RequestPlace, doing: str, answer: _Answer) -> AccessDeniedError:
+    """Return the error for a request that was denied."""
+    if not_renewed := _NOT_RENEWED.search(answer.text.partition("Debug source:")[0]):
+        answer = replace(answer, said=f" ({not_renewed[1]})")
+    elif answer.code not in _KEY_CODES and answer.status != 401:
+        return AccessDeniedError(_denied(place, doing, answer.said))
+    return KeyRefusedError(_key_refused(place, doing, answer), place.forget)
+
+
+def _denied(place: RequestPlace, doing: str, said: str, again: str = "") -> str:
+    return (
+        f"{doing} {place}: access denied{said}; the credentials came from {place.source}{again}; endpoint "
+        f"{place.endpoint}. Check that they are right and may do this; storage_options takes key and secret, profile, "
+        "or anon=True"
+        + (". To read without listing, name the shards, as in {000000..000099}.tar" if doing == "listing" else "")
+    )
+
+
+def _key_refused(place: RequestPlace, doing: str, answer: _Answer) -> str:
+    """Return the message for a key that is refused itself, after it was looked up again, if there is where to look."""
+    again = "" if place.forget is None else ", and were looked up there once more"
+    if answer.code not in _EXPIRED_CODES and not _IS_EXPIRED.search(answer.text[:_MOST_LOOKED_AT]):
+        return _denied(place, doing, answer.said, again)
+    return (
+        f"{doing} {place}: the key has expired{answer.said}; the credentials came from {place.source}{again}; endpoint "
+        f"{place.endpoint}. Renew them ({_cure_of_expired(place.source)}), then start again: a job that resumes from "
+        "its last state_dict loses no sample, and a command goes on where it stopped"
+    )
+
+
+def _cure_of_expired(source: str) -> str:
+    if "profile" in source.lower():
+        return "`aws sso login`, or what made the profile's session"
+    if "storage option" in source:
+        return "a key in the storage options is never renewed: give a profile or a role, which are"
+    if source.startswith("the URL"):
+        return "a signed URL is never renewed: sign it for longer, or give the store's own URL and a key"
+    return f"at {source}"
 
 
 def _status_of(error: Exception, head: str) -> int:
