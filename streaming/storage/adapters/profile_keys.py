@@ -58,8 +58,8 @@ class ProfileKeys:
     def _renew(self) -> None:
         frozen = self._credentials.get_frozen_credentials()
         now = self._clock()
-        end: datetime | None = getattr(self._credentials, "_expiry_time", None)  # there is no public way to it
-        self._end = end
+        told: datetime | None = getattr(self._credentials, "_expiry_time", None)  # there is no public way to it
+        end = self._end = None if told is None else told.astimezone(UTC)  # obstore takes no other zone
         self._renew_at = None if end is None else end - min(AHEAD, max(end - now, timedelta()) / 2)
         self._held = {
             "access_key_id": frozen.access_key,
