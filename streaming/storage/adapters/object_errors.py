@@ -27,7 +27,8 @@ from streaming.storage.base.urls import hidden_in, secrets_of, without_secrets
 CONNECTING = "connecting to"
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
-_DELETE_FAILED = re.compile(r"request failed for key .*: (.*?) \(code: ([A-Za-z0-9]{1,60})\)\s*$", re.DOTALL)
+_DELETE_FAILED = "request failed for key "
+_BULK_CODE = re.compile(r"[A-Za-z0-9]{1,60}")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -131,8 +132,8 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     status = _status_of(error, head)
     code = found[1] if (found := _CODE.search(text)) else ""
     said = _said(status, code, text)
-    if undeleted := _DELETE_FAILED.search(head.rstrip()):
-        status, code, said = _bulk_delete(undeleted[1].strip()[:300], undeleted[2])
+    if undeleted := _undeleted(head):
+        status, code, said = _bulk_delete(*undeleted)
     where = f"{doing} {place}"
     if any(host in head for host in _ROLE_HOSTS) and not any(host in place.endpoint for host in _ROLE_HOSTS):
         return AccessDeniedError(_no_credentials(where, place))
@@ -211,6 +212,18 @@ def _status_of(error: Exception, head: str) -> int:
     if isinstance(error, AnswerError):
         return error.status
     return int(found[1]) if (found := _STATUS.search(head)) else 0
+
+
+def _undeleted(head: str) -> tuple[str, str] | None:
+    """Return message and code of one key that a bulk delete failed on; None: that is not what ``head`` says.
+
+    It ends with ``KEY: MESSAGE (code: CODE)``, and anything may be in the key.
+    """
+    begun, _, code = head.rstrip().rpartition(" (code: ")
+    _, found, rest = begun.partition(_DELETE_FAILED)
+    if not (found and ": " in rest and code.endswith(")") and _BULK_CODE.fullmatch(code, 0, len(code) - 1)):
+        return None
+    return rest.rpartition(": ")[2].strip()[:300], code[:-1]
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
