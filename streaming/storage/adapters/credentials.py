@@ -17,11 +17,14 @@ from urllib.parse import urlsplit
 
 from streaming.errors import AccessDeniedError, ConfigError
 from streaming.storage.adapters.profile_keys import ProfileKeys
+from streaming.storage.base.adapter import PassingError
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import checked_endpoint
 
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
 """Variables that an obstore client may read when it is made."""
+_CURE_OF_PROFILES = "run `aws configure` or `aws sso login`, or mend the program that makes its keys"
+_MOST_QUOTED = 1_000
 _ANON = "no credentials (anon=True)"
 _KEY_PAIR = "the storage options key and secret"
 _TOKEN = "the storage option token"  # noqa: S105 (words)
@@ -163,11 +166,17 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
         if credentials is None:
             if not needed:
                 return words, None, None
-            raise AccessDeniedError(f"{words}: it has no credentials; run `aws configure` or `aws sso login`")
+            raise AccessDeniedError(f"{words}: it has no credentials; {_CURE_OF_PROFILES}")
         return words, ProfileKeys(credentials), session.region_name
     except botocore.exceptions.ProfileNotFound as error:
         raise ConfigError(
             f"{words}: no such profile in the AWS configuration; `aws configure list-profiles`"
+        ) from error
+    except botocore.exceptions.HTTPClientError as error:
+        raise PassingError(f"{words}: its keys come from a server that cannot be reached: {error}") from error
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, RuntimeError) as error:
+        raise AccessDeniedError(
+            f"{words}: it gives no key: {str(error).strip()[:_MOST_QUOTED]}; {_CURE_OF_PROFILES}"
         ) from error
 
 

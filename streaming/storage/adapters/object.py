@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
-from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, s3_access
+from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
 from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
@@ -187,7 +187,8 @@ class ObjectAdapter:
             # At most _MAX_STORES, the latest used; one that goes stays valid for whoever has it.
             found = self._stores.get((root, patient))
             if found is None:
-                found = self._stores[root, patient] = self._connect(scheme, root, patient=patient)
+                store, place = self._connect(scheme, root, patient=patient)
+                found = self._stores[root, patient] = store, replace(place, proxy=_proxy_before(place.endpoint))
                 if len(self._stores) > _MAX_STORES:
                     self._stores.popitem(last=False)
             else:
@@ -322,6 +323,12 @@ def without_user(root: str) -> tuple[str, str]:
         return root, ""
     user = unquote(user if ":" in user else f"{user}:")
     return parts._replace(netloc=host).geturl(), f"Basic {base64.b64encode(user.encode()).decode()}"
+
+
+def _proxy_before(endpoint: str) -> str:
+    """Return the proxy before an endpoint, and the variable that names it, in words; "": there is none."""
+    found = proxy_of(endpoint if "://" in endpoint else f"https://{endpoint}")
+    return "" if found is None else f"{redact(found[1])} of {found[0]}"
 
 
 def _quoted(tag: str | None) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, ShardstreamError, StorageError, redact
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
+    RESUMED,
     ChangedError,
     FinalError,
     KeyRefusedError,
@@ -62,6 +63,7 @@ class RequestPlace:
 
     Attributes:
         forget: Makes the next request look up its keys again; None: there is nowhere to look.
+        proxy: What stands between, and the variable that names it; "": nothing.
     """
 
     url: str = field(repr=False)
@@ -71,6 +73,12 @@ class RequestPlace:
     span: str = ""
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     forget: Callable[[], None] | None = field(default=None, repr=False)
+    proxy: str = ""
+
+    @property
+    def through(self) -> str:
+        """The proxy as words after the endpoint."""
+        return f" through the proxy {self.proxy}" if self.proxy else ""
 
     def with_range(self, start: int, stop: int | None) -> RequestPlace:
         """Return the same for a byte range."""
@@ -111,7 +119,7 @@ def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
         raise ours from without_secrets(error, place.secrets | secrets_of(place.url))
     except OSError as error:
         cause = without_secrets(error, place.secrets | secrets_of(place.url))
-        raise PassingError(f"{doing} {place}: {cause}; endpoint {place.endpoint}") from cause
+        raise PassingError(f"{doing} {place}: {_hinted(place, str(cause))}; endpoint {place.endpoint}") from cause
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust: its type has no public name
             raise
@@ -180,8 +188,8 @@ def _refusal(place: RequestPlace, doing: str, answer: _Answer) -> AccessDeniedEr
 def _denied(place: RequestPlace, doing: str, said: str, again: str = "") -> str:
     return (
         f"{doing} {place}: access denied{said}; the credentials came from {place.source}{again}; endpoint "
-        f"{place.endpoint}. Check that they are right and may do this; storage_options takes key and secret, profile, "
-        "or anon=True"
+        f"{place.endpoint}{place.through}. Check that they are right and may do this; storage_options takes key and "
+        "secret, profile, or anon=True"
         + (". To read without listing, name the shards, as in {000000..000099}.tar" if doing == "listing" else "")
     )
 
@@ -190,11 +198,11 @@ def _key_refused(place: RequestPlace, doing: str, answer: _Answer) -> str:
     """Return the message for a key that is refused itself, after it was looked up again, if there is where to look."""
     again = "" if place.forget is None else ", and were looked up there once more"
     if answer.code not in _EXPIRED_CODES and not _IS_EXPIRED.search(answer.text[:_MOST_LOOKED_AT]):
-        return _denied(place, doing, answer.said, again)
+        then = "If the key was good before, it has expired or was replaced: renew it, then start again"
+        return f"{_denied(place, doing, answer.said, again)}. {then}: {RESUMED}"
     return (
         f"{doing} {place}: the key has expired{answer.said}; the credentials came from {place.source}{again}; endpoint "
-        f"{place.endpoint}. Renew them ({_cure_of_expired(place.source)}), then start again: a job that resumes from "
-        "its last state_dict loses no sample, and a command goes on where it stopped"
+        f"{place.endpoint}. Renew them ({_cure_of_expired(place.source)}), then start again: {RESUMED}"
     )
 
 
@@ -241,10 +249,8 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
 def _transfer_error(where: str, place: RequestPlace, status: int, said: str, text: str) -> StorageError:
     """Make an error for the remaining cases: transport faults, and unforeseen answers."""
     head, _, debug = text.partition("Debug source:")
-    final = next((words for token, words in _FINAL if token in debug), None)
-    if final is not None:
-        named = f" ({head.strip()[:300]!r})" if "InvalidPath" in debug else ""
-        return FinalError(f"{where}: {final}{named}; endpoint {place.endpoint}")
+    if why := _why_final(status, head, debug):
+        return FinalError(f"{where}: {why}; endpoint {place.endpoint}{place.through}")
     if status in _PASSING_STATUS or (status >= 500 and status not in {501, 505}):
         busy = status in _BUSY_STATUS or any(f" {code}" in said for code in _BUSY_CODES)
         kind = ThrottledError if busy else PassingError
@@ -255,18 +261,40 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(_unreachable(where, place, reason))
     reason = next((words for token, words in _REASONS if token in debug), "the transfer broke off")
-    return PassingError(f"{where}: {reason}; endpoint {place.endpoint}")
+    return PassingError(f"{where}: {_hinted(place, reason)}; endpoint {place.endpoint}{place.through}")
 
 
+def _why_final(status: int, head: str, debug: str) -> str:
+    """Return why asking again is in vain; "": it is not."""
+    if (status == 400 and _WANTS_TLS.search(head[:_MOST_LOOKED_AT])) or _NOT_HTTP.search(debug):
+        return "the server answers, but not over plain HTTP: write https:// in its place"
+    if status == 407:
+        return "the proxy wants a user and password (407): write both before its host in the variable that names it"
+    final = next((words for token, words in _FINAL if token in debug), "")
+    return f"{final} ({head.strip()[:300]!r})" if final and "InvalidPath" in debug else final
+
+
+def _hinted(place: RequestPlace, reason: str) -> str:
+    """Return a reason, with what else it may mean of a server that is asked over plain HTTP."""
+    ends_so = place.endpoint.startswith("http://") and reason in {_RESET, _CLOSED}
+    return f"{reason} (if that port speaks TLS, write https://)" if ends_so else reason
+
+
+_RESET, _CLOSED = "the connection was reset", "the connection was closed before an answer"
+_WANTS_TLS = re.compile(r"(?:to an HTTPS server|to HTTPS port|SSL-enabled server port)", re.IGNORECASE)
+"""What Go's, nginx and Apache answer over plain HTTP at a port for TLS; others send an alert, or end the connection."""
+_NOT_HTTP = re.compile(r"Parse\(\s{0,200}Version\b")
 _REASONS = (
+    ("ProxyAuthRequired", "it wants a user and password"),
+    ("TunnelUnsuccessful", "it refuses to connect there"),
     ("dns error", "the name does not resolve"),
     ("Name or service not known", "the name does not resolve"),
     ("ConnectionRefused", "connection refused"),
     ("InvalidCertificate", "its certificate is not trusted; see the option ca_file"),
     ("IncompleteBody", "the answer ended early"),
     ("UnexpectedEof", "the answer ended early"),
-    ("ConnectionReset", "the connection was reset"),
-    ("IncompleteMessage", "the connection was closed before an answer"),
+    ("ConnectionReset", _RESET),
+    ("IncompleteMessage", _CLOSED),
     ("TimedOut", "no byte came for read_timeout_s"),
 )
 _NO_RANGE = ("NotPartial", "UnexpectedRange", "NoContentRange", "ParseContentRange")
@@ -276,6 +304,7 @@ _BAD_KEY = (
     "Name the shards themselves, with braces such as {000000..000099}.tar, or rename that object"
 )
 _FINAL = (
+    ("InvalidContentType", "the server does not speak TLS at that port: write http://, or its port for https://"),
     ("InvalidPath", _BAD_KEY),
     ("TooManyRedirects", "the server redirects more than ten times, in a circle perhaps; check the URL"),
     ("kind: Redirect", "the server redirects to somewhere that cannot be followed; check the URL"),
@@ -302,6 +331,11 @@ def _said(status: int, code: str, text: str) -> str:
 
 
 def _unreachable(where: str, place: RequestPlace, reason: str) -> str:
+    if place.proxy:
+        return (
+            f"{where}: cannot reach {place.endpoint}{place.through} ({reason}); check that proxy, or name the store's "
+            "host in NO_PROXY"
+        )
     return (
         f"{where}: cannot reach {place.endpoint} ({reason}); check endpoint_url, the network, and that the server runs"
     )

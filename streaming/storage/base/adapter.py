@@ -52,6 +52,10 @@ class UnreachableError(PassingError):
     """No connection at all (unknown host, connection refused). Retried for a few seconds only."""
 
 
+RESUMED = "a job that resumes from its last state_dict loses no sample, and a command goes on where it stopped"
+"""What a new start costs, for messages."""
+
+
 class KeyRefusedError(AccessDeniedError):
     """The store refuses the key itself: it has expired, or is not known. There may be another one by now.
 

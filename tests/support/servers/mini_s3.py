@@ -9,8 +9,9 @@ server started again in the same folder has them again.
 
 Unsigned are: ``PUT /_buckets/NAME``, which makes a bucket at once, for those who have no client that signs; ``POST
 /_sessions?seconds=60`` (or ``?requests=30``), which makes keys that are good for so long, in the form of a
-``credential_process``; ``DELETE /_sessions?key=NAME``, which ends one, and ``GET /_sessions``, which counts them; ``GET
-/_log``, which returns every request since the last ``DELETE /_log`` as JSON.
+``credential_process``; ``DELETE /_sessions?key=NAME``, which ends one, and ``GET /_sessions``, which counts them; ``PUT
+/_token/NAME``, which changes the key (of mini_gcs.py, the token) that is always good; ``GET /_log``, which returns
+every request since the last ``DELETE /_log`` as JSON.
 
 Run ``python mini_s3.py --root DIR``; it prints its port when it listens, and ends when its standard input does.
 """
@@ -187,6 +188,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         if path == "/_sessions":
             self._sessions(dict(parse_qsl(query)))
+            return
+        if path.startswith("/_token/"):
+            state.key = unquote(path).removeprefix("/_token/")
+            self.entry = {}
+            self._answer(200, b"", {})
             return
         if path.startswith("/_buckets/") and self.command == "PUT":
             self._create(unquote(path).removeprefix("/_buckets/"))

@@ -281,9 +281,9 @@ class MiniGcsServer(LoopbackServer):
 
     def create_bucket(self, name: str) -> str:
         """Create the bucket; return its URL."""
-        status, body = self.request("PUT", f"/{name}", b"", Authorization=f"Bearer {self.token}")
+        status, _ = self.request("PUT", f"/_buckets/{name}")
         if status != 200:
-            raise RuntimeError(f"mini_gcs answered {status} to create {name}: {body[:500]!r}")
+            raise RuntimeError(f"mini_gcs answered {status} to create {name}")
         return f"gs://{name}"
 
     def log(self) -> list[dict[str, object]]:
