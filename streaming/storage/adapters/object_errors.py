@@ -290,7 +290,7 @@ _REASONS = (
     ("dns error", "the name does not resolve"),
     ("Name or service not known", "the name does not resolve"),
     ("ConnectionRefused", "connection refused"),
-    ("InvalidCertificate", "its certificate is not trusted; see the option ca_file"),
+    ("InvalidCertificate", "its certificate is not trusted; give its authority as ca_file, or --ca-file to a command"),
     ("IncompleteBody", "the answer ended early"),
     ("UnexpectedEof", "the answer ended early"),
     ("ConnectionReset", _RESET),
