@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,66 @@ class TokenSource(Source):
         token = f"token-{self.number}"
         self.monkeypatch.setenv("GOOGLE_BEARER_TOKEN", token)
         self.server.request("PUT", f"/_token/{token}")
+
+
+class Azure(BaseHTTPRequestHandler):
+    """One blob, for those whose ``Authorization`` or signature in the query has the right word in it."""
+
+    protocol_version = "HTTP/1.1"
+    right = ""
+    refusal = (401, "InvalidAuthenticationInfo", "Lifetime validation failed. The token is expired.")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.right in f"{self.headers.get('Authorization', '')} {self.path}":
+            head, body, status = {"ETag": '"1"', "Last-Modified": "Fri, 27 Nov 2026 10:00:00 GMT"}, b"x" * 10, 200
+        else:
+            status, code, message = self.refusal
+            head, body = {}, f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {**head, "Content-Length": len(body)}.items())
+        self.wfile.write(f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode() + body)
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal", "says"),
+    [
+        ("AZURE_STORAGE_TOKEN", Azure.refusal, "the key has expired"),
+        ("AZURE_STORAGE_SAS_KEY", (403, "AuthenticationFailed", "Signature not valid in the specified time frame"),
+         "the key has expired"),
+        ("AZURE_STORAGE_SAS_KEY", (403, "AuthenticationFailed", "Server failed to authenticate the request."),
+         "access denied"),
+        ("AZURE_STORAGE_SAS_KEY", (403, "AuthorizationPermissionMismatch", "This request is not authorized"), None),
+    ],
+)  # fmt: skip
+def test_keys_of_azure(
+    name: str, refusal: tuple[int, str, str], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def word(number: int) -> str:
+        return f"sv=1&sig=word{number}end" if "SAS" in name else f"word{number}end"
+
+    class Blob(Azure):
+        right = "word1end"
+
+    Blob.refusal = refusal
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Blob)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv(name, word(1))
+    storage = Storage({"endpoint_url": f"http://127.0.0.1:{server.server_address[1]}", "account_name": "a"})
+    assert len(storage.read("az://c/x")) == 10
+    Blob.right = "word2end"
+    with pytest.raises(AccessDeniedError) as caught:
+        storage.read("az://c/x")
+    assert isinstance(caught.value, KeyRefusedError) is (says is not None)
+    assert (says or "access denied") in str(caught.value)
+    monkeypatch.setenv(name, word(2))
+    if says is not None:
+        assert len(storage.read("az://c/x")) == 10
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 S3_KINDS = ("environment", "default profile", "profile", "program")

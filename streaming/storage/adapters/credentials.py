@@ -23,6 +23,8 @@ from streaming.storage.base.urls import checked_endpoint
 
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
 """Variables that an obstore client may read when it is made."""
+_SPARED = "NO_PROXY"
+"""Names the hosts that are reached without a proxy; like the others, in letters of either case."""
 _CURE_OF_PROFILES = "run `aws configure` or `aws sso login`, or mend the program that makes its keys"
 _MOST_QUOTED = 1_000
 _ANON = "no credentials (anon=True)"
@@ -242,5 +244,5 @@ def proxy_of(url: str, environ: Mapping[str, str] | None = None) -> tuple[str, s
     if found is None:
         return None
     host = parts.hostname or ""
-    spared = (one.strip().lstrip(".") for one in set_here.get("no_proxy", ("", ""))[1].split(","))
+    spared = (one.strip().lstrip(".") for one in set_here.get(_SPARED.lower(), ("", ""))[1].split(","))
     return None if any(one == "*" or (one and f".{host}".endswith(f".{one}")) for one in spared) else found
