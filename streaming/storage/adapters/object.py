@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
+from streaming.platforms import trim_heap
 from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
 from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
@@ -81,6 +82,8 @@ class ObjectAdapter:
         self._stores: OrderedDict[tuple[str, bool], tuple[Any, RequestPlace]] = OrderedDict()
         self._ranged: set[str] = set()
         """Endpoints that have answered a range."""
+        self._forgot = False
+        """Whether a client was left for its keys since the last one was made."""
 
     def way(self, url: str) -> Way:
         """See :class:`Adapter`."""
@@ -188,6 +191,9 @@ class ObjectAdapter:
             found = self._stores.get((root, patient))
             if found is None:
                 store, place = self._connect(scheme, root, patient=patient)
+                if self._forgot:  # a client reads all certificates, on any thread: 1 MB stays with each of them
+                    trim_heap()
+                    self._forgot = False
                 found = self._stores[root, patient] = store, replace(place, proxy=_proxy_before(place.endpoint))
                 if len(self._stores) > _MAX_STORES:
                     self._stores.popitem(last=False)
@@ -204,6 +210,7 @@ class ObjectAdapter:
             # Of all requests whose key was refused, the first one removes the store that has it; others find its heir.
             if name in self._stores and self._stores[name][0] is store:
                 del self._stores[name]
+                self._forgot = True
             for shared in _clients.valuerefs():  # a list, whatever other adapters do meanwhile
                 if shared() is store:
                     _clients.pop(getattr(shared, "key"), None)  # noqa: B009 (a KeyedRef, which typeshed hides)
