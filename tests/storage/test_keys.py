@@ -22,6 +22,7 @@ from streaming.errors import AccessDeniedError
 from streaming.storage import Storage
 from streaming.storage.adapters import in_place
 from streaming.storage.adapters.object import ObjectAdapter
+from streaming.storage.adapters.object_errors import AnswerError, RequestPlace, object_errors
 from streaming.storage.adapters.profile_keys import AHEAD, ProfileKeys
 from streaming.storage.base.adapter import KeyRefusedError
 from tests.support.programs.soak_run import NUM_SAMPLES, Size, Soak, growth, soak
@@ -368,6 +369,30 @@ def test_what_a_key_may_not_do_is_no_reason_to_look_up_another(mini_s3: MiniS3Se
         Storage(source.options).read(f"{locked}/x")
     assert not isinstance(caught.value, KeyRefusedError)
     assert len(mini_s3.log()) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "source", "answer", "says"),
+    [
+        ("https://h/x?X-Amz-Signature=1", "the URL alone",
+         "<Code>AccessDenied</Code><Message>Request has expired</Message>",
+         r"the key has expired \(403 AccessDenied: Request has expired\).*a signed URL is never renewed: sign it"),
+        ("https://c/x?sig=1", "the URL alone", ("<Code>AuthenticationFailed</Code><Message>No.</Message><Detail>Signature "
+         "not valid in the specified time frame</Detail>"),
+         r"the key has expired .*a signed URL is never renewed"),
+        ("s3://b/expired.tar", "the AWS profile 'x'", "<Code>SignatureDoesNotMatch</Code><Key>expired.tar</Key>",
+         r"access denied .*has expired or was replaced"),
+        ("s3://b/expired.tar", "the AWS profile 'x'", "<Code>AccessDenied</Code><Key>expired.tar</Key>",
+         r"access denied"),
+    ],
+)  # fmt: skip
+def test_what_has_expired_is_what_the_store_says(url: str, source: str, answer: str, says: str) -> None:
+    with (
+        pytest.raises(AccessDeniedError, match=says) as caught,
+        object_errors(RequestPlace(url=url, endpoint="h", source=source), "reading"),
+    ):
+        raise AnswerError(403, answer)
+    assert "looked up" not in str(caught.value)
 
 
 def test_a_program_that_makes_no_keys_is_quoted(mini_s3: MiniS3Server, monkeypatch, tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ _KEY_CODES = {
 }
 """The key itself is refused, not what it may do: of S3, of Google and, the last ones, of Azure."""
 _DENIED_CODES = {"AccessDenied", *_KEY_CODES}
-_IS_EXPIRED = re.compile(r"\bexpired\b|not valid in the specified time frame", re.IGNORECASE)
+_IS_EXPIRED = re.compile(r"\bexpired\b", re.IGNORECASE)
+_OUTSIDE_TIME = "not valid in the specified time frame"
+"""What Azure says of a signature that has ended, behind its message."""
 _NOT_RENEWED = re.compile(r"External \w{1,20} credential provider: ([^\n]{1,500})")
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _PASSING_STATUS = {408, 409, 425, 429}
@@ -175,12 +177,17 @@ class _Answer:
     said: str
     text: str
 
+    @property
+    def is_expired(self) -> bool:
+        """Whether it says that a key has expired; the URL, which is repeated, may hold any word."""
+        return self.code in _EXPIRED_CODES or bool(_IS_EXPIRED.search(self.said)) or _OUTSIDE_TIME in self.text
+
 
 def _refusal(place: RequestPlace, doing: str, answer: _Answer) -> AccessDeniedError:
     """Return the error for a request that was denied."""
     if not_renewed := _NOT_RENEWED.search(answer.text.partition("Debug source:")[0]):
         answer = replace(answer, said=f" ({not_renewed[1]})")
-    elif answer.code not in _KEY_CODES and answer.status != 401:
+    elif answer.code not in _KEY_CODES and answer.status != 401 and not answer.is_expired:
         return AccessDeniedError(_denied(place, doing, answer.said))
     return KeyRefusedError(_key_refused(place, doing, answer), place.forget)
 
@@ -197,7 +204,7 @@ def _denied(place: RequestPlace, doing: str, said: str, again: str = "") -> str:
 def _key_refused(place: RequestPlace, doing: str, answer: _Answer) -> str:
     """Return the message for a key that is refused itself, after it was looked up again, if there is where to look."""
     again = "" if place.forget is None else ", and were looked up there once more"
-    if answer.code not in _EXPIRED_CODES and not _IS_EXPIRED.search(answer.text[:_MOST_LOOKED_AT]):
+    if not answer.is_expired:
         then = "If the key was good before, it has expired or was replaced: renew it, then start again"
         return f"{_denied(place, doing, answer.said, again)}. {then}: {RESUMED}"
     return (
