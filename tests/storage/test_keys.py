@@ -377,8 +377,8 @@ def test_what_a_key_may_not_do_is_no_reason_to_look_up_another(mini_s3: MiniS3Se
         ("https://h/x?X-Amz-Signature=1", "the URL alone",
          "<Code>AccessDenied</Code><Message>Request has expired</Message>",
          r"the key has expired \(403 AccessDenied: Request has expired\).*a signed URL is never renewed: sign it"),
-        ("https://c/x?sig=1", "the URL alone", ("<Code>AuthenticationFailed</Code><Message>No.</Message><Detail>Signature "
-         "not valid in the specified time frame</Detail>"),
+        ("https://c/x?sig=1", "the URL alone", ("<Code>AuthenticationFailed</Code><Message>No.</Message><Detail>"
+         "Signature not valid in the specified time frame</Detail>"),
          r"the key has expired .*a signed URL is never renewed"),
         ("s3://b/expired.tar", "the AWS profile 'x'", "<Code>SignatureDoesNotMatch</Code><Key>expired.tar</Key>",
          r"access denied .*has expired or was replaced"),
