@@ -26,7 +26,7 @@ _FACTORS = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*+([0-9]++(?:\.[0-9]++)?+)\s*+([a-zA-Z]*+)\s*+")
 DEFAULT_MEMORY_LIMIT = "4GiB"  # of a rank; what `plan` computes with, too
 MAX_COUNT = 2**62
 """Limit on samples, rows and epochs: sums of two stay within 64 bits."""

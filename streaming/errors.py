@@ -34,8 +34,9 @@ what went wrong, where (URL, key, byte range), expected and actual values, and w
 translated in one place, the adapter that called them, and remain available as ``__cause__``.
 
 No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
-Control characters are spelled out then, too. Names within a command that a message suggests are words of a shell
-(:func:`shell_place`, :func:`shell_word`), so that a name cannot be a command.
+Control characters are spelled out then, too, and the middle of keys and values that are too long for a reader is left out.
+Names within a command that a message suggests are words of a shell (:func:`shell_place`, :func:`shell_word`), so that a
+name cannot be a command.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]+://[^\s'\"`]+")
+_URL = re.compile(r"(?<![a-zA-Z0-9+.\-])([0-9+.\-]*+)([a-zA-Z][a-zA-Z0-9+.\-]++://[^\s'\"`]++)")
+"""What a scheme cannot begin with, and a URL. It is looked for once in each run of letters of a scheme, from its start:
+messages repeat keys of strangers, of any length."""
+_MOST_OF_A_WORD = 2_000
+_LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
+_MOST_OF_A_MESSAGE = 20_000
 _AFTER_URL = ".,:;)]"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _SHOWN = 10
@@ -81,8 +87,8 @@ def redact_text(text: str) -> str:
     """Return ``text`` with every URL in it redacted; punctuation after one stays."""
 
     def shown(found: re.Match[str]) -> str:
-        url = found[0].rstrip(_AFTER_URL)
-        return redact(url) + found[0][len(url) :]
+        url = found[2].rstrip(_AFTER_URL)
+        return found[1] + redact(url) + found[2][len(url) :]
 
     return _URL.sub(shown, text)
 
@@ -121,11 +127,25 @@ def _spelled(letter: str) -> str:
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
 
 
+def readable(text: str) -> str:
+    """Return a message without the middle of words, and of itself, that are too long for a reader.
+
+    Keys and values of samples have any length. The beginning says what they are, and the end of a message its cure.
+    """
+    text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _MOST_OF_A_WORD), text)
+    return text if len(text) <= _MOST_OF_A_MESSAGE else _without_middle(text, _MOST_OF_A_MESSAGE)
+
+
+def _without_middle(text: str, most: int) -> str:
+    kept = most // 2
+    return f"{text[:kept]}…({len(text) - 2 * kept:,} characters left out)…{text[-kept:]}"
+
+
 class ShardstreamError(Exception):
     """Base class of all errors that shardstream raises on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(visible(redact_text(one)) if isinstance(one, str) else one for one in args))
+        super().__init__(*(visible(readable(redact_text(one))) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(ShardstreamError, ValueError):

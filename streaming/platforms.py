@@ -8,6 +8,7 @@ data have no torch (``later``).
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -264,6 +265,13 @@ def remove_pages(memory: mmap.mmap, start: int = 0, num_bytes: int | None = None
     advice = getattr(mmap, "MADV_REMOVE", None)
     if advice is not None:
         memory.madvise(advice, start, len(memory) - start if num_bytes is None else num_bytes)
+
+
+def trim_heap() -> None:
+    """Return memory to the system that the C library keeps of freed objects, in the part of each thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def will_need(descriptor: int, offset: int, num_bytes: int) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -416,8 +415,10 @@ class Destination:
     def has(self, url: str) -> bool:
         """Tell whether ``url`` is the name of one of the shards."""
         directory, name = split_url(url)
-        digits = re.fullmatch(re.sub(r"\\\{.*\\\}", "([0-9]+)", re.escape(self.name)), name)
-        return directory == self.directory and digits is not None and self.name.format(int(digits[1])) == name
+        begin, end = self.name.find("{"), len(self.name) - self.name.rfind("}") - 1
+        digits = name[begin : len(name) - end]
+        is_number = digits.isascii() and digits.isdecimal()
+        return directory == self.directory and is_number and self.name.format(int(digits)) == name
 
 
 def _is_begun(place: Destination, there: Sequence[str]) -> bool:

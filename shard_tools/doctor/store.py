@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -94,7 +95,8 @@ def look_at_store(
     try:
         way = storage.way_to(urls[0])
         seen |= {"client": way.client, "endpoint": way.endpoint, "credentials": way.credentials, "region": way.region}
-        seen["clock_s"] = clock_ahead_s(way.endpoint)
+        ca_file = (storage_options or {}).get("ca_file")
+        seen["clock_s"] = clock_ahead_s(way.endpoint, None if ca_file is None else str(ca_file))
         began_s = time.perf_counter()
         shards, marks = shards_beside(urls, storage, None, allow_unfinished=True)
         seen |= {"list_s": time.perf_counter() - began_s, "num_shards": len(shards)}
@@ -122,18 +124,25 @@ def _index(
         return None, without_home("; ".join([*said, str(error)]))
 
 
-def clock_ahead_s(endpoint: str) -> float | None:
+def clock_ahead_s(endpoint: str, ca_file: str | None = None) -> float | None:
     """Return how far the clock of a server is ahead of this machine's, as its answers say; None: they do not.
 
     The answer to a request without credentials is enough, whatever it is. It tells whole seconds.
     """
     try:
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
-        kind = http.client.HTTPConnection if parts.scheme == "http" else http.client.HTTPSConnection
         if not parts.hostname or parts.scheme not in {"http", "https"}:
             return None
-        connection = kind(parts.hostname, parts.port, timeout=_CLOCK_TIMEOUT_S)
-    except ValueError:
+        if parts.scheme == "http":
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_CLOCK_TIMEOUT_S)
+        else:
+            context = ssl.create_default_context()
+            if ca_file is not None:
+                context.load_verify_locations(ca_file)
+            connection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=_CLOCK_TIMEOUT_S, context=context
+            )
+    except (ValueError, OSError):
         return None
     try:
         connection.request("HEAD", "/", headers={"user-agent": "shardstream"})

@@ -119,6 +119,12 @@ def with_storage_options(command: Command) -> Command:
         click.option("--region", envvar="SHARD_TOOLS_REGION", help="Region of the bucket."),
         click.option("--profile", envvar="SHARD_TOOLS_PROFILE", help="Named profile of the AWS configuration files."),
         click.option(
+            "--ca-file",
+            metavar="FILE",
+            envvar="SHARD_TOOLS_CA_FILE",
+            help="Certificate authorities to trust besides the system's, as PEM.  [default: AWS_CA_BUNDLE]",
+        ),
+        click.option(
             "--anon", is_flag=True, envvar="SHARD_TOOLS_ANON", help="Send unsigned requests, for public buckets."
         ),
         click.option(
@@ -147,7 +153,7 @@ def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
     """Remove the options of :func:`with_storage_options` from ``arguments``; return them as ``Storage`` takes them."""
     pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
     options: dict[str, object] = {key: typed_option(key, text) for key, text in pairs}
-    for name in ("endpoint_url", "region", "profile", "anon"):
+    for name in ("endpoint_url", "region", "profile", "ca_file", "anon"):
         value = arguments.pop(name)
         if value:
             options[name] = value

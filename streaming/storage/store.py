@@ -14,7 +14,7 @@ from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
 from streaming.storage.adapters.in_place import InPlaceAdapter
 from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
-from streaming.storage.base.adapter import Adapter, ChangedError
+from streaming.storage.base.adapter import Adapter, ChangedError, with_keys_of_now
 from streaming.storage.base.calls import ActiveCalls, Call
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import as_url, scheme_of, split_query
@@ -169,11 +169,14 @@ class Store:
         policy = self._options.retry
         until_s = call.began_s + policy.deadline_s
 
-        def counted() -> _T:
+        def asked() -> _T:
             call.attempt += 1
             self._count("requests", 1)
             with nullcontext() if traffic is None else traffic.request(until_s):
                 return attempt(until_s)
+
+        def counted() -> _T:
+            return with_keys_of_now(asked)
 
         if traffic is not None:
             traffic.retries.earn()

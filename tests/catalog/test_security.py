@@ -820,6 +820,26 @@ def test_certificates_are_checked(tls: tuple[str, str]) -> None:
     assert bytes(Storage({"ca_file": cert}).read(url, 0, 100)) == _Quiet.body[:100]
 
 
+def test_authorities_are_named_as_aws_does_and_to_commands(
+    tls: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, cert = tls
+    doctor = ["doctor", url, "--no-imports", "--json", "--storage-option", "unreachable_s=0.2"]
+
+    def trouble(*arguments: str) -> str:
+        return str(json.loads(CliRunner().invoke(cli, [*doctor, *arguments]).stdout)["store"]["trouble"])
+
+    assert "certificate is not trusted; give its authority as ca_file, or --ca-file" in trouble()
+    assert "certificate" not in trouble("--ca-file", cert)
+    monkeypatch.setenv("AWS_CA_BUNDLE", cert)
+    assert Storage().info(url).size_bytes == len(_Quiet.body)
+    assert "certificate" not in trouble()
+    monkeypatch.setenv("AWS_CA_BUNDLE", f"{cert}.gone")
+    with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE: .*gone"):
+        Storage().info(url)
+    assert Storage({"ca_file": cert}).info(url).size_bytes == len(_Quiet.body)
+
+
 @pytest.mark.parametrize("name", ["verify", "ssl_verify", "allow_invalid_certificates", "use_ssl"])
 def test_there_is_no_option_to_leave_certificates_unchecked(name: str) -> None:
     with pytest.raises(ConfigError, match="unknown storage option"):

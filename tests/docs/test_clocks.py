@@ -32,6 +32,7 @@ REASONS = {
     "storage/test_storage_faults.py": "the sleeps that calls ask for are added up",
     "storage/test_storage_in_place.py": SLOW,
     "storage/test_storage_throttle.py": CLOCK_OF_OTHERS,
+    "support/code/expressions.py": "work is compared with work of the same kind, by a thread's own clock",
     "support/sets/data_sets.py": ANY_MOMENT,
     "support/programs/elastic_rank.py": SLOW,
     "support/processes/forked.py": "the end of a wait",
@@ -39,6 +40,7 @@ REASONS = {
     "support/clusters/killed_node.py": "the end of a wait",
     "support/programs/made_samples.py": SLOW,
     "support/servers/mini_s3.py": SLOW,
+    "support/programs/soak_run.py": PROGRAMS,
     "support/programs/remesh_rank.py": "the time is printed",
     "support/processes/waiting.py": "the end of a wait",
 }

@@ -20,7 +20,7 @@ import pytest
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
-from streaming.storage.adapters.credentials import goes_through_proxy
+from streaming.storage.adapters.credentials import proxy_of
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.adapters.plain_http import can_ask
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until
@@ -444,8 +444,8 @@ def test_proxies_are_obstores(name: str, through_obstore, monkeypatch: pytest.Mo
 )
 def test_hosts_that_go_past_the_proxy(spared: str, *, proxied: bool) -> None:
     environ = {"http_proxy": "http://proxy:3128", "no_proxy": spared}
-    assert goes_through_proxy("http://store.lan:9000/x", environ) is proxied
-    assert not goes_through_proxy("http://store.lan:9000/x", {"no_proxy": spared, "https_proxy": "x", "http_proxy": ""})
+    assert (proxy_of("http://store.lan:9000/x", environ) is not None) is proxied
+    assert proxy_of("http://store.lan:9000/x", {"no_proxy": spared, "https_proxy": "x", "http_proxy": ""}) is None
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from streaming.engine.workers.surroundings import lay
 from streaming.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
 from streaming.forks import leave_signals_to_the_job
+from streaming.platforms import trim_heap
 from streaming.types import ReadBuffer
 
 Kind = Literal[
@@ -203,17 +204,6 @@ def die_with(server_pid: int) -> None:
     _be_killed_first()
 
 
-def _trim_heap() -> None:
-    """Return memory to the system that the C library keeps of freed objects: as much again as half of a batch.
-
-    Done after each batch of many Python objects, whose decoding takes a hundred times as long; tensors leave none
-    behind.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
-
-
 def _be_killed_first() -> None:
     """Make the kernel's OOM killer prefer a worker, which is replaced, over the training process."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -312,8 +302,8 @@ class _Worker:
             self._channel.send(answer)
             made_objects = answer[0] == DONE and answer[1].body is None
             del answer
-            if made_objects:
-                _trim_heap()
+            if made_objects:  # as much again as half of a batch; decoding them took a hundred times as long
+                trim_heap()
 
     def _begin(self, worker_init_fn: Callable[[int], object], place: int) -> None:
         try:

@@ -15,11 +15,25 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from streaming.errors import AccessDeniedError, ConfigError, redact
+from streaming.errors import AccessDeniedError, ConfigError
+from streaming.storage.adapters.profile_keys import ProfileKeys
+from streaming.storage.base.adapter import PassingError
 from streaming.storage.base.options import StorageOptions
+from streaming.storage.base.urls import checked_endpoint
 
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
 """Variables that an obstore client may read when it is made."""
+_SPARED = "NO_PROXY"
+"""Names the hosts that are reached without a proxy; like the others, in letters of either case."""
+_CURE_OF_PROFILES = "run `aws configure` or `aws sso login`, or mend the program that makes its keys"
+_MOST_QUOTED = 1_000
+_ANON = "no credentials (anon=True)"
+_KEY_PAIR = "the storage options key and secret"
+_TOKEN = "the storage option token"  # noqa: S105 (words)
+_ACCOUNT_KEY = "the storage option account_key"
+_SAS_TOKEN = "the storage option sas_token"  # noqa: S105 (words)
+GIVEN = frozenset({_ANON, _KEY_PAIR, _TOKEN, _ACCOUNT_KEY, _SAS_TOKEN})
+"""Sources that say the same however often they are asked; all others may have another key later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +64,16 @@ class S3Access:
 
 def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | None:
     """Return the endpoint that replaces AWS's own, if any."""
-    found = options.endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
-    if found and not found.startswith(("http://", "https://")):
-        shown = redact(f"://{found}").removeprefix("://")
-        raise ConfigError(f"endpoint_url {shown!r}: expected http://host:port or https://host")
-    return found.rstrip("/") if found else None
+    places = (
+        ("endpoint_url", options.endpoint_url),
+        *((name, environ.get(name)) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
+    )
+    name, found = next(((name, value) for name, value in places if value), ("", None))
+    return checked_endpoint(name, found).rstrip("/") if found else None
+
+
+def _given_endpoint(options: StorageOptions) -> str | None:
+    return checked_endpoint("endpoint_url", options.endpoint_url) if options.endpoint_url else None
 
 
 def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None) -> S3Access:
@@ -91,9 +110,9 @@ def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
 ) -> tuple[str, Callable[[], Any] | None, str | None]:
     """Return the source in words, the provider if we have to make it, and the region if the source specifies one."""
     if options.anon:
-        return "no credentials (anon=True)", None, None
+        return _ANON, None, None
     if options.key is not None and options.secret is not None:
-        return "the storage options key and secret", _Fixed(options.key, options.secret, options.token), None
+        return _KEY_PAIR, _Fixed(options.key, options.secret, options.token), None
     if options.profile is not None:
         return _from_profile(options.profile, f"the AWS profile {options.profile!r}", needed=True)
     key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
@@ -139,35 +158,41 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
     try:
         import boto3  # noqa: PLC0415 (optional)
         import botocore.exceptions  # noqa: PLC0415
-        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
     except ImportError as error:
         if not needed:
             return words, None, None
         raise ConfigError(f"{words}: AWS profiles need boto3; pip install 'shardstream[aws]'") from error
     try:
         session = boto3.Session(profile_name=name)
-        if session.get_credentials() is None:
+        credentials = session.get_credentials()
+        if credentials is None:
             if not needed:
                 return words, None, None
-            raise AccessDeniedError(f"{words}: it has no credentials; run `aws configure` or `aws sso login`")
-        return words, Boto3CredentialProvider(session), session.region_name
+            raise AccessDeniedError(f"{words}: it has no credentials; {_CURE_OF_PROFILES}")
+        return words, ProfileKeys(credentials), session.region_name
     except botocore.exceptions.ProfileNotFound as error:
         raise ConfigError(
             f"{words}: no such profile in the AWS configuration; `aws configure list-profiles`"
+        ) from error
+    except botocore.exceptions.HTTPClientError as error:
+        raise PassingError(f"{words}: its keys come from a server that cannot be reached: {error}") from error
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, RuntimeError) as error:
+        raise AccessDeniedError(
+            f"{words}: it gives no key: {str(error).strip()[:_MOST_QUOTED]}; {_CURE_OF_PROFILES}"
         ) from error
 
 
 def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """Return obstore's configuration for gs, and the source of its credentials in words."""
     environ = os.environ if environ is None else environ
-    config: dict[str, Any] = {"base_url": options.endpoint_url} if options.endpoint_url else {}
+    config: dict[str, Any] = {"base_url": _given_endpoint(options)} if options.endpoint_url else {}
     if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
-        return {**config, "skip_signature": True}, "no credentials (anon=True)"
+        return {**config, "skip_signature": True}, _ANON
     if options.token is not None:
         path = os.path.expanduser(options.token)
         if os.path.exists(path):
             return {**config, "application_credentials": path}, "the key file of the storage option token"
-        return {**config, "bearer_token": options.token}, "the storage option token"
+        return {**config, "bearer_token": options.token}, _TOKEN
     if environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
         return config, "GOOGLE_APPLICATION_CREDENTIALS"
     return (
@@ -179,16 +204,16 @@ def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None
 def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """Return obstore's configuration for az, and the source of its credentials in words."""
     environ = os.environ if environ is None else environ
-    given = {"account_name": options.account_name, "endpoint": options.endpoint_url}
+    given = {"account_name": options.account_name, "endpoint": _given_endpoint(options)}
     config: dict[str, Any] = {name: value for name, value in given.items() if value}
     if options.anon:
-        return {**config, "skip_signature": True}, "no credentials (anon=True)"
+        return {**config, "skip_signature": True}, _ANON
     if options.account_key:
-        return {**config, "account_key": options.account_key}, "the storage option account_key"
+        return {**config, "account_key": options.account_key}, _ACCOUNT_KEY
     if options.sas_token:
-        return {**config, "sas_key": options.sas_token.lstrip("?")}, "the storage option sas_token"
+        return {**config, "sas_key": options.sas_token.lstrip("?")}, _SAS_TOKEN
     if options.token:
-        return {**config, "token": options.token}, "the storage option token"
+        return {**config, "token": options.token}, _TOKEN
     if environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_KEY"):
         return config, "AZURE_STORAGE_ACCOUNT_KEY"
     return config, "the environment's AZURE_* variables, or the managed identity"
@@ -199,19 +224,25 @@ def s3_endpoint_of_process(options: StorageOptions) -> str | None:
     return s3_endpoint(options, os.environ)
 
 
-def goes_through_proxy(url: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether the environment asks for a proxy before the server of an http URL."""
+def ca_bundle(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Return the file of further certificate authorities, and what named it; both "" if there is none."""
     environ = os.environ if environ is None else environ
-    named = {name.lower() for name, value in environ.items() if value}
-    if named.isdisjoint({"http_proxy", "all_proxy", "aws_proxy_url"}):
-        return False
-    if "aws_proxy_url" in named:
-        return True
-    host = urlsplit(url).hostname or ""
-    spared = (
-        one.strip().lstrip(".")
-        for name, value in environ.items()
-        if name.lower() == "no_proxy"
-        for one in value.split(",")
-    )
-    return not any(one == "*" or (one and f".{host}".endswith(f".{one}")) for one in spared)
+    if options.ca_file is not None:
+        return options.ca_file, "storage option ca_file"
+    found = environ.get("AWS_CA_BUNDLE", "")
+    return found, "AWS_CA_BUNDLE" if found else ""
+
+
+def proxy_of(url: str, environ: Mapping[str, str] | None = None) -> tuple[str, str] | None:
+    """Return the variable that asks for a proxy before the server of an http(s) URL, and the proxy; None: none does."""
+    environ = os.environ if environ is None else environ
+    parts = urlsplit(url)
+    set_here = {name.lower(): (name, value) for name, value in environ.items() if value}
+    if "aws_proxy_url" in set_here:
+        return set_here["aws_proxy_url"]
+    found = set_here.get(f"{parts.scheme}_proxy") or set_here.get("all_proxy")
+    if found is None:
+        return None
+    host = parts.hostname or ""
+    spared = (one.strip().lstrip(".") for one in set_here.get(_SPARED.lower(), ("", ""))[1].split(","))
+    return None if any(one == "*" or (one and f".{host}".endswith(f".{one}")) for one in spared) else found

@@ -26,7 +26,9 @@ from streaming.errors import (
 )
 from streaming.storage.adapters.credentials import s3_endpoint_of_process
 from streaming.storage.base.adapter import (
+    RESUMED,
     ChangedError,
+    KeyRefusedError,
     ObjectInfo,
     PassingError,
     RangeBody,
@@ -37,13 +39,17 @@ from streaming.storage.base.adapter import (
     Way,
     copy_piece,
     maker_of_writer,
+    with_keys_of_now,
 )
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import scheme_of, secrets_of, without_secrets
 from streaming.types import override
 
-_DENIED_WORDS = ("403", "401", "forbidden", "access denied", "nocredentials", "unable to locate credentials",
-                 "signaturedoesnotmatch", "invalidaccesskeyid", "the access key")  # fmt: skip
+_EXPIRED_WORDS = ("expiredtoken", "token has expired", "token is expired", "request has expired")
+_KEY_WORDS = (*_EXPIRED_WORDS, "401", "unauthorized", "invalidtoken", "invalidaccesskeyid", "signaturedoesnotmatch",
+              "the access key", "(400) when calling the headobject", "(403) when calling the headobject")  # fmt: skip
+"""The key itself is refused, not what it may do; or that is not said, as in answers to HEAD, which have no body."""
+_DENIED_WORDS = (*_KEY_WORDS, "403", "forbidden", "access denied", "nocredentials", "unable to locate credentials")
 _MISSING_WORDS = ("nosuchbucket", "nosuchkey", "404", "does not exist", "not found")
 _REGION_WORDS = ("authorizationheadermalformed", "permanentredirect", "is wrong; expecting")
 _UNREACHABLE_WORDS = ("cannot connect", "could not connect", "connection refused", "name or service not known",
@@ -81,7 +87,7 @@ class FsspecAdapter:
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""
         system, path = self._at(url)
-        with self._errors(url, "looking at"):
+        with self._errors(url, "looking at", system):
             found = system.info(path)
         if found.get("type") == "directory":
             raise NotFoundError(f"looking at {redact(url)}: it is a directory, not an object; list it instead")
@@ -93,7 +99,7 @@ class FsspecAdapter:
         The answer is a single piece: most file systems have no other way to read a range.
         """
         system, path = self._at(url)
-        with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of"):
+        with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of", system):
             data = system.cat_file(path, start=start or None, end=stop)
         if stop is not None and len(data) > stop - start:
             raise TransferError(
@@ -108,7 +114,7 @@ class FsspecAdapter:
         base = url.rstrip("/")
         root = path.rstrip("/")
         found: list[ObjectInfo] = []
-        with self._errors(url, "listing"):
+        with self._errors(url, "listing", system):
             try:
                 entries = system.find(root, detail=True)
             except FileNotFoundError:
@@ -126,7 +132,7 @@ class FsspecAdapter:
     def put(self, url: str, data: memoryview) -> None:
         """See :class:`Adapter`."""
         system, path = self._at(url)
-        with self._errors(url, "writing"):
+        with self._errors(url, "writing", system):
             _make_parents(system, path)
             system.pipe_file(path, bytes(data))
 
@@ -137,7 +143,7 @@ class FsspecAdapter:
     def upload(self, url: str, file: Any) -> None:
         """Write the whole of the open ``file`` to ``url``."""
         system, path = self._at(url)
-        with self._errors(url, "writing"):
+        with self._errors(url, "writing", system):
             _make_parents(system, path)
             target = system.open(path, "wb")
             try:
@@ -150,7 +156,7 @@ class FsspecAdapter:
     def delete(self, url: str) -> None:
         """See :class:`Adapter`."""
         system, path = self._at(url)
-        with self._errors(url, "deleting"):
+        with self._errors(url, "deleting", system):
             if system.exists(path):
                 system.rm_file(path)
 
@@ -165,6 +171,13 @@ class FsspecAdapter:
                 self._systems[scheme] = system
         return system, str(system._strip_protocol(url))
 
+    def _forget(self, scheme: str, system: Any) -> None:
+        """Let the next call connect, and look up keys, anew, unless another one did so since ``system`` was made."""
+        with self._lock:
+            # Of all calls whose key was refused, the first one removes the file system; others find its heir.
+            if system is not None and self._systems.get(scheme) is system:
+                del self._systems[scheme]
+
     def _connect(self, scheme: str) -> Any:
         given = filesystem_arguments(scheme, self._options)
         try:
@@ -175,14 +188,19 @@ class FsspecAdapter:
             raise ConfigError(f"{scheme}:// is not a scheme that fsspec knows; check the URL ({error})") from error
 
     @contextmanager
-    def _errors(self, url: str, doing: str) -> Iterator[None]:
-        """Translate errors of fsspec and its file systems, which may be of any type; the only place that does so."""
+    def _errors(self, url: str, doing: str, system: Any = None) -> Iterator[None]:
+        """Translate errors of fsspec and its file systems, which may be of any type; the only place that does so.
+
+        ``system`` is what is asked, if it is connected: another one takes its place if its keys are refused.
+        """
         try:
             yield
         except ShardstreamError:
             raise
         except Exception as error:  # noqa: BLE001 (boundary: file systems may raise anything)
             ours = _translate(f"{doing} {redact(url)}", self._options, error)
+            if isinstance(ours, KeyRefusedError) and not _has_keys(self._options):
+                ours.forget = partial(self._forget, scheme_of(url), system)
             if isinstance(ours, AccessDeniedError):
                 raise ours from None
             raise ours from without_secrets(error, self._options.secrets | secrets_of(url))
@@ -203,7 +221,8 @@ def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]
         if endpoint := s3_endpoint_of_process(options):
             found["endpoint_url"] = endpoint
         found["requester_pays"] = options.requester_pays
-        found["client_kwargs"] = {"region_name": options.region} if options.region else {}
+        given = {"region_name": options.region, "verify": options.ca_file}
+        found["client_kwargs"] = {name: value for name, value in given.items() if value}
         found["config_kwargs"] = {
             "connect_timeout": retry.connect_timeout_s,
             "read_timeout": retry.read_timeout_s,
@@ -251,10 +270,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         )
     missing = isinstance(error, FileNotFoundError)
     if isinstance(error, PermissionError) or (not missing and _says(text, _DENIED_WORDS)):
-        source = (
-            "storage_options" if options.key or options.token else "the file system's own chain (environment, files)"
-        )
-        return AccessDeniedError(f"{where}: access denied; the credentials came from {source}; endpoint {endpoint}")
+        return _denied(where, options, text, endpoint)
     if missing or _says(text, _MISSING_WORDS):
         return NotFoundError(f"{where}: no such bucket or object at {endpoint}; check the URL")
     if _says(text, _UNREACHABLE_WORDS):
@@ -268,6 +284,25 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     if _says(text, _BUSY_WORDS):
         return ThrottledError(f"{where}: the store is too busy ({type(error).__name__}); endpoint {endpoint}")
     return PassingError(f"{where}: {type(error).__name__} from fsspec; endpoint {endpoint}")
+
+
+def _has_keys(options: StorageOptions) -> bool:
+    """Tell whether the options hold keys themselves, which stay what they are."""
+    given = (options.key, options.token, options.account_key, options.sas_token, options.connection_string)
+    return options.anon or any(given)
+
+
+def _denied(where: str, options: StorageOptions, text: str, endpoint: str) -> AccessDeniedError:
+    is_given = _has_keys(options)
+    source = "storage_options" if is_given else "the file system's own chain (environment, files)"
+    if not _says(text, _KEY_WORDS):
+        return AccessDeniedError(f"{where}: access denied; the credentials came from {source}; endpoint {endpoint}")
+    what = "the key has expired" if _says(text, _EXPIRED_WORDS) else "access denied"
+    return KeyRefusedError(
+        f"{where}: {what}; the credentials came from {source}{'' if is_given else ', and were looked up once more'}; "
+        f"endpoint {endpoint}. If the key was good before, it has expired or was replaced: renew it, then start again: "
+        f"{RESUMED}"
+    )
 
 
 class _Bytes:
@@ -312,8 +347,11 @@ class _SpoolWriter(StoreWriter):
         if not self._spool.closed:
             self._maker.check()
             with self._spool:
-                self._spool.seek(0, io.SEEK_SET)
-                self._adapter.upload(self._url, self._spool)
+                with_keys_of_now(self._upload)
+
+    def _upload(self) -> None:
+        self._spool.seek(0, io.SEEK_SET)
+        self._adapter.upload(self._url, self._spool)
 
     @override
     def abort(self) -> None:

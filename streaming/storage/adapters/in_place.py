@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from streaming.storage.adapters.credentials import goes_through_proxy, s3_endpoint_of_process
+from streaming.storage.adapters.credentials import proxy_of, s3_endpoint_of_process
 from streaming.storage.adapters.object import ObjectAdapter, without_user
 from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.adapters.obstore_client import client
@@ -112,7 +112,7 @@ class InPlaceAdapter(ObjectAdapter):
     def _server(self, url: str) -> Server | None:
         host = urlsplit(url).netloc
         if host not in self._servers:
-            self._servers[host] = None if goes_through_proxy(url) else server_of(url)
+            self._servers[host] = server_of(url) if proxy_of(url) is None else None
         return self._servers[host]
 
 

@@ -23,8 +23,9 @@ from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
-from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
-from streaming.storage.adapters.object_errors import RequestPlace, object_errors
+from streaming.platforms import trim_heap
+from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
+from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
@@ -38,7 +39,7 @@ from streaming.storage.base.adapter import (
     copy_piece,
 )
 from streaming.storage.base.options import GROWTH, StorageOptions
-from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, scheme_of, split_query
+from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, scheme_of, server_fault, split_query
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
 _PIECE_BYTES = 256 << 10
@@ -81,6 +82,8 @@ class ObjectAdapter:
         self._stores: OrderedDict[tuple[str, bool], tuple[Any, RequestPlace]] = OrderedDict()
         self._ranged: set[str] = set()
         """Endpoints that have answered a range."""
+        self._forgot = False
+        """Whether a client was left for its keys since the last one was made."""
 
     def way(self, url: str) -> Way:
         """See :class:`Adapter`."""
@@ -158,8 +161,7 @@ class ObjectAdapter:
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""
         _writable(url)
-        store, key, place = self._at(url, patient=True)
-        return ObjectWriter(store, key, place, part_bytes)
+        return ObjectWriter(partial(self._at, url, patient=True), part_bytes)
 
     def delete(self, url: str) -> None:
         """See :class:`Adapter`."""
@@ -176,6 +178,8 @@ class ObjectAdapter:
         """Return the store that holds ``url``, the key in it, and the place for messages."""
         scheme = scheme_of(url)
         if scheme in HTTP_SCHEMES:
+            if fault := server_fault(url):
+                raise ConfigError(f"{redact(url)}: {fault}")
             path, query = split_query(url)
             parts = urlsplit(path)
             root, key = f"{parts.scheme}://{parts.netloc}/{query}", unquote(parts.path).strip("/")
@@ -186,13 +190,30 @@ class ObjectAdapter:
             # At most _MAX_STORES, the latest used; one that goes stays valid for whoever has it.
             found = self._stores.get((root, patient))
             if found is None:
-                found = self._stores[root, patient] = self._connect(scheme, root, patient=patient)
+                store, place = self._connect(scheme, root, patient=patient)
+                if self._forgot:  # a client reads all certificates, on any thread: 1 MB stays with each of them
+                    trim_heap()
+                    self._forgot = False
+                found = self._stores[root, patient] = store, replace(place, proxy=_proxy_before(place.endpoint))
                 if len(self._stores) > _MAX_STORES:
                     self._stores.popitem(last=False)
             else:
                 self._stores.move_to_end((root, patient))
         store, place = found
-        return store, key, replace(place, url=url, secrets=self._secrets)
+        is_given = scheme in HTTP_SCHEMES or place.source in GIVEN
+        forget = None if is_given else partial(self._forget, (root, patient), store)
+        return store, key, replace(place, url=url, secrets=self._secrets, forget=forget)
+
+    def _forget(self, name: tuple[str, bool], store: Any) -> None:
+        """Let the next request look up the keys anew, unless another one did so since ``store`` was made."""
+        with self._lock:
+            # Of all requests whose key was refused, the first one removes the store that has it; others find its heir.
+            if name in self._stores and self._stores[name][0] is store:
+                del self._stores[name]
+                self._forgot = True
+            for shared in _clients.valuerefs():  # a list, whatever other adapters do meanwhile
+                if shared() is store:
+                    _clients.pop(getattr(shared, "key"), None)  # noqa: B009 (a KeyedRef, which typeshed hides)
 
     def _connect(self, scheme: str, root: str, *, patient: bool) -> tuple[Any, RequestPlace]:
         """Make a client for one bucket or host; ``patient`` ones retry by themselves (multipart uploads)."""
@@ -202,7 +223,7 @@ class ObjectAdapter:
         }
         bucket = root.partition("://")[2]
         place = RequestPlace(url=root, endpoint=redact(root), source="none", secrets=self._secrets)
-        with object_errors(place, "connecting to"):
+        with object_errors(place, CONNECTING):
             if scheme in HTTP_SCHEMES:
                 bare, header = without_user(root)
                 source = "the URL alone"
@@ -265,12 +286,13 @@ class ObjectAdapter:
             "allow_http": endpoint.startswith("http://"),
             "user_agent": "shardstream",
         }
-        if self._options.ca_file is not None:
+        path, name = ca_bundle(self._options)
+        if path:
             try:
-                with open(self._options.ca_file, "rb") as file:
+                with open(path, "rb") as file:
                     found["root_certificate"] = file.read()
             except OSError as error:
-                raise ConfigError(f"storage option ca_file: {error}") from error
+                raise ConfigError(f"{name}: {error}") from error
         return found
 
     def _retry_config(self, *, patient: bool) -> dict[str, Any]:
@@ -308,6 +330,12 @@ def without_user(root: str) -> tuple[str, str]:
         return root, ""
     user = unquote(user if ":" in user else f"{user}:")
     return parts._replace(netloc=host).geturl(), f"Basic {base64.b64encode(user.encode()).decode()}"
+
+
+def _proxy_before(endpoint: str) -> str:
+    """Return the proxy before an endpoint, and the variable that names it, in words; "": there is none."""
+    found = proxy_of(endpoint if "://" in endpoint else f"https://{endpoint}")
+    return "" if found is None else f"{redact(found[1])} of {found[0]}"
 
 
 def _quoted(tag: str | None) -> str | None:

@@ -7,45 +7,66 @@ code and message are repeated: a full answer may contain a session token or a si
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, ShardstreamError, StorageError, redact
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
+    RESUMED,
     ChangedError,
     FinalError,
+    KeyRefusedError,
     PassingError,
     RangeIgnoredError,
     ThrottledError,
     UnreachableError,
 )
-from streaming.storage.base.urls import secrets_of, without_secrets
+from streaming.storage.base.urls import hidden_in, secrets_of, without_secrets
 
+CONNECTING = "connecting to"
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
-_DELETE_FAILED = re.compile(r"request failed for key .*: (.*?) \(code: ([A-Za-z0-9]{1,60})\)\s*$", re.DOTALL)
+_DELETE_FAILED = "request failed for key "
+_BULK_CODE = re.compile(r"[A-Za-z0-9]{1,60}")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
-_DENIED_CODES = {
-    "AccessDenied",
+_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_KEY_CODES = {
+    *_EXPIRED_CODES,
     "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
     "InvalidToken",
+    "InvalidTokenId",
+    "SignatureDoesNotMatch",
+    "AuthenticationFailed",
+    "AuthenticationRequired",
+    "InvalidAuthenticationInfo",
 }
+"""The key itself is refused, not what it may do: of S3, of Google and, the last ones, of Azure."""
+_DENIED_CODES = {"AccessDenied", *_KEY_CODES}
+_IS_EXPIRED = re.compile(r"\bexpired\b", re.IGNORECASE)
+_OUTSIDE_TIME = "not valid in the specified time frame"
+"""What Azure says of a signature that has ended, behind its message."""
+_NOT_RENEWED = re.compile(r"External \w{1,20} credential provider: ([^\n]{1,500})")
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _PASSING_STATUS = {408, 409, 425, 429}
 _BUSY_STATUS = {429, 503}
 _BUSY_CODES = ("SlowDown", "Throttling", "ServerBusy", "TooManyRequests")
+_MOST_LOOKED_AT = 4096
+"""Characters of an answer in which words are looked for."""
 _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlace:
-    """The target of a request, in words for messages, and what must not be told of it."""
+    """The target of a request, in words for messages, and what must not be told of it.
+
+    Attributes:
+        forget: Makes the next request look up its keys again; None: there is nowhere to look.
+        proxy: What stands between, and the variable that names it; "": nothing.
+    """
 
     url: str = field(repr=False)
     endpoint: str
@@ -53,6 +74,13 @@ class RequestPlace:
     region: str | None = None
     span: str = ""
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
+    forget: Callable[[], None] | None = field(default=None, repr=False)
+    proxy: str = ""
+
+    @property
+    def through(self) -> str:
+        """The proxy as words after the endpoint."""
+        return f" through the proxy {self.proxy}" if self.proxy else ""
 
     def with_range(self, start: int, stop: int | None) -> RequestPlace:
         """Return the same for a byte range."""
@@ -93,7 +121,15 @@ def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
         raise ours from without_secrets(error, place.secrets | secrets_of(place.url))
     except OSError as error:
         cause = without_secrets(error, place.secrets | secrets_of(place.url))
-        raise PassingError(f"{doing} {place}: {cause}; endpoint {place.endpoint}") from cause
+        raise PassingError(f"{doing} {place}: {_hinted(place, str(cause))}; endpoint {place.endpoint}") from cause
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust: its type has no public name
+            raise
+        cause = without_secrets(error, place.secrets | secrets_of(place.url))
+        raise FinalError(
+            f"{doing} {place}: the library obstore failed over it ({str(cause)[:300]}); check the URL, and "
+            f"endpoint_url, region and key, for characters that cannot stand there; endpoint {place.endpoint}"
+        ) from cause
 
 
 def _translate(  # noqa: PLR0911 (one return for each kind)
@@ -106,8 +142,8 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     status = _status_of(error, head)
     code = found[1] if (found := _CODE.search(text)) else ""
     said = _said(status, code, text)
-    if undeleted := _DELETE_FAILED.search(head.rstrip()):
-        status, code, said = _bulk_delete(undeleted[1].strip()[:300], undeleted[2])
+    if undeleted := _undeleted(head):
+        status, code, said = _bulk_delete(*undeleted)
     where = f"{doing} {place}"
     if any(host in head for host in _ROLE_HOSTS) and not any(host in place.endpoint for host in _ROLE_HOSTS):
         return AccessDeniedError(_no_credentials(where, place))
@@ -117,11 +153,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return NotFoundError(_not_found(where, place, code))
     denied = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError))
     if denied or code in _DENIED_CODES or status in {401, 403}:
-        return AccessDeniedError(
-            f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
-            "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
-            + (". To read without listing, name the shards, as in {000000..000099}.tar" if doing == "listing" else "")
-        )
+        return _refusal(place, doing, _Answer(status=status, code=code, said=said, text=text))
     if isinstance(error, errors.PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
     if status in {200, 206} or isinstance(error, errors.NotSupportedError) or any(one in debug for one in _NO_RANGE):
@@ -131,15 +163,82 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         )
     if status == 416:
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
-    if isinstance(error, ValueError):
-        return ConfigError(f"{where}: {head.strip()[:300]}")
+    if isinstance(error, ValueError) or doing == CONNECTING:  # where nothing is sent yet
+        return ConfigError(f"{where}: {hidden_in(head.strip()[:300], place.secrets)}")
     return _transfer_error(where, place, status, said, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What the store answered: its status, its code, both with its message in short, and everything."""
+
+    status: int
+    code: str
+    said: str
+    text: str
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether it says that a key has expired; the URL, which is repeated, may hold any word."""
+        return self.code in _EXPIRED_CODES or bool(_IS_EXPIRED.search(self.said)) or _OUTSIDE_TIME in self.text
+
+
+def _refusal(place: RequestPlace, doing: str, answer: _Answer) -> AccessDeniedError:
+    """Return the error for a request that was denied."""
+    if not_renewed := _NOT_RENEWED.search(answer.text.partition("Debug source:")[0]):
+        answer = replace(answer, said=f" ({not_renewed[1]})")
+    elif answer.code not in _KEY_CODES and answer.status != 401 and not answer.is_expired:
+        return AccessDeniedError(_denied(place, doing, answer.said))
+    return KeyRefusedError(_key_refused(place, doing, answer), place.forget)
+
+
+def _denied(place: RequestPlace, doing: str, said: str, again: str = "") -> str:
+    return (
+        f"{doing} {place}: access denied{said}; the credentials came from {place.source}{again}; endpoint "
+        f"{place.endpoint}{place.through}. Check that they are right and may do this; storage_options takes key and "
+        "secret, profile, or anon=True"
+        + (". To read without listing, name the shards, as in {000000..000099}.tar" if doing == "listing" else "")
+    )
+
+
+def _key_refused(place: RequestPlace, doing: str, answer: _Answer) -> str:
+    """Return the message for a key that is refused itself, after it was looked up again, if there is where to look."""
+    again = "" if place.forget is None else ", and were looked up there once more"
+    if not answer.is_expired:
+        then = "If the key was good before, it has expired or was replaced: renew it, then start again"
+        return f"{_denied(place, doing, answer.said, again)}. {then}: {RESUMED}"
+    return (
+        f"{doing} {place}: the key has expired{answer.said}; the credentials came from {place.source}{again}; endpoint "
+        f"{place.endpoint}. Renew them ({_cure_of_expired(place.source)}), then start again: {RESUMED}"
+    )
+
+
+def _cure_of_expired(source: str) -> str:
+    if "profile" in source.lower():
+        return "`aws sso login`, or what made the profile's session"
+    if "storage option" in source:
+        return "a key in the storage options is never renewed: give a profile or a role, which are"
+    if source.startswith("the URL"):
+        return "a signed URL is never renewed: sign it for longer, or give the store's own URL and a key"
+    return f"at {source}"
 
 
 def _status_of(error: Exception, head: str) -> int:
     if isinstance(error, AnswerError):
         return error.status
     return int(found[1]) if (found := _STATUS.search(head)) else 0
+
+
+def _undeleted(head: str) -> tuple[str, str] | None:
+    """Return message and code of one key that a bulk delete failed on; None: that is not what ``head`` says.
+
+    It ends with ``KEY: MESSAGE (code: CODE)``, and anything may be in the key.
+    """
+    begun, _, code = head.rstrip().rpartition(" (code: ")
+    _, found, rest = begun.partition(_DELETE_FAILED)
+    if not (found and ": " in rest and code.endswith(")") and _BULK_CODE.fullmatch(code, 0, len(code) - 1)):
+        return None
+    return rest.rpartition(": ")[2].strip()[:300], code[:-1]
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
@@ -157,10 +256,8 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
 def _transfer_error(where: str, place: RequestPlace, status: int, said: str, text: str) -> StorageError:
     """Make an error for the remaining cases: transport faults, and unforeseen answers."""
     head, _, debug = text.partition("Debug source:")
-    final = next((words for token, words in _FINAL if token in debug), None)
-    if final is not None:
-        named = f" ({head.strip()[:300]!r})" if "InvalidPath" in debug else ""
-        return FinalError(f"{where}: {final}{named}; endpoint {place.endpoint}")
+    if why := _why_final(status, head, debug):
+        return FinalError(f"{where}: {why}; endpoint {place.endpoint}{place.through}")
     if status in _PASSING_STATUS or (status >= 500 and status not in {501, 505}):
         busy = status in _BUSY_STATUS or any(f" {code}" in said for code in _BUSY_CODES)
         kind = ThrottledError if busy else PassingError
@@ -171,18 +268,40 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(_unreachable(where, place, reason))
     reason = next((words for token, words in _REASONS if token in debug), "the transfer broke off")
-    return PassingError(f"{where}: {reason}; endpoint {place.endpoint}")
+    return PassingError(f"{where}: {_hinted(place, reason)}; endpoint {place.endpoint}{place.through}")
 
 
+def _why_final(status: int, head: str, debug: str) -> str:
+    """Return why asking again is in vain; "": it is not."""
+    if (status == 400 and _WANTS_TLS.search(head[:_MOST_LOOKED_AT])) or _NOT_HTTP.search(debug):
+        return "the server answers, but not over plain HTTP: write https:// in its place"
+    if status == 407:
+        return "the proxy wants a user and password (407): write both before its host in the variable that names it"
+    final = next((words for token, words in _FINAL if token in debug), "")
+    return f"{final} ({head.strip()[:300]!r})" if final and "InvalidPath" in debug else final
+
+
+def _hinted(place: RequestPlace, reason: str) -> str:
+    """Return a reason, with what else it may mean of a server that is asked over plain HTTP."""
+    ends_so = place.endpoint.startswith("http://") and reason in {_RESET, _CLOSED}
+    return f"{reason} (if that port speaks TLS, write https://)" if ends_so else reason
+
+
+_RESET, _CLOSED = "the connection was reset", "the connection was closed before an answer"
+_WANTS_TLS = re.compile(r"(?:to an HTTPS server|to HTTPS port|SSL-enabled server port)", re.IGNORECASE)
+"""What Go's, nginx and Apache answer over plain HTTP at a port for TLS; others send an alert, or end the connection."""
+_NOT_HTTP = re.compile(r"Parse\(\s{0,200}Version\b")
 _REASONS = (
+    ("ProxyAuthRequired", "it wants a user and password"),
+    ("TunnelUnsuccessful", "it refuses to connect there"),
     ("dns error", "the name does not resolve"),
     ("Name or service not known", "the name does not resolve"),
     ("ConnectionRefused", "connection refused"),
-    ("InvalidCertificate", "its certificate is not trusted; see the option ca_file"),
+    ("InvalidCertificate", "its certificate is not trusted; give its authority as ca_file, or --ca-file to a command"),
     ("IncompleteBody", "the answer ended early"),
     ("UnexpectedEof", "the answer ended early"),
-    ("ConnectionReset", "the connection was reset"),
-    ("IncompleteMessage", "the connection was closed before an answer"),
+    ("ConnectionReset", _RESET),
+    ("IncompleteMessage", _CLOSED),
     ("TimedOut", "no byte came for read_timeout_s"),
 )
 _NO_RANGE = ("NotPartial", "UnexpectedRange", "NoContentRange", "ParseContentRange")
@@ -192,6 +311,7 @@ _BAD_KEY = (
     "Name the shards themselves, with braces such as {000000..000099}.tar, or rename that object"
 )
 _FINAL = (
+    ("InvalidContentType", "the server does not speak TLS at that port: write http://, or its port for https://"),
     ("InvalidPath", _BAD_KEY),
     ("TooManyRedirects", "the server redirects more than ten times, in a circle perhaps; check the URL"),
     ("kind: Redirect", "the server redirects to somewhere that cannot be followed; check the URL"),
@@ -218,6 +338,11 @@ def _said(status: int, code: str, text: str) -> str:
 
 
 def _unreachable(where: str, place: RequestPlace, reason: str) -> str:
+    if place.proxy:
+        return (
+            f"{where}: cannot reach {place.endpoint}{place.through} ({reason}); check that proxy, or name the store's "
+            "host in NO_PROXY"
+        )
     return (
         f"{where}: cannot reach {place.endpoint} ({reason}); check endpoint_url, the network, and that the server runs"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from streaming.errors import StorageError
 from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.adapters.obstore_client import client
-from streaming.storage.base.adapter import StoreWriter, maker_of_writer
+from streaming.storage.base.adapter import StoreWriter, maker_of_writer, with_keys_of_now
 from streaming.types import override
 
 _PARTS_IN_FLIGHT = 4
@@ -21,13 +21,17 @@ class _AbortedError(Exception):
 
 
 class ObjectWriter(StoreWriter):
-    """Write one object of a store. For one thread; a second one, its own, sends parts from the first full one on."""
+    """Write one object of a store. For one thread; a second one, its own, sends parts from the first full one on.
 
-    def __init__(self, store: Any, key: str, place: RequestPlace, part_bytes: int) -> None:
-        self._store = store
-        self._key = key
-        self._place = place
-        self._maker = maker_of_writer(place.url)
+    Args:
+        reach: Returns the store, the key in it and the place for messages, with the keys of now.
+        part_bytes: Size of the parts.
+    """
+
+    def __init__(self, reach: Callable[[], tuple[Any, str, RequestPlace]], part_bytes: int) -> None:
+        self._reach = reach
+        self._store, self._key, self._place = reach()
+        self._maker = maker_of_writer(self._place.url)
         self._part_bytes = max(part_bytes, 5 << 20)  # the smallest part that S3 accepts
         self._part = bytearray()
         self._parts: queue.Queue[bytes | _AbortedError | None] = queue.Queue(maxsize=1)
@@ -60,8 +64,7 @@ class ObjectWriter(StoreWriter):
         self._maker.check()
         self._closed = True
         if self._thread is None:
-            with object_errors(self._place, "writing"):
-                client().api.put(self._store, self._key, bytes(self._part), use_multipart=False)
+            with_keys_of_now(self._put)
             self._part = bytearray()
             return
         if self._part:
@@ -76,6 +79,11 @@ class ObjectWriter(StoreWriter):
             self._part = bytearray()
             if self._thread is not None:
                 self._finish(_AbortedError())
+
+    def _put(self) -> None:
+        store, key, place = self._reach()
+        with object_errors(place, "writing"):
+            client().api.put(store, key, bytes(self._part), use_multipart=False)
 
     def _send(self) -> None:
         """Hand the full part to the uploading thread; waits while that has enough of them."""

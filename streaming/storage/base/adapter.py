@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from streaming.errors import StorageError, TransferError, redact
+from streaming.errors import AccessDeniedError, StorageError, TransferError, redact
 from streaming.forks import Maker
+
+_T = TypeVar("_T")
 
 ReadBuffer = memoryview
 """The result of a read: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
@@ -48,6 +50,40 @@ class FinalError(StorageError):
 
 class UnreachableError(PassingError):
     """No connection at all (unknown host, connection refused). Retried for a few seconds only."""
+
+
+RESUMED = "a job that resumes from its last state_dict loses no sample, and a command goes on where it stopped"
+"""What a new start costs, for messages."""
+
+
+class KeyRefusedError(AccessDeniedError):
+    """The store refuses the key itself: it has expired, or is not known. There may be another one by now.
+
+    Attributes:
+        forget: Makes the next attempt look the keys up again; None: there is nowhere to look.
+    """
+
+    def __init__(self, message: str, forget: Callable[[], None] | None = None) -> None:
+        super().__init__(message)
+        self.forget = forget
+
+    def __reduce__(self) -> tuple[type[KeyRefusedError], tuple[str]]:
+        return KeyRefusedError, (str(self),)
+
+
+def with_keys_of_now(attempt: Callable[[], _T]) -> _T:
+    """Return the result of ``attempt``; if its key is refused, of another one, after the keys were looked up again.
+
+    Raises:
+        KeyRefusedError: That key is refused as well.
+    """
+    try:
+        return attempt()
+    except KeyRefusedError as error:
+        if error.forget is None:
+            raise
+        error.forget()
+    return attempt()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

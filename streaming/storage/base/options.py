@@ -79,7 +79,8 @@ class StorageOptions:
         account_key: Key of the account (az).
         sas_token: Shared access signature (az).
         connection_string: Azure's connection string (az, fsspec client only).
-        ca_file: PEM file of certificate authorities to trust in addition to the system's.
+        ca_file: PEM file of certificate authorities to trust in addition to the system's; default: that of the
+            environment's AWS_CA_BUNDLE.
         client: "fsspec" to use fsspec where obstore is the default; "obstore" to use that alone, also for large ranges
             over plain HTTP, which otherwise are received in the loader's memory.
         fsspec: Additional keyword arguments for the fsspec file system.

@@ -6,6 +6,7 @@ A "directory" here has no trailing slash (except the root ``/``), so that ``join
 from __future__ import annotations
 
 import base64
+import ipaddress
 import os
 import re
 from collections.abc import Collection
@@ -17,6 +18,7 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _LEAST_SECRET = 4
 """Characters of a secret that is looked for outside URLs; shorter ones would hide ordinary words."""
 HTTP_SCHEMES = frozenset({"http", "https"})
+_HOST = re.compile(r"[A-Za-z0-9._~-]+")
 
 
 def scheme_of(url: str) -> str:
@@ -76,6 +78,53 @@ def join_url(base: str, *names: str) -> str:
     for name in names:
         path = name if not path else path + name if path.endswith("/") else f"{path}/{name}"
     return path + query
+
+
+def checked_endpoint(name: str, url: str) -> str:
+    """Return the URL of a server that stands in for a cloud's own, if a client can ask it.
+
+    obstore ends in a panic, which is no ``Exception``, over most of what is refused here (0.12.1).
+
+    Args:
+        name: What holds the URL, for the message.
+        url: The URL.
+
+    Raises:
+        ConfigError: It is malformed; the message says where.
+    """
+    fault = "it begins otherwise" if not url.startswith(("http://", "https://")) else server_fault(url)
+    if not fault and not (url.isascii() and url.isprintable() and " " not in url):
+        fault = "there is a character in it that URLs cannot have; percent-encode it (a host's name as xn--…)"
+    if not fault and ("?" in url or "#" in url):
+        fault = "it has a query or fragment, which the address of a server has not"
+    if fault:
+        shown = redact(url if "://" in url else f"://{url}").removeprefix("://")
+        raise ConfigError(f"{name} {shown!r}: expected http://host:port or https://host; {fault}")
+    return url
+
+
+def server_fault(url: str) -> str:
+    """Return what is wrong with host and port of an http(s) URL, in words; "" if they are right."""
+    server = url.partition("://")[2].partition("/")[0].partition("?")[0].rpartition("@")[2]
+    if server.count(":") > 1 and "[" not in server:
+        return "an IPv6 address stands in brackets, as in http://[::1]:9000"
+    host, colon, port = re.fullmatch(r"(.*?)(?:(:)([^:\]]*))?", server, re.DOTALL).groups("")  # type: ignore[union-attr]
+    if colon and not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
+        return f"port {port[:20]!r} is no number from 1 to 65535"
+    return _host_fault(host)
+
+
+def _host_fault(host: str) -> str:
+    if not host:
+        return "it names no host"
+    if host.startswith("["):
+        try:
+            ipaddress.IPv6Address(host[1:-1] if host.endswith("]") and "%" not in host else "")
+        except ValueError:
+            return "what stands in brackets is no IPv6 address without a zone"
+    elif host.isascii() and not _HOST.fullmatch(host):
+        return f"{host[:80]!r} is no name of a host"
+    return ""
 
 
 def secrets_of(url: str) -> set[str]:

@@ -3,18 +3,25 @@
 It passes ``Host`` on, so signatures made for the proxy's address still verify. Faults are used up in the order given,
 one per matching request; if none is left or fits, ``choose`` may pick one. Other requests pass untouched. Threads
 are daemons and end with the context.
+
+Run ``python fault_proxy.py PORT --share 0.05 --kinds status reset``: it prints its port when it listens, breaks that
+share of the answers, and ends when its standard input does. ``GET /_broken`` tells how many it broke.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import random
 import socket
 import struct
+import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 Kind = Literal[
     "status",  # answer with ``status`` and an S3 error body, without asking the server
@@ -41,6 +48,24 @@ class Fault:
     status: int = 503
     method: str = "GET"
     path: str = ""  # part of the path that the request must have
+
+
+class Drawn:
+    """Break a share of the answers to GET, each kind of fault as often as the others; counts what it did."""
+
+    def __init__(self, share: float, kinds: tuple[Kind, ...], seed: int) -> None:
+        self._share, self._kinds, self._random = share, kinds, random.Random(seed)
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter(all=0)
+
+    def __call__(self, method: str, path: str, span: str | None) -> Fault | None:
+        with self._lock:
+            self.counts["all"] += 1
+            if method != "GET" or self._random.random() >= self._share:
+                return None
+            kind = self._random.choice(self._kinds)
+            self.counts[kind] += 1
+            return Fault(kind=kind, at_bytes=self._random.randrange(1000), seconds=self._random.random() / 10)
 
 
 class FaultProxy:
@@ -86,7 +111,7 @@ class FaultProxy:
         self._thread.join()
 
     def _accept(self) -> None:
-        threads = []
+        threads: list[threading.Thread] = []
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -94,6 +119,7 @@ class FaultProxy:
                 break
             with self._lock:
                 self._open.add(connection)
+            threads = [one for one in threads if one.is_alive()]
             threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
             threads[-1].start()
         for thread in threads:
@@ -118,6 +144,10 @@ class FaultProxy:
         method, path, _ = head[0].split(" ", 2)
         headers = _headers(head)
         body = requests.read(int(headers.get("content-length", 0)))
+        if path == "/_broken" and isinstance(self._choose, Drawn):
+            told = json.dumps(self._choose.counts).encode()
+            client.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(told)}\r\n\r\n".encode() + told)
+            return True
         fault = self._next(method, path, headers.get("range"))
         kind = fault.kind if fault else None
         if kind == "status":
@@ -140,7 +170,8 @@ class FaultProxy:
 
     def _next(self, method: str, path: str, span: str | None) -> Fault | None:
         with self._lock:
-            self.log.append((method, path, span))
+            if not isinstance(self._choose, Drawn):  # which runs for long, and counts
+                self.log.append((method, path, span))
             if self._faults and self._faults[0].method == method and self._faults[0].path in path:
                 return self._faults.popleft()
         return self._choose(method, path, span) if self._choose is not None else None
@@ -228,3 +259,19 @@ def _reset(client: socket.socket) -> bool:
     """Make the following close a reset (RST) instead of an orderly end (FIN)."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("port", type=int)
+    parser.add_argument("--share", type=float, required=True)
+    parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with FaultProxy(args.port, choose=Drawn(args.share, tuple(args.kinds), args.seed)) as proxy:
+        print(proxy.port, flush=True)
+        sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    main()

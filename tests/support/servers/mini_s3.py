@@ -5,8 +5,13 @@ GET, HEAD, conditional PUT, uploads in parts, ListObjectsV2 with paging and deli
 requests may read buckets whose names begin with ``public-``, and get (but not list, so that what is not there is
 denied) the objects of those that begin with ``unlisted-``; nobody may do anything in those that begin with ``locked-``.
 Objects are files (sent by ``sendfile``), their table is in memory and in a journal beside them, so that a
-server started again in the same folder has them again. ``PUT /_buckets/NAME``, unsigned, makes a bucket at once, for
-those who have no client that signs. ``GET /_log`` returns every request since the last ``DELETE /_log`` as JSON.
+server started again in the same folder has them again.
+
+Unsigned are: ``PUT /_buckets/NAME``, which makes a bucket at once, for those who have no client that signs; ``POST
+/_sessions?seconds=60`` (or ``?requests=30``), which makes keys that are good for so long, in the form of a
+``credential_process``; ``DELETE /_sessions?key=NAME``, which ends one, and ``GET /_sessions``, which counts them; ``PUT
+/_token/NAME``, which changes the key (of mini_gcs.py, the token) that is always good; ``GET /_log``, which returns
+every request since the last ``DELETE /_log`` as JSON.
 
 Run ``python mini_s3.py --root DIR``; it prints its port when it listens, and ends when its standard input does.
 """
@@ -24,6 +29,7 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, quote, unquote
@@ -60,6 +66,24 @@ class Line:
 
 
 @dataclass(slots=True)
+class Session:
+    """Keys that end: at a time of this server's clock, after a number of requests, or never."""
+
+    secret: str
+    token: str
+    end_s: float | None
+    requests: int | None
+
+    def is_over(self) -> bool:
+        """Count a request; tell whether it comes too late."""
+        if self.requests is not None:
+            self.requests -= 1
+        return (self.requests is not None and self.requests < 0) or (
+            self.end_s is not None and time.time() >= self.end_s
+        )
+
+
+@dataclass(slots=True)
 class State:
     root: str
     key: str = KEY
@@ -71,6 +95,36 @@ class State:
     log: list[dict[str, object]] = field(default_factory=list)
     line: Line = field(default_factory=Line)
     round_trip_s: float = 0.0
+    sessions: dict[str, Session] = field(default_factory=dict)
+    num_sessions: int = 0
+
+    def begin_session(self, *, seconds: float | None, requests: int | None) -> dict[str, object]:
+        """Make keys; what a ``credential_process`` prints of them."""
+        key, end_s = f"session-{uuid.uuid4().hex}", None if seconds is None else time.time() + seconds
+        made = Session(uuid.uuid4().hex, uuid.uuid4().hex, end_s, requests)
+        with self.lock:
+            self.sessions[key] = made
+            self.num_sessions += 1
+        told = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": made.secret, "SessionToken": made.token}
+        if end_s is not None:
+            told["Expiration"] = f"{datetime.fromtimestamp(end_s, UTC).isoformat()}"
+        return told
+
+    def secret_of(self, key: str, token: str | None) -> str:
+        """The secret of a key that may be used with this token, now."""
+        if key == self.key:
+            return self.secret
+        with self.lock:
+            found = self.sessions.get(key)
+            if found is None:
+                raise Refused(
+                    403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."
+                )
+            if found.token != token:
+                raise Refused(400, "InvalidToken", "The provided token is malformed or otherwise invalid.")
+            if found.is_over():
+                raise Refused(400, "ExpiredToken", "The provided token has expired.")
+        return found.secret
 
     def note(self, bucket: str, key: str | None = None, stored: StoredObject | None = None) -> None:
         """Write down that a bucket was made, an object stored, or (None) removed; call with the lock held."""
@@ -132,6 +186,14 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/_log":
             self._admin()
             return
+        if path == "/_sessions":
+            self._sessions(dict(parse_qsl(query)))
+            return
+        if path.startswith("/_token/"):
+            state.key = unquote(path).removeprefix("/_token/")
+            self.entry = {}
+            self._answer(200, b"", {})
+            return
         if path.startswith("/_buckets/") and self.command == "PUT":
             self._create(unquote(path).removeprefix("/_buckets/"))
             self.entry = {}
@@ -166,6 +228,21 @@ class Handler(BaseHTTPRequestHandler):
                 state.log.clear()
         self.entry = {}
         self._answer(200, body, {})
+
+    def _sessions(self, asked: dict[str, str]) -> None:
+        state, self.entry = self.server.state, {}
+        told: object = None
+        if self.command == "DELETE":
+            with state.lock:
+                state.sessions.pop(asked["key"], None)
+        elif self.command == "GET":
+            told = state.num_sessions
+        else:
+            seconds, requests = asked.get("seconds"), asked.get("requests")
+            told = state.begin_session(
+                seconds=float(seconds) if seconds else None, requests=int(requests) if requests else None
+            )
+        self._answer(200, json.dumps(told).encode(), {})
 
     def _create(self, bucket: str) -> None:
         state = self.server.state
@@ -227,10 +304,11 @@ class Handler(BaseHTTPRequestHandler):
             fields = dict(part.strip().split("=", 1) for part in given[17:].split(","))
             credential, signed, sign = fields["Credential"], fields["SignedHeaders"], fields["Signature"]
             when, payload, pairs = headers["x-amz-date"], headers["x-amz-content-sha256"], self.pairs
+            token = headers.get("x-amz-security-token")
         elif "X-Amz-Signature" in self.query:
             query = self.query
             credential, signed, sign = query["X-Amz-Credential"], query["X-Amz-SignedHeaders"], query["X-Amz-Signature"]
-            when, payload = query["X-Amz-Date"], "UNSIGNED-PAYLOAD"
+            when, payload, token = query["X-Amz-Date"], "UNSIGNED-PAYLOAD", query.get("X-Amz-Security-Token")
             pairs = [pair for pair in self.pairs if pair[0] != "X-Amz-Signature"]
         elif bucket.startswith(("public-", "unlisted-")) and self.command in {"GET", "HEAD"}:
             return
@@ -238,10 +316,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(403, "AccessDenied", "Access Denied")
         key, scope = credential.split("/", 1)
         region = scope.split("/")[1]
-        if key != state.key:
-            raise Refused(
-                403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."
-            )
+        secret = state.secret_of(key, token)
         if region != state.region:
             message = (
                 f"The authorization header is malformed; the region '{region}' is wrong; expecting '{state.region}'"
@@ -250,7 +325,7 @@ class Handler(BaseHTTPRequestHandler):
         lines = "".join(f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in signed.split(";"))
         uri = quote(unquote(raw_path), safe="/-_.~")
         canonical = f"{self.command}\n{uri}\n{canonical_query(pairs)}\n{lines}\n{signed}\n{payload}"
-        if not hmac.compare_digest(signature(state.secret, scope, when, canonical), sign):
+        if not hmac.compare_digest(signature(secret, scope, when, canonical), sign):
             raise Refused(403, "SignatureDoesNotMatch", "The request signature we calculated does not match.",
                           f"<CanonicalRequest>{escape(canonical)}</CanonicalRequest>")  # fmt: skip
 

@@ -224,6 +224,15 @@ class MiniS3Server(LoopbackServer):
             params = {"Bucket": bucket, "Key": key}
             return str(client.generate_presigned_url("get_object", Params=params, ExpiresIn=expires_s))
 
+    def begin_session(self, **life: float) -> dict[str, str]:
+        """Keys that are good for ``seconds=``, ``requests=`` or (nothing given) always; see mini_s3.py."""
+        found: dict[str, str] = json.loads(self.request("POST", f"/_sessions?{urllib.parse.urlencode(life)}")[1])
+        return found
+
+    def end_session(self, key: str) -> None:
+        """Let a key be unknown from now on."""
+        self.request("DELETE", f"/_sessions?key={key}")
+
     def log(self) -> list[dict[str, object]]:
         """Every request since the last :meth:`clear_log`: method, path, query names, range, status, bytes."""
         found: list[dict[str, object]] = json.loads(self.request("GET", "/_log")[1])
@@ -231,6 +240,30 @@ class MiniS3Server(LoopbackServer):
 
     def clear_log(self) -> None:
         self.request("DELETE", "/_log")
+
+
+class FaultyLine(LoopbackServer):
+    """A fault proxy in a process of its own, in front of the server on a port of this machine; see fault_proxy.py.
+
+    Args:
+        port: Of the server.
+        share: Of the answers that are broken, drawn by ``seed``.
+        kinds: How.
+        seed: Of what is drawn.
+    """
+
+    def __init__(self, port: int, share: float, kinds: tuple[str, ...], seed: int = 0) -> None:
+        super().__init__()
+        self._arguments = (str(port), "--share", str(share), "--seed", str(seed), "--kinds", *kinds)
+
+    def _start(self) -> None:
+        program = os.path.join(_HERE, "fault_proxy.py")
+        self._spawn(sys.executable, program, *self._arguments, announces=True)
+
+    def broken(self) -> dict[str, int]:
+        """How many answers were broken, by the kind of fault, and how many there were (``"all"``)."""
+        found: dict[str, int] = json.loads(self.request("GET", "/_broken")[1])
+        return found
 
 
 class MiniGcsServer(LoopbackServer):
@@ -248,9 +281,9 @@ class MiniGcsServer(LoopbackServer):
 
     def create_bucket(self, name: str) -> str:
         """Create the bucket; return its URL."""
-        status, body = self.request("PUT", f"/{name}", b"", Authorization=f"Bearer {self.token}")
+        status, _ = self.request("PUT", f"/_buckets/{name}")
         if status != 200:
-            raise RuntimeError(f"mini_gcs answered {status} to create {name}: {body[:500]!r}")
+            raise RuntimeError(f"mini_gcs answered {status} to create {name}")
         return f"gs://{name}"
 
     def log(self) -> list[dict[str, object]]:
