@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from streaming.batches.build import BadSampleReport
@@ -14,7 +14,7 @@ from streaming.engine.delivery import Delivery
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
-from streaming.engine.units import BatchSlices, Units, WholeChunks
+from streaming.engine.units import BatchSlices, ChunksInTurns, Units, WholeChunks
 from streaming.engine.workers.ring import PageLocker
 from streaming.fetch.read import FetchRange
 from streaming.forks import in_children
@@ -154,20 +154,33 @@ class PlanReader:
         self.source, self.rooms, self.dp_rank = source, rooms, dp_rank
         self._machinery, self._make, self._settings = machinery, make, settings
         self._metrics, self._report = metrics, report
+        self.is_accepted = self._is_short = False
 
-    def prepared(self, plan: Plan, *, resumed: bool) -> Callable[[], Pipeline]:
-        """Return a function that begins to read a plan.
+    def accept(self, plans: Iterable[Plan], *, resumed: bool) -> None:
+        """Refuse a run that needs more memory than there is; after this it never ends for lack of it.
 
         Args:
-            plan: The plan.
+            plans: Plans of the run: one for each size of batches that is to come.
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
 
         Raises:
-            MemoryLimitError: What is needed at once does not fit.
+            MemoryLimitError: What is needed at once does not fit; on all ranks alike.
+        """
+        with self._metrics.timed("plan_s"):
+            for plan in plans:
+                self.rooms.check(plan, resumed=resumed)
+        self.is_accepted = True
+
+    def prepared(self, plan: Plan) -> Callable[[], Pipeline]:
+        """Return a function that begins to read a plan of a run that was accepted.
+
+        Logs, once, that chunks are read in turns because the plan needs more at once than there is room for.
         """
         with self._metrics.timed("plan_s"):
             demand = self.rooms.demand(plan, self.dp_rank)
-        demand.check(resumed=resumed)
+            is_short, self._is_short = demand.is_short and not self._is_short, demand.is_short or self._is_short
+        if is_short:
+            _log.warning("%s", demand.shortage())
         return lambda: self._read(plan, demand)
 
     def hold(self) -> None:
@@ -179,7 +192,7 @@ class PlanReader:
                 store.retain = store.is_held = True
 
     def _read(self, plan: Plan, demand: Demand) -> Pipeline:
-        units: Units = (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
+        units = self._units(plan, demand)
         crew, store = self._machinery.open(self._make)
         store.limit_bytes, store.retain = demand.limit_bytes, demand.retains
         settings = self._settings(crew)
@@ -195,6 +208,14 @@ class PlanReader:
             settings=settings, metrics=self._metrics, report=self._report,
         )  # fmt: skip
         return self._machinery.serves(pipeline)
+
+    def _units(self, plan: Plan, demand: Demand) -> Units:
+        if demand.is_short:
+            return ChunksInTurns(
+                plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=demand.limit_bytes,
+                slice_room=self.rooms.slice_room if self.source.has_sample_tables() else None,
+            )  # fmt: skip
+        return (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
 
     def _first_units(self, plan: Plan, limit_bytes: int) -> Iterator[FetchRange]:
         """Yield the chunks that this rank needs first, at least as many as fit.

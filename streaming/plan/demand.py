@@ -5,6 +5,10 @@ The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is de
     all chunks fit          KeptDemand      each is fetched once, and stays
     ranks share an order    SlicesDemand    a rank reads its slices of chunks, which saves bytes
     otherwise               LiveDemand      chunks come when they are needed, and go
+
+Chunks differ in size, so each epoch, rank and start needs another amount at once. Whether a ``memory_limit`` is refused
+depends on none of them (``Rooms.check``): on the first rank in epoch 0. A plan that needs more than there is room for
+is read all the same (``LiveDemand.is_short``): its chunks stay only while batches use them, and some are fetched again.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ class Rooms:
 
     def __init__(self, chunks: Chunks, memory: Budget, *, is_shared: bool = False) -> None:
         self.chunks, self.memory = chunks, memory
+        self._latest: Demand | None = None
         self.align_bytes = budget.PAGE_BYTES if chunks.can_be_mapped and not is_shared else 1
 
     @property
@@ -84,9 +89,33 @@ class Rooms:
         skews = self.chunks.byte_starts % self.align_bytes
         return budget.whole_pages(sizes + np.where(sizes < budget.LEAST_MAPPED_BYTES, 0, skews))
 
+    def slice_room(self, num_bytes: int) -> int:
+        """Return the most memory that a slice of a chunk takes, given its bytes."""
+        return int(budget.whole_pages(num_bytes + self.align_bytes - 1))
+
     def demand(self, plan: Plan, dp_rank: int) -> Demand:
-        """Return what a rank demands for a plan."""
-        return self._kind(plan)(self, plan, dp_rank)
+        """Return what a rank demands for a plan; the latest is kept, because a run that begins is checked by it."""
+        found = self._latest
+        if found is None or found.plan is not plan or found.dp_rank != dp_rank:
+            self._latest = found = self._kind(plan)(self, plan, dp_rank)
+        return found
+
+    def check(self, plan: Plan, *, resumed: bool = False) -> None:
+        """Refuse a run whose memory limit is too small, alike on all ranks, in every epoch, at every resume.
+
+        Args:
+            plan: Any plan of the run.
+            resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
+
+        Raises:
+            MemoryLimitError: It does not fit; the message shows the calculation and the remedies.
+        """
+        if not (resumed and plan.orders.is_endless):  # whose start nobody can plan again; it was accepted there
+            self.first_demand(plan).check(resumed=resumed)
+
+    def first_demand(self, plan: Plan) -> Demand:
+        """Return what the first rank demands at the start of the run of a plan."""
+        return self.demand(plan.from_the_start(), 0)
 
     def _kind(self, plan: Plan) -> type[Demand]:
         if budget.reads_slices(plan, self.chunk_bytes, self.memory) and self.chunks.has_sample_tables():
@@ -99,9 +128,10 @@ class Demand(ABC):
 
     Attributes:
         is_sliced: Slices of chunks are read, not whole chunks.
+        is_short: More is needed at once than there is room for: chunks stay only while batches use them.
     """
 
-    is_sliced = False
+    is_sliced = is_short = False
 
     def __init__(self, rooms: Rooms, plan: Plan, dp_rank: int) -> None:
         self.rooms, self.plan, self.dp_rank = rooms, plan, dp_rank
@@ -128,13 +158,27 @@ class Demand(ABC):
         return {}
 
     @property
+    def sizes(self) -> Int64Array:
+        """int64 [C], memory that each chunk takes, as it is read."""
+        return self.rooms.room_bytes
+
+    @property
     def retains(self) -> bool:
-        """Whether chunks stay in memory when they are no longer needed, because there is room for all."""
+        """Whether chunks stay in memory when they are no longer needed, as long as there is room."""
         return False
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory for chunks that ``check`` does not refuse."""
+        return 0
+
+    def shortage(self) -> str:
+        """Say, where this ``is_short``, what follows from that, and what helps."""
+        return ""
 
     @abstractmethod
     def check(self, *, resumed: bool = False) -> None:
-        """Refuse a plan of which the rank needs more at once than there is room for.
+        """Refuse a run that begins with this and needs more at once than there is room for.
 
         Args:
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
@@ -183,6 +227,11 @@ class SlicesDemand(Demand):
     def limit_bytes(self) -> int:
         return self.rooms.memory.chunks_bytes
 
+    @property
+    @override
+    def least_bytes(self) -> int:
+        return self.live_bytes
+
     @override
     def check(self, *, resumed: bool = False) -> None:
         memory, num_bytes = self.rooms.memory, self.live_bytes
@@ -199,19 +248,19 @@ class LiveDemand(Demand):
     """Whole chunks, while they are needed; if these do not fit, only what ``fields`` and filter leave of them."""
 
     @cached_property
-    def _live(self) -> tuple[int, dict[int, int]]:
-        """Bytes needed at once, and the sizes of the chunks of which only parts are read."""
+    def _live(self) -> tuple[int, dict[int, int], Int64Array]:
+        """Bytes needed at once, the sizes of the chunks of which only parts are read, and the memory of each chunk."""
         rooms, plan, dp_rank = self.rooms, self.plan, self.dp_rank
         num_bytes = plan.live_bytes(rooms.room_bytes, dp_rank)
         if num_bytes <= rooms.memory.chunks_bytes:
-            return num_bytes, {}
+            return num_bytes, {}, rooms.room_bytes
         needed = plan.rank_chunks(dp_rank)
         read_bytes = rooms.chunks.unit_bytes(needed)
         in_pieces = read_bytes < rooms.chunk_bytes[needed]
         needed, read_bytes = needed[in_pieces], read_bytes[in_pieces]
         sizes = rooms.room_bytes.copy()
         sizes[needed] = budget.whole_pages(np.maximum(read_bytes, 1) + rooms.align_bytes - 1)
-        return plan.live_bytes(sizes, dp_rank), dict(zip(needed.tolist(), read_bytes.tolist(), strict=True))
+        return plan.live_bytes(sizes, dp_rank), dict(zip(needed.tolist(), read_bytes.tolist(), strict=True)), sizes
 
     @property
     @override
@@ -225,28 +274,68 @@ class LiveDemand(Demand):
 
     @property
     @override
+    def sizes(self) -> Int64Array:
+        return self._live[2]
+
+    @property
+    @override
+    def is_short(self) -> bool:  # type: ignore[override]
+        return self.live_bytes > self.rooms.memory.chunks_bytes
+
+    @property
+    @override
     def limit_bytes(self) -> int:
         return self.rooms.memory.with_read_ahead(self.live_bytes)
 
     @cached_property
     @override
     def retains(self) -> bool:
+        if self.is_short:  # what the next batches use is still there, as far as there is room
+            return True
         return self.limit_bytes >= int(self.rooms.room_bytes[self.plan.rank_chunks(self.dp_rank)].sum())
+
+    @property
+    @override
+    def least_bytes(self) -> int:
+        return max(self.live_bytes, self._batch_bytes)
+
+    @cached_property
+    def _batch_bytes(self) -> int:
+        """The most that a batch of this size can need in any order; 0: samples can be read without their chunks."""
+        return 0 if self.rooms.chunks.has_sample_tables() else budget.most_of_a_batch(self.plan, self.sizes)
+
+    @override
+    def shortage(self) -> str:
+        memory, plan = self.rooms.memory, self.plan
+        return (
+            f"memory_limit: rank {self.dp_rank} needs {format_bytes(self.live_bytes)} of chunks at the same time in "
+            f"epoch {plan.epoch}, whose order brings large ones together, and {format_bytes(memory.chunks_bytes)} of "
+            f"{format_bytes(memory.limit_bytes)} are for them. So a chunk stays in memory only while batches use it, "
+            "and may be fetched more than once; batches are the same. To fetch each once, use memory_limit="
+            f'"{budget.needed_mib(self.live_bytes)}MiB"'
+        )
 
     @override
     def check(self, *, resumed: bool = False) -> None:
         memory, plan, room_bytes = self.rooms.memory, self.plan, self.rooms.room_bytes
-        if self.live_bytes <= memory.chunks_bytes:
-            return
-        lanes = -(-plan.settings.lanes // plan.dp_world_size)
-        find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
-        cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes)
-        cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
-        raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "
-            f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
-            f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
-            f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
-            f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
-            f'"{budget.needed_mib(self.live_bytes)}MiB"{cures}'
-        )
+        if self.is_short:
+            lanes = -(-plan.settings.lanes // plan.dp_world_size)
+            find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
+            cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes)
+            cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "
+                f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
+                f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
+                f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
+                f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
+                f'"{budget.needed_mib(self.least_bytes)}MiB"{cures}'
+            )
+        if self._batch_bytes > memory.chunks_bytes:
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: a batch has "
+                f"{plan.shape.most_rows} rows of one rank, and in some epoch they may come from the largest chunks, "
+                f"{format_bytes(self._batch_bytes)}, of which this set can only be read as a whole. Chunks get "
+                f'{budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.least_mib(self._batch_bytes)}MiB", '
+                "or a smaller batch"
+            )

@@ -104,6 +104,24 @@ def enough_for_batches_mib(batches_bytes: int) -> int:
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
 
 
+def least_mib(chunks_bytes: int) -> int:
+    """Return the least ``memory_limit``, in MiB, of which chunks get this many bytes."""
+    return math.ceil(chunks_bytes / CHUNKS_SHARE / (1 << 20))
+
+
+def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
+    """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
+
+    It is that of the largest chunks, one for each row.
+
+    Args:
+        plan: The plan.
+        sizes: int64 [C], memory that each chunk takes.
+    """
+    rows = min(plan.shape.most_rows, len(sizes))
+    return int(np.partition(sizes, len(sizes) - rows)[len(sizes) - rows :].sum())
+
+
 def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
     """Tell whether ranks that share a storage order read slices of chunks instead of all chunks each.
 
