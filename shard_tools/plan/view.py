@@ -175,7 +175,8 @@ def _summary(report: PlanReport) -> list[str]:
         f"order     {order}; a rank's batch mixes {counted(report.mixed_chunks, 'chunk')}",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
         f"start     {at_most}{format_bytes(report.total('start_bytes'))} in {first}",
-        f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",
+        f"memory    a memory_limit of {format_bytes(report.least_limit_bytes)} suffices for every epoch, "
+        f"{format_bytes(report.needed_limit_bytes)} to fetch each chunk once; it is {limit}",
     ]
     if report.packs is not None:
         lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")

@@ -173,7 +173,7 @@ class Demand(ABC):
         return 0
 
     def shortage(self) -> str:
-        """Say, where this ``is_short``, what follows from that, and what helps."""
+        """Say that this ``is_short``, what follows from that, and what helps; "": it is not."""
         return ""
 
     @abstractmethod
@@ -307,6 +307,8 @@ class LiveDemand(Demand):
     @override
     def shortage(self) -> str:
         memory, plan = self.rooms.memory, self.plan
+        if not self.is_short:
+            return ""
         return (
             f"memory_limit: rank {self.dp_rank} needs {format_bytes(self.live_bytes)} of chunks at the same time in "
             f"epoch {plan.epoch}, whose order brings large ones together, and {format_bytes(memory.chunks_bytes)} of "

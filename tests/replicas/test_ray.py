@@ -86,7 +86,7 @@ class WarmReaders:
                     loader.close()
                 RemoteReader.__init__(self, *given)
 
-        warm = ray.remote(concurrency_groups={cluster._CONTROL: 1})(Warm)
+        warm = ray.remote(concurrency_groups=cluster.GROUPS)(Warm)
         self.free = [warm.options(num_cpus=0, resources={node: 0.01}).remote() for node in ("away", "home")]
         self.all = list(self.free)
 
