@@ -171,7 +171,8 @@ class Loads:
 
     def shortage(self, load: RankLoad) -> str:
         """Say that a rank needs more at once in this epoch than there is room for; "": it does not."""
-        return next(filter(None, (self._demand(plan, load.dp_rank).shortage() for plan in self.held)), "")
+        demands = (self._demand(plan, load.dp_rank) for plan in self.held)
+        return next((one.shortage() for one in demands if one.is_short), "")
 
     def neediest(self, dp_rank: int) -> Plan:
         """Return the plan of which a rank needs most at once."""

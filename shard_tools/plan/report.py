@@ -167,8 +167,9 @@ class PlanReport:
         memory_limit_bytes: Memory limit of one rank.
         needed_limit_bytes: A ``memory_limit`` with which each chunk is fetched once, in this epoch and, most likely, in
             every other.
-        least_limit_bytes: The least one that training accepts, and that suffices for every epoch: in some a rank may
-            fetch chunks again.
+        least_limit_bytes: One that training accepts, and that suffices for every epoch, although a rank may fetch
+            chunks again in some: the least one, or the least that is known without a look at sample tables if
+            ``memory_limit_bytes`` is no less.
         mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch: how well it mixes.
         ramp: Batch sizes by row of the run; None: a constant size.
         limits: What the parts of ``memory_limit`` are for: chunks, batches built ahead and, for packs, what they are

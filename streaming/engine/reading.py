@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from streaming.batches.build import BadSampleReport
@@ -154,10 +155,10 @@ class PlanReader:
         self.source, self.rooms, self.dp_rank = source, rooms, dp_rank
         self._machinery, self._make, self._settings = machinery, make, settings
         self._metrics, self._report = metrics, report
-        self.is_accepted = self._is_short = False
+        self.is_accepted = False
 
     def accept(self, plans: Iterable[Plan], *, resumed: bool) -> None:
-        """Refuse a run that needs more memory than there is; after this it never ends for lack of it.
+        """Refuse a run that needs more memory than there is.
 
         Args:
             plans: Plans of the run: one for each size of batches that is to come.
@@ -172,15 +173,9 @@ class PlanReader:
         self.is_accepted = True
 
     def prepared(self, plan: Plan) -> Callable[[], Pipeline]:
-        """Return a function that begins to read a plan of a run that was accepted.
-
-        Logs, once, that chunks are read in turns because the plan needs more at once than there is room for.
-        """
+        """Return a function that begins to read a plan of a run that was accepted."""
         with self._metrics.timed("plan_s"):
             demand = self.rooms.demand(plan, self.dp_rank)
-            is_short, self._is_short = demand.is_short and not self._is_short, demand.is_short or self._is_short
-        if is_short:
-            _log.warning("%s", demand.shortage())
         return lambda: self._read(plan, demand)
 
     def hold(self) -> None:
@@ -192,7 +187,7 @@ class PlanReader:
                 store.retain = store.is_held = True
 
     def _read(self, plan: Plan, demand: Demand) -> Pipeline:
-        units = self._units(plan, demand)
+        units: Units = (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
         crew, store = self._machinery.open(self._make)
         store.limit_bytes, store.retain = demand.limit_bytes, demand.retains
         settings = self._settings(crew)
@@ -206,16 +201,17 @@ class PlanReader:
         pipeline = Pipeline(
             plan=plan, dp_rank=self.dp_rank, units=units, source=self.source, store=store,
             settings=settings, metrics=self._metrics, report=self._report,
+            in_turns=None if demand.is_sliced else partial(self._in_turns, plan, demand),
         )  # fmt: skip
         return self._machinery.serves(pipeline)
 
-    def _units(self, plan: Plan, demand: Demand) -> Units:
-        if demand.is_short:
-            return ChunksInTurns(
-                plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=demand.limit_bytes,
-                slice_room=self.rooms.slice_room if self.source.has_sample_tables() else None,
-            )  # fmt: skip
-        return (BatchSlices if demand.is_sliced else WholeChunks)(plan, self.dp_rank, self.source)
+    def _in_turns(self, plan: Plan, demand: Demand) -> ChunksInTurns:
+        """Return the chunks of a plan that needs more at once than there is room for, and log that."""
+        _log.warning("%s", demand.shortage())
+        return ChunksInTurns(
+            plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=self.rooms.most_bytes,
+            slice_room=self.rooms.slice_room if self.source.has_sample_tables() else None,
+        )  # fmt: skip
 
     def _first_units(self, plan: Plan, limit_bytes: int) -> Iterator[FetchRange]:
         """Yield the chunks that this rank needs first, at least as many as fit.

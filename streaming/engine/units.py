@@ -197,10 +197,10 @@ class ChunksInTurns:
             units[span], within[span] = self._cut(units[span], within[span])
         return Block(first=first, last=last, rows=rows, units=units, within=within)
 
-    def needs(self) -> Iterator[Need]:
-        """See ``Units``."""
-        for first in range(0, self._plan.num_batches, self._step):
-            block = self.block(first, min(first + self._step, self._plan.num_batches))
+    def needs(self, first: int = 0) -> Iterator[Need]:
+        """See ``Units``; from batch ``first`` on."""
+        for low in range(first, self._plan.num_batches, self._step):
+            block = self.block(low, min(low + self._step, self._plan.num_batches))
             batches = np.repeat(np.arange(block.first, block.last), np.diff(block.rows.row_splits))
             columns = _consecutive(block.units, block.rows.passes, batches)
             for unit, number, first_batch, last_batch in zip(*(column.tolist() for column in columns), strict=True):

@@ -8,7 +8,7 @@ The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is de
 
 Chunks differ in size, so each epoch, rank and start needs another amount at once. Whether a ``memory_limit`` is refused
 depends on none of them (``Rooms.check``): on the first rank in epoch 0. A plan that needs more than there is room for
-is read all the same (``LiveDemand.is_short``): its chunks stay only while batches use them, and some are fetched again.
+is read all the same (``ChunksInTurns``): its chunks stay only while batches use them, and some are fetched again.
 """
 
 from __future__ import annotations
@@ -89,6 +89,15 @@ class Rooms:
         skews = self.chunks.byte_starts % self.align_bytes
         return budget.whole_pages(sizes + np.where(sizes < budget.LEAST_MAPPED_BYTES, 0, skews))
 
+    @cached_property
+    def span_rooms(self) -> Int64Array:
+        """int64 [n], the most memory that a sample takes that is read without the rest of its chunk, by span.
+
+        Reads all sample tables.
+        """
+        _, begins = self.chunks.span_borders(self.room_bytes)
+        return budget.whole_pages(np.diff(begins, append=self.all_bytes) + self.align_bytes - 1)
+
     def slice_room(self, num_bytes: int) -> int:
         """Return the most memory that a slice of a chunk takes, given its bytes."""
         return int(budget.whole_pages(num_bytes + self.align_bytes - 1))
@@ -128,7 +137,7 @@ class Demand(ABC):
 
     Attributes:
         is_sliced: Slices of chunks are read, not whole chunks.
-        is_short: More is needed at once than there is room for: chunks stay only while batches use them.
+        is_short: More is needed at once than there is room for, as far as that is known beforehand.
     """
 
     is_sliced = is_short = False
@@ -169,12 +178,15 @@ class Demand(ABC):
 
     @property
     def least_bytes(self) -> int:
-        """The least memory for chunks that ``check`` does not refuse."""
+        """Memory for chunks that ``check`` does not refuse.
+
+        The least, or, if there is as much, the least that is known without a look at sample tables.
+        """
         return 0
 
     def shortage(self) -> str:
-        """Say that this ``is_short``, what follows from that, and what helps; "": it is not."""
-        return ""
+        """Say that there is too little room for all that is needed at once, what follows from that, and what helps."""
+        return f"memory_limit: {format_bytes(self.rooms.memory.limit_bytes)} is too little for this plan"
 
     @abstractmethod
     def check(self, *, resumed: bool = False) -> None:
@@ -290,8 +302,6 @@ class LiveDemand(Demand):
     @cached_property
     @override
     def retains(self) -> bool:
-        if self.is_short:  # what the next batches use is still there, as far as there is room
-            return True
         return self.limit_bytes >= int(self.rooms.room_bytes[self.plan.rank_chunks(self.dp_rank)].sum())
 
     @property
@@ -301,20 +311,25 @@ class LiveDemand(Demand):
 
     @cached_property
     def _batch_bytes(self) -> int:
-        """The most that a batch of this size can need in any order; 0: samples can be read without their chunks."""
-        return 0 if self.rooms.chunks.has_sample_tables() else budget.most_of_a_batch(self.plan, self.sizes)
+        """The most that a batch of this size can need in any order, where only what it uses is in memory.
+
+        Chunks that do not fit are not read whole, if that is possible.
+        """
+        num_bytes = budget.most_of_a_batch(self.plan, self.sizes)
+        if num_bytes <= self.rooms.memory.chunks_bytes or not self.rooms.chunks.has_sample_tables():
+            return num_bytes
+        return min(num_bytes, budget.most_of_a_batch(self.plan, self.rooms.span_rooms))
 
     @override
     def shortage(self) -> str:
         memory, plan = self.rooms.memory, self.plan
-        if not self.is_short:
-            return ""
+        room, cure = format_bytes(memory.chunks_bytes), budget.needed_mib(max(self.live_bytes, memory.chunks_bytes))
+        needs = f"{format_bytes(self.live_bytes)}" if self.is_short else f"more than {room}"
         return (
-            f"memory_limit: rank {self.dp_rank} needs {format_bytes(self.live_bytes)} of chunks at the same time in "
-            f"epoch {plan.epoch}, whose order brings large ones together, and {format_bytes(memory.chunks_bytes)} of "
-            f"{format_bytes(memory.limit_bytes)} are for them. So a chunk stays in memory only while batches use it, "
-            "and may be fetched more than once; batches are the same. To fetch each once, use memory_limit="
-            f'"{budget.needed_mib(self.live_bytes)}MiB"'
+            f"memory_limit: in epoch {plan.epoch} rank {self.dp_rank} of {plan.dp_world_size} needs {needs} of chunks "
+            f"at the same time, and {room} of {format_bytes(memory.limit_bytes)} are for them. Where they do not fit, "
+            "a chunk stays in memory only while batches use it, and may be fetched more than once; batches stay the "
+            f'same. To fetch each once, use memory_limit="{cure}MiB"'
         )
 
     @override
@@ -336,8 +351,8 @@ class LiveDemand(Demand):
         if self._batch_bytes > memory.chunks_bytes:
             raise MemoryLimitError(
                 f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: a batch has "
-                f"{plan.shape.most_rows} rows of one rank, and in some epoch they may come from the largest chunks, "
-                f"{format_bytes(self._batch_bytes)}, of which this set can only be read as a whole. Chunks get "
+                f"{plan.shape.most_rows} rows of one rank, and in some epoch these may be the largest ones, which take "
+                f"up to {format_bytes(self._batch_bytes)} with what is read beside them. Chunks get "
                 f'{budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.least_mib(self._batch_bytes)}MiB", '
                 "or a smaller batch"
             )

@@ -110,13 +110,13 @@ def least_mib(chunks_bytes: int) -> int:
 
 
 def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
-    """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
+    """Return an upper bound of the memory for a rank's share of a batch, in every order.
 
-    It is that of the largest chunks, one for each row.
+    It is that of the largest pieces, one for each row.
 
     Args:
         plan: The plan.
-        sizes: int64 [C], memory that each chunk takes.
+        sizes: int64 [n], memory that each piece takes in which samples are read: chunks, or spans.
     """
     rows = min(plan.shape.most_rows, len(sizes))
     return int(np.partition(sizes, len(sizes) - rows)[len(sizes) - rows :].sum())
