@@ -14,6 +14,7 @@ from contextlib import chdir, nullcontext, suppress
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
+from infra import RayCluster, ray_cluster
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 
 _P = ParamSpec("_P")
@@ -27,7 +28,6 @@ _ANSWER_S = 10.0
 _HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """A frame of SETTINGS without any: both sides begin with one (RFC 9113, section 3.4)."""
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS
-_FALSE = {"", "0", "false", "False"}
 
 
 class RayExecutor(Executor):
@@ -51,7 +51,7 @@ class RayExecutor(Executor):
             raise ConfigError("--engine ray: needs Ray: pip install 'shardstream[ray]'") from error
         self._connected = not ray.is_initialized()
         if self._connected:
-            _connect(os.environ.get("RAY_ADDRESS", ""))
+            _connect(ray_cluster())
         self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_calling_from(os.getcwd()))
         self._stored: dict[int, tuple[object, Any]] = {}
         self._room = threading.BoundedSemaphore(workers)
@@ -104,22 +104,22 @@ class RayExecutor(Executor):
             ray.shutdown()
 
 
-def _connect(address: str) -> None:
-    """Connect to the cluster at ``address``, the value of ``RAY_ADDRESS``; "": to that of this machine.
+def _connect(cluster: RayCluster) -> None:
+    """Connect to the cluster that ``RAY_ADDRESS`` names; if it is not set, to that of this machine.
 
     Raises:
         ConfigError: There is none. Ray by itself says so after minutes, or in words of its own.
     """
     import ray
 
-    shown = f"--engine ray: RAY_ADDRESS={address!r}"
+    shown = f"--engine ray: RAY_ADDRESS={cluster.address!r}"
     cure = (
         "Give the address of a running cluster, as `ray start --head` prints it (RAY_ADDRESS=HOST:6379), or leave "
         "RAY_ADDRESS out: then the cluster of this machine is used, or one is started"
     )
-    if address not in _FOUND_BY_RAY:
+    if cluster.address not in _FOUND_BY_RAY:
         try:
-            _check_answers(address)
+            _check_answers(cluster)
         except ValueError as error:
             raise ConfigError(f"{shown}: expected HOST:PORT, or ray://HOST:PORT ({error}). {cure}") from error
         except OSError as error:
@@ -130,18 +130,18 @@ def _connect(address: str) -> None:
         raise ConfigError(f"{shown}: Ray cannot connect ({error}). {cure}") from error
 
 
-def _check_answers(address: str) -> None:
-    """Check that a server of Ray's protocol, which is that of HTTP/2, answers at an address.
+def _check_answers(cluster: RayCluster) -> None:
+    """Check that a server of Ray's protocol, which is that of HTTP/2, answers at the address of a cluster.
 
     Raises:
         OSError: None does.
         ValueError: It is not an address.
     """
-    there = urlsplit(address if "//" in address else f"//{address}")
+    there = urlsplit(cluster.address if "//" in cluster.address else f"//{cluster.address}")
     if there.scheme not in {"", "ray"} or not there.hostname or there.port is None or there.path not in {"", "/"}:
         raise ValueError("this is not one")
     with socket.create_connection((there.hostname, there.port), timeout=_ANSWER_S) as connection:
-        if os.environ.get("RAY_USE_TLS", "0") not in _FALSE:  # what answers then is not to be read here
+        if cluster.uses_tls:  # what answers is not to be read here
             return
         connection.settimeout(_ANSWER_S)
         connection.sendall(_HTTP2_GREETING)

@@ -318,7 +318,7 @@ class LiveDemand(Demand):
         num_bytes = budget.most_of_a_batch(self.plan, self.sizes)
         if num_bytes <= self.rooms.memory.chunks_bytes or not self.rooms.chunks.has_sample_tables():
             return num_bytes
-        return min(num_bytes, budget.most_of_a_batch(self.plan, self.rooms.span_rooms))
+        return min(num_bytes, budget.most_of_rows(self.plan, self.rooms.span_rooms))
 
     @override
     def shortage(self) -> str:

@@ -21,8 +21,9 @@ from typing import Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import sums
 from streaming.index.spans import SPAN_BYTES
-from streaming.plan.order import OrderSettings
+from streaming.plan.order import EpochOrders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -110,16 +111,52 @@ def least_mib(chunks_bytes: int) -> int:
 
 
 def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
-    """Return an upper bound of the memory for a rank's share of a batch, in every order.
+    """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
 
-    It is that of the largest pieces, one for each row.
+    It is that of the largest ones, one for each row. Where whole chunks are laid end to end, rows come from a run of
+    samples in each lane, which the window makes longer: no more chunks than that touches.
 
     Args:
         plan: The plan.
-        sizes: int64 [n], memory that each piece takes in which samples are read: chunks, or spans.
+        sizes: int64 [C], memory that each chunk takes.
     """
-    rows = min(plan.shape.most_rows, len(sizes))
-    return int(np.partition(sizes, len(sizes) - rows)[len(sizes) - rows :].sum())
+    there = plan.chunk_samples > 0
+    sizes, counts = sizes[there], plan.chunk_samples[there]
+    most = _largest(sizes, plan.shape.most_rows)
+    if not isinstance(plan.orders, EpochOrders):
+        return most
+    num_runs, num_samples = _runs_of_a_batch(plan)
+    # The chunks at both ends of a run may lie in it with a single sample; of those between, all samples do.
+    left = max(num_samples - 2 * num_runs, 0)
+    densest = np.argsort(-sizes / counts, kind="stable")
+    inside = np.clip(left - sums(counts[densest])[:-1], 0, counts[densest]) / counts[densest]
+    return min(most, _largest(sizes, 2 * num_runs) + math.ceil((inside * sizes[densest]).sum()))
+
+
+def most_of_rows(plan: Plan, span_rooms: Int64Array) -> int:
+    """Return an upper bound of the memory for a rank's share of a batch, in every order, read sample by sample.
+
+    Args:
+        plan: The plan.
+        span_rooms: int64 [n], memory that a sample takes, by the span that it lies in.
+    """
+    return _largest(span_rooms, plan.shape.most_rows)
+
+
+def _largest(sizes: Int64Array, count: int) -> int:
+    """Return the sum of the largest ``count`` sizes."""
+    first = max(len(sizes) - count, 0)
+    return int(np.partition(sizes, first)[first:].sum()) if first else int(sizes.sum())
+
+
+def _runs_of_a_batch(plan: Plan) -> tuple[int, int]:
+    """Return of how many runs of samples, as chunks are laid, a rank's share of a batch is part, and their samples."""
+    lanes, window, size, rows = plan.settings.lanes, plan.settings.window, plan.global_batch_size, plan.shape.most_rows
+    is_even = size % lanes == 0 and lanes % plan.dp_world_size == 0
+    num_lanes = min(-(-rows * lanes // size) + (not is_even), lanes)
+    passes = 1 if plan.num_samples == plan.samples_per_pass else -(-size // plan.samples_per_pass) + 1
+    num_runs = num_lanes * passes
+    return num_runs, num_lanes * -(-size // lanes) + num_runs * 2 * max(window - 1, 0)
 
 
 def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:

@@ -123,7 +123,7 @@ def test_in_turns_batches_are_the_same_however_little_room_there_is(
     dataset, options = opened(kind, folders), {"global_batch_size": SIZE, "num_threads": threads}
     rooms, plan = live_of(dataset, 1, **options)
     live, gets = plan.live_bytes(rooms.room_bytes, 0), list[float]()
-    floor = budget.most_of_a_batch(plan, rooms.span_rooms) / live
+    floor = budget.most_of_rows(plan, rooms.span_rooms) / live
     assert floor < 0.6
     with DataLoader(dataset, device_mesh=mesh_of(1, 0), **options) as loader:
         expected = told(loader, 2)
