@@ -321,7 +321,12 @@ class EpochLoop(BaseLoop[ChunkStore]):
         )  # fmt: skip
 
     def _plans_to_come(self, plan: Plan) -> Iterator[Plan]:
-        """Yield a plan, and one of the same samples for each size that later batches have."""
+        """Yield a plan, and one of the same samples for each size that later batches have.
+
+        There is none where a run without an end goes on: nobody can plan its start, where it was accepted, again.
+        """
+        if self._is_resumed and plan.orders.is_endless:
+            return
         yield plan
         size, rows = plan.global_batch_size, [row for row, _ in self.shape.sizes.steps if row > plan.first_row]
         for row in rows:

@@ -119,8 +119,7 @@ class Rooms:
         Raises:
             MemoryLimitError: It does not fit; the message shows the calculation and the remedies.
         """
-        if not (resumed and plan.orders.is_endless):  # whose start nobody can plan again; it was accepted there
-            self.first_demand(plan).check(resumed=resumed)
+        self.first_demand(plan).check(resumed=resumed)
 
     def first_demand(self, plan: Plan) -> Demand:
         """Return what the first rank demands at the start of the run of a plan."""
@@ -348,7 +347,7 @@ class LiveDemand(Demand):
                 f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
                 f'"{budget.needed_mib(self.least_bytes)}MiB"{cures}'
             )
-        if self._batch_bytes > memory.chunks_bytes:
+        if budget.most_of_rows(plan, self.sizes) > memory.chunks_bytes < self._batch_bytes:
             raise MemoryLimitError(
                 f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: a batch has "
                 f"{plan.shape.most_rows} rows of one rank, and in some epoch these may be the largest ones, which take "

@@ -113,18 +113,18 @@ def least_mib(chunks_bytes: int) -> int:
 def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
     """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
 
-    It is that of the largest ones, one for each row. Where whole chunks are laid end to end, rows come from a run of
-    samples in each lane, which the window makes longer: no more chunks than that touches.
+    It is that of :func:`most_of_rows`. Where whole chunks are laid end to end, rows come from a run of samples in each
+    lane, which the window makes longer: no more chunks than that touches.
 
     Args:
         plan: The plan.
         sizes: int64 [C], memory that each chunk takes.
     """
-    there = plan.chunk_samples > 0
-    sizes, counts = sizes[there], plan.chunk_samples[there]
-    most = _largest(sizes, plan.shape.most_rows)
+    most = most_of_rows(plan, sizes)
     if not isinstance(plan.orders, EpochOrders):
         return most
+    there = plan.chunk_samples > 0
+    sizes, counts = sizes[there], plan.chunk_samples[there]
     num_runs, num_samples = _runs_of_a_batch(plan)
     # The chunks at both ends of a run may lie in it with a single sample; of those between, all samples do.
     left = max(num_samples - 2 * num_runs, 0)
@@ -133,14 +133,14 @@ def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
     return min(most, _largest(sizes, 2 * num_runs) + math.ceil((inside * sizes[densest]).sum()))
 
 
-def most_of_rows(plan: Plan, span_rooms: Int64Array) -> int:
-    """Return an upper bound of the memory for a rank's share of a batch, in every order, read sample by sample.
+def most_of_rows(plan: Plan, sizes: Int64Array) -> int:
+    """Return the memory for the largest pieces, one for each row of a rank's share of a batch.
 
     Args:
         plan: The plan.
-        span_rooms: int64 [n], memory that a sample takes, by the span that it lies in.
+        sizes: int64 [n], memory of each piece: of chunks, or of the spans that samples lie in.
     """
-    return _largest(span_rooms, plan.shape.most_rows)
+    return _largest(sizes, plan.shape.most_rows)
 
 
 def _largest(sizes: Int64Array, count: int) -> int:

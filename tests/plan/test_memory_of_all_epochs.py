@@ -31,7 +31,7 @@ from streaming.plan.order import EpochOrders, Orders, OrderSettings, default_lan
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
-NUM_SETS, NUM_EPOCHS = 200, 30
+NUM_SETS, NUM_EPOCHS, GROUP = 200, 30, 20
 FEW_SETS, FEW_EPOCHS = 12, 6
 WORLDS = (1, 2, 3, 4, 8)
 ENDLESS_ROWS = 1_500
@@ -231,16 +231,11 @@ def test_the_least_limit_that_is_accepted_suffices(number: int) -> None:
 
 
 @pytest.mark.thorough
-def test_of_many_sets_it_suffices_for_a_long_run() -> None:
-    """Many need more in a later epoch than the limit leaves; and it is not much larger than what is needed."""
-    ratios, num_short = [], 0
-    for number in range(NUM_SETS):
-        found = list(played(drawn(number), NUM_EPOCHS))
-        most = max(live for _, live in found)
-        num_short += most > found[0][0]
-        ratios.append(found[0][0] / most)
-    print(
-        f"{num_short} of {NUM_SETS} sets need more later; limit to need: {np.quantile(ratios, [0, 0.05, 0.5, 0.95, 1])}"
-    )
-    assert num_short > NUM_SETS // 4
-    assert np.median(ratios) < 1.2
+@pytest.mark.parametrize("first", range(0, NUM_SETS, GROUP))
+def test_of_many_sets_it_suffices_for_a_long_run(first: int) -> None:
+    """Most need more in a later epoch, or on another rank, than the limit leaves; and it is not much above that."""
+    found = [list(played(drawn(number), NUM_EPOCHS)) for number in range(first, first + GROUP)]
+    ratios = [one[0][0] / max(live for _, live in one) for one in found]
+    print([round(ratio, 3) for ratio in ratios])
+    assert sum(ratio < 1 for ratio in ratios) > GROUP // 2
+    assert max(ratios) < 3
