@@ -337,7 +337,8 @@ class LiveDemand(Demand):
         if self.is_short:
             lanes = -(-plan.settings.lanes // plan.dp_world_size)
             find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
-            cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes)
+            whole = not self.rooms.chunks.has_sample_tables()
+            cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes, whole=whole)
             cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
             raise MemoryLimitError(
                 f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "

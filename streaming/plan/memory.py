@@ -220,20 +220,29 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
     return min(int((highs - lows).max()), total_bytes)
 
 
-def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
-    """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does."""
+def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int, *, whole: bool) -> str:
+    """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does.
+
+    Args:
+        plan: The plan.
+        chunk_bytes: int64 [C], memory that each chunk takes.
+        dp_rank: The data-parallel rank.
+        limit_bytes: Memory for chunks.
+        whole: Samples cannot be read without their chunks.
+    """
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
     while lanes > 1:
         lanes //= 2
         if divides and plan.global_batch_size % lanes:
             continue
-        if _fits(plan, chunk_bytes, [dp_rank], limit_bytes, lanes=lanes, dp_world_size=plan.dp_world_size):
+        world_size = plan.dp_world_size
+        if _fits(plan, chunk_bytes, [dp_rank], limit_bytes, lanes=lanes, dp_world_size=world_size, whole=whole):
             return f", or fewer lanes: ShuffleConfig(lanes={lanes}), or a smaller window"
     return ""
 
 
-def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
+def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int, *, whole: bool) -> str:
     """Recommend what helps if lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:
@@ -241,7 +250,7 @@ def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: i
     most = min(lanes, plan.global_batch_size)
     while enough < most:
         enough = min(2 * enough, most)
-        if _fits(plan, chunk_bytes, range(enough), limit_bytes, lanes=lanes, dp_world_size=enough):
+        if _fits(plan, chunk_bytes, range(enough), limit_bytes, lanes=lanes, dp_world_size=enough, whole=whole):
             break
     else:
         enough = 0
@@ -252,8 +261,9 @@ def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: i
 
 
 def _fits(
-    plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int
-) -> bool:
+    plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int,
+    whole: bool,
+) -> bool:  # fmt: skip
     """Tell whether these ranks have room for the plan with other lanes or ranks, with a margin for other epochs."""
     settings = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
     other = Plan(
@@ -266,4 +276,6 @@ def _fits(
         epoch_size=plan.num_samples,
         orders=plan.orders.under(settings),
     )
+    if whole and most_of_a_batch(other, chunk_bytes) > limit_bytes:
+        return False
     return all(other.live_bytes(chunk_bytes, rank) <= limit_bytes * EPOCHS_VARY for rank in dp_ranks)
