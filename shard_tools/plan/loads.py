@@ -161,8 +161,8 @@ class Loads:
 
     @cached_property
     def _first(self) -> list[Demand]:
-        """What the first rank demands at the start of the run, for each batch size: training is accepted by it."""
-        return [self._demand(plan.from_the_start(), 0) for plan in (*self._in_slices, *self.held)]
+        """What is demanded at the start of the run, for each batch size: training is accepted by it."""
+        return [self.rooms.first_demand(plan) for plan in (*self._in_slices, *self.held)]
 
     @property
     def least_bytes(self) -> int:

@@ -7,8 +7,9 @@ The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is de
     otherwise               LiveDemand      chunks come when they are needed, and go
 
 Chunks differ in size, so each epoch, rank and start needs another amount at once. Whether a ``memory_limit`` is refused
-depends on none of them (``Rooms.check``): on the first rank in epoch 0. A plan that needs more than there is room for
-is read all the same (``ChunksInTurns``): its chunks stay only while batches use them, and some are fetched again.
+depends on none of them (``Rooms.check``): on what some ranks, the same for all, need in epoch 0. A plan that needs more
+than there is room for is read all the same (``ChunksInTurns``): its chunks stay only while batches use them, and some
+are fetched again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from streaming.plan import memory as budget
 from streaming.plan.memory import Budget
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array, override
+
+RANKS_LOOKED_AT = 16
+"""How many ranks decide whether a run is refused, evenly spaced; a millisecond each. Of more, the rest is alike."""
 
 
 class Chunks(Protocol):
@@ -122,8 +126,14 @@ class Rooms:
         self.first_demand(plan).check(resumed=resumed)
 
     def first_demand(self, plan: Plan) -> Demand:
-        """Return what the first rank demands at the start of the run of a plan."""
-        return self.demand(plan.from_the_start(), 0)
+        """Return what the neediest of some ranks demands at the start of the run of a plan."""
+        start = plan.from_the_start()
+        first = self.demand(start, 0)
+        if not first.differs_by_rank:
+            return first
+        others, count = start.dp_world_size - 1, min(start.dp_world_size, RANKS_LOOKED_AT) - 1
+        ranks = [] if start.is_endless else [others * number // count for number in range(1, count + 1)]
+        return max([first, *(self.demand(start, rank) for rank in ranks)], key=lambda one: one.live_bytes)
 
     def _kind(self, plan: Plan) -> type[Demand]:
         if budget.reads_slices(plan, self.chunk_bytes, self.memory) and self.chunks.has_sample_tables():
@@ -137,9 +147,10 @@ class Demand(ABC):
     Attributes:
         is_sliced: Slices of chunks are read, not whole chunks.
         is_short: More is needed at once than there is room for, as far as that is known beforehand.
+        differs_by_rank: Ranks need different amounts at once.
     """
 
-    is_sliced = is_short = False
+    is_sliced = is_short = differs_by_rank = False
 
     def __init__(self, rooms: Rooms, plan: Plan, dp_rank: int) -> None:
         self.rooms, self.plan, self.dp_rank = rooms, plan, dp_rank
@@ -257,6 +268,8 @@ class SlicesDemand(Demand):
 
 class LiveDemand(Demand):
     """Whole chunks, while they are needed; if these do not fit, only what ``fields`` and filter leave of them."""
+
+    differs_by_rank = True
 
     @cached_property
     def _live(self) -> tuple[int, dict[int, int], Int64Array]:

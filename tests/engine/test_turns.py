@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, Mixture, Packed, ShuffleConfig, StreamingDataset
+from streaming import DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.errors import MemoryLimitError
@@ -154,3 +154,19 @@ def test_a_warning_says_what_happens_and_what_helps(
     found = warnings(limit)
     assert len(found) == 2  # one for each epoch
     assert not warnings(found[0].partition('memory_limit="')[2].partition('"')[0])
+
+
+def test_a_size_that_batches_will_have_is_refused_at_the_start(folders: list[str]) -> None:
+    dataset, ramp = opened("set", folders), Schedule.steps({0: SIZE, 10 * SIZE: 8 * SIZE})
+    limits = []
+    for size in (SIZE, 8 * SIZE):
+        rooms, plan = live_of(dataset, 1, global_batch_size=size)
+        limits.append(math.ceil(rooms.first_demand(plan).least_bytes / budget.CHUNKS_SHARE))
+    assert limits[0] < limits[1]
+    for limit in limits:
+        with DataLoader(dataset, global_batch_size=ramp, memory_limit=limit) as loader:
+            if limit < limits[1]:
+                with pytest.raises(MemoryLimitError):
+                    next(iter(loader))
+            else:
+                assert len(list(loader)) == 10 + 1  # of 192 samples, without the rest

@@ -11,10 +11,13 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streaming.arrays import sums
 from streaming.engine.units import ChunksInTurns
@@ -199,7 +202,9 @@ def played(case: Case, num_epochs: int) -> Iterator[tuple[int, int]]:
     Checks that the limit suffices for them.
     """
     first = case.plan(0)
-    live = first.from_the_start().live_bytes(case.rooms(1).room_bytes, 0)
+    start = first.from_the_start()
+    ranks = range(1 if case.orders.is_endless else case.world)
+    live = max(start.live_bytes(case.rooms(1).room_bytes, rank) for rank in ranks)
     least = case.rooms(math.ceil(live / budget.CHUNKS_SHARE)).first_demand(first).least_bytes
     limit = math.ceil(least / budget.CHUNKS_SHARE)
     rooms = case.rooms(limit)
@@ -223,6 +228,40 @@ def played(case: Case, num_epochs: int) -> Iterator[tuple[int, int]]:
 @pytest.fixture(autouse=True)
 def _nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "READ_AHEAD_BYTES", 0)
+
+
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=3, max_size=40).filter(any),
+    lanes=st.integers(1, 6), window=st.integers(0, 12), per_rank=st.integers(1, 12), ranks=st.integers(1, 4),
+    epoch_size=st.none() | st.integers(30, 90), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_no_batch_of_any_order_needs_more_than_the_bound(
+    counts: list[int], lanes: int, window: int, per_rank: int, ranks: int, epoch_size: int | None, seed: int
+) -> None:
+    sizes = np.random.default_rng(seed).integers(1, 9, len(counts)) ** 2
+    settings = OrderSettings(seed=seed, lanes=lanes, window=window)
+    for epoch in range(3):
+        plan = Plan(
+            counts, settings, global_batch_size=per_rank * ranks, dp_world_size=ranks, last_batch="partial",
+            epoch=epoch, epoch_size=epoch_size,
+        )  # fmt: skip
+        bound = budget.most_of_a_batch(plan, sizes)
+        assert bound <= budget.most_of_rows(plan, sizes) <= sizes.sum()
+        for rank in range(ranks):
+            rows = plan.rank_batches(0, plan.num_batches, rank)
+            for low, high in pairwise(rows.row_splits.tolist()):
+                assert sizes[np.unique(rows.chunk_ids[low:high])].sum() <= bound
+
+
+@pytest.mark.parametrize(
+    ("lanes", "window", "expected"),
+    [(1, 0, 4), (4, 0, 10), (4, 8, 13), (4, 16, 17), (1, 4096, 32)],
+)
+def test_the_bound_of_equal_chunks_is_what_lanes_and_window_touch(lanes: int, window: int, expected: int) -> None:
+    """Of chunks of 16 samples, 32 rows a batch: in each lane two at the ends, and what lies between them."""
+    settings = OrderSettings(seed=1, lanes=lanes, window=window)
+    plan = Plan([16] * 100, settings, global_batch_size=32, dp_world_size=1)
+    assert budget.most_of_a_batch(plan, np.ones(100, np.int64)) == expected
 
 
 @pytest.mark.parametrize("number", range(FEW_SETS))
