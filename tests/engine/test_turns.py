@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shard_tools import ShardWriter
+from shard_tools.plan.report import PlanOptions, plan_opened
 from streaming import DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
@@ -170,3 +171,25 @@ def test_a_size_that_batches_will_have_is_refused_at_the_start(folders: list[str
                     next(iter(loader))
             else:
                 assert len(list(loader)) == 10 + 1  # of 192 samples, without the rest
+
+
+@pytest.mark.parametrize("kind", ["set", "mixture", "packs"])
+def test_the_plan_says_of_any_epoch_what_training_accepts(kind: str, folders: list[str]) -> None:
+    dataset = opened(kind, folders)
+    rooms, plan = live_of(dataset, 2, global_batch_size=SIZE)
+    least = rooms.first_demand(plan).least_bytes
+    for limit in (math.ceil(least / budget.CHUNKS_SHARE) - 8192, math.ceil(least / budget.CHUNKS_SHARE)):
+        for epoch in (0, 3):
+            options = PlanOptions(mesh=mesh_of(2, 0), global_batch_size=SIZE, epoch=epoch, memory_limit_bytes=limit)
+            report = plan_opened(dataset.source, options=options)
+            refused = any("training would refuse" in warning for warning in report.warnings)
+            assert report.needed_limit_bytes >= report.least_limit_bytes >= limit
+            with DataLoader(dataset, global_batch_size=SIZE, device_mesh=mesh_of(2, 1), memory_limit=limit) as loader:
+                loader.set_epoch(epoch)
+                begun = iter(loader)
+                if refused:
+                    with pytest.raises(MemoryLimitError):
+                        next(begun)
+                else:
+                    next(begun)
+            assert refused == (limit * budget.CHUNKS_SHARE < least)
