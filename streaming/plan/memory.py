@@ -130,7 +130,8 @@ def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
     left = max(num_samples - 2 * num_runs, 0)
     densest = np.argsort(-sizes / counts, kind="stable")
     inside = np.clip(left - sums(counts[densest])[:-1], 0, counts[densest]) / counts[densest]
-    return min(most, _largest(sizes, 2 * num_runs) + math.ceil((inside * sizes[densest]).sum()))
+    between = math.ceil(float((inside * sizes[densest]).sum()))
+    return min(most, _largest(sizes, 2 * num_runs) + between)
 
 
 def most_of_rows(plan: Plan, sizes: Int64Array) -> int:
