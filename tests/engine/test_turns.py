@@ -22,6 +22,7 @@ from streaming.plan.memory import Budget
 from streaming.plan.plan import Plan
 from streaming.storage import Storage
 from tests.support.sets.data_sets import mesh_of
+from tests.support.tiers import first_here
 
 NUM_EPOCHS, SIZE = 8, 8
 TURNS = "a chunk stays in memory only while batches use it"
@@ -83,7 +84,7 @@ def told(loader: DataLoader, num_epochs: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("kind", ["set", "fields", "mixture", "packs"])
+@pytest.mark.parametrize("kind", first_here(["set", "packs", "fields", "mixture"], 2))
 def test_the_least_limit_that_is_accepted_reads_every_epoch_on_every_rank(
     kind: str, threads: int, folders: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,7 +113,7 @@ def test_the_least_limit_that_is_accepted_reads_every_epoch_on_every_rank(
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("kind", ["set", "fields", "mixture", "endless"])
+@pytest.mark.parametrize("kind", first_here(["set", "endless", "fields", "mixture"], 2))
 def test_in_turns_batches_are_the_same_however_little_room_there_is(
     kind: str, threads: int, folders: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
