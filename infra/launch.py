@@ -121,6 +121,30 @@ def agent_store(environ: Environ | None = None) -> AgentStore | None:
     return AgentStore(host=env["MASTER_ADDR"], port=port, rank=rank, world_size=world_size, attempt=attempt)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """The Ray cluster that this process is to use, as far as its environment says.
+
+    Attributes:
+        address: The value of ``RAY_ADDRESS``; "": it is not set.
+        uses_tls: Whether its processes talk over TLS.
+    """
+
+    address: str
+    uses_tls: bool
+
+
+def ray_cluster(environ: Environ | None = None) -> RayCluster:
+    """Return the Ray cluster to use.
+
+    Args:
+        environ: Environment variables; None: those of this process.
+    """
+    env = os.environ if environ is None else environ
+    uses_tls = env.get("RAY_USE_TLS", "0").lower() in {"1", "true"}  # as Ray reads it
+    return RayCluster(address=env.get("RAY_ADDRESS", ""), uses_tls=uses_tls)
+
+
 def discover(environ: Environ | None = None) -> Launch:
     """Detect where this process runs, in the order of the table above.
 

@@ -27,7 +27,8 @@ _FACTORS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*+([0-9]++(?:\.[0-9]++)?+)\s*+([a-zA-Z]*+)\s*+")
-DEFAULT_MEMORY_LIMIT = "4GiB"  # of a rank; what `plan` computes with, too
+DEFAULT_MEMORY_LIMIT = "4GiB"  # of a rank, unless a control group allows less; what `plan` computes with, too
+_LEAST_DEFAULT_BYTES = 64 << 20
 MAX_COUNT = 2**62
 """Limit on samples, rows and epochs: sums of two stay within 64 bits."""
 MAX_SEED = 2**64 - 1
@@ -322,6 +323,22 @@ def checked_last_batch(last_batch: str) -> LastBatch:
 def checked_memory_limit(memory_limit: int | str) -> int:
     """Return ``memory_limit`` in bytes."""
     return parse_bytes(memory_limit, name="memory_limit")
+
+
+def default_memory_limit(group_bytes: int | None, ranks_here: int) -> int:
+    """Return the ``memory_limit`` of a loader that is given none, in bytes.
+
+    Args:
+        group_bytes: Memory that the control group of this process allows; None: it does not limit it.
+        ranks_here: Processes of the job on this machine.
+    """
+    usual = parse_bytes(DEFAULT_MEMORY_LIMIT)
+    return usual if group_bytes is None else min(usual, loaders_share(group_bytes, ranks_here))
+
+
+def loaders_share(memory_bytes: int, ranks_here: int) -> int:
+    """Return what a loader may take of memory: half is for loaders, an equal part for that of each rank; whole MiB."""
+    return max(memory_bytes // 2 // ranks_here >> 20 << 20, _LEAST_DEFAULT_BYTES)
 
 
 def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import DEFAULT_MEMORY_LIMIT, check_worker_init_fn, checks_names, seconds_or_none
+from streaming.arguments import check_worker_init_fn, checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
@@ -98,8 +98,8 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch. Up to 16 times
             as many where slow batches hold up others that are built, as far as ``memory_limit`` allows.
         pin_memory: Page-lock the tensors of each batch (needs CUDA).
-        memory_limit: Upper bound on everything this rank buffers. A plan that needs more is refused when an epoch
-            starts.
+        memory_limit: Upper bound on everything this rank buffers. A run that needs more is refused when it starts.
+            None: 4 GiB, or, in a control group that limits memory, this rank's part of half of that if it is less.
         stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.epochs.watch`` that says
             what every stage is waiting for, and again each time the wait has doubled; None: never.
         remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the dataset and read it. ``dataset`` must
@@ -156,7 +156,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         jagged: Sequence[str] | Mapping[str, Form] | None = None,
         prefetch_factor: int | None = 2,
         pin_memory: bool = False,
-        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+        memory_limit: int | str | None = None,
         stall_report_s: float | None = STALL_REPORT_S,
         remote_group: RemoteGroup | str | None = None,
         replicate: Literal["read", "broadcast"] | Broadcast = "read",

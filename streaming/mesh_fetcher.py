@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import (
-    DEFAULT_MEMORY_LIMIT,
     checked_int,
     checked_seconds,
     checks_names,
@@ -77,7 +76,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
         last_batch: As for ``DataLoader``. With ``"pad"``, each sample's ``"__valid__"`` is False if it is padding.
         epoch_size: Samples in a virtual epoch; default: one pass over the data.
-        memory_limit: Upper bound on everything this rank buffers.
+        memory_limit: Upper bound on everything this rank buffers; None as for ``DataLoader``.
         agreement_timeout: As for ``DataLoader``.
 
     Raises:
@@ -101,7 +100,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
-        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+        memory_limit: int | str | None = None,
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._begin(dataset, device_mesh, options_of(locals()))

@@ -10,7 +10,7 @@ from shard_tools.doctor.machine import SHM, Machine
 from shard_tools.doctor.packages import PackageState, troubles_of
 from shard_tools.doctor.store import StoreLook
 from shard_tools.running.report import Report
-from streaming.arguments import DEFAULT_MEMORY_LIMIT, counted, format_bytes, parse_bytes
+from streaming.arguments import counted, default_memory_limit, format_bytes, loaders_share
 
 _DEFAULT_THREADS = 4
 """That decode, unless there are fewer cores."""
@@ -78,15 +78,15 @@ def _of_compute(machine: Machine, ranks_here: int) -> list[Trouble]:
                 cure=f"write DataLoader(num_threads={max(1, int(machine.quota_cores))}), or raise that limit",
             )
         )
-    buffered = ranks_here * parse_bytes(DEFAULT_MEMORY_LIMIT)
-    if machine.memory_bytes < buffered + _LEAST_BESIDE_BYTES:
-        share = max(64, (machine.memory_bytes // 2 // ranks_here) >> 20)
+    limit, share = _default_limit(machine, ranks_here), loaders_share(machine.memory_bytes, ranks_here)
+    buffered = ranks_here * limit
+    if machine.memory_bytes < buffered + _LEAST_BESIDE_BYTES and limit > share:
         found.append(
             Trouble(
                 kind="memory",
                 what=f"{format_bytes(machine.memory_bytes)} may be used, and "
                 f"{counted(ranks_here, 'loader')} may buffer up to {format_bytes(buffered)} by default",
-                cure=f'write DataLoader(memory_limit="{share}MiB")',
+                cure=f'write DataLoader(memory_limit="{share >> 20}MiB")',
             )
         )
     if machine.shm_bytes is not None and machine.shm_bytes < _LEAST_SHM_BYTES:
@@ -110,6 +110,11 @@ def _of_compute(machine: Machine, ranks_here: int) -> list[Trouble]:
             )
         )
     return found
+
+
+def _default_limit(machine: Machine, ranks_here: int) -> int:
+    """Return the ``memory_limit`` of a loader that is given none, in bytes."""
+    return default_memory_limit(machine.memory_bytes if machine.is_memory_limited else None, ranks_here)
 
 
 def _of_disk(machine: Machine) -> list[Trouble]:
@@ -141,13 +146,14 @@ def _of_store(store: StoreLook) -> list[Trouble]:
     return found
 
 
-def limits(machine: Machine, store: StoreLook | None) -> tuple[str, ...]:
+def limits(machine: Machine, store: StoreLook | None, *, ranks_here: int = 1) -> tuple[str, ...]:
     """Return what will limit a job here, in words, with the figures."""
+    buffered = format_bytes(_default_limit(machine, ranks_here))
     cores = machine.cores if machine.quota_cores is None else min(machine.cores, machine.quota_cores)
     threads = min(machine.cores, _DEFAULT_THREADS)
     found = [
         f"cores: {cores:.3g} for decoding and transforms; {threads} threads by default, num_workers= for processes",
-        f"memory: a loader buffers up to memory_limit={DEFAULT_MEMORY_LIMIT} of {format_bytes(machine.memory_bytes)}",
+        f"memory: a loader buffers up to {buffered} of {format_bytes(machine.memory_bytes)}; memory_limit= for others",
     ]
     if machine.cache_left_bytes is not None and machine.is_cache_writable:
         room = format_bytes(machine.cache_left_bytes * 4 // 5)

@@ -79,7 +79,7 @@ def doctor(
         packages=packages,
         extras=extras_of(packages),
         store=store,
-        limits=limits(machine, store),
+        limits=limits(machine, store, ranks_here=ranks_here),
         findings=troubles(packages, machine, store, launcher=trouble, ranks_here=ranks_here),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -149,14 +150,29 @@ class Loads:
             held_bytes=max(chunks.held_bytes, slices.held_bytes), keeps_all=False,
         )  # fmt: skip
 
-    def check_memory(self, load: RankLoad) -> None:
-        """Reject what training would reject.
+    def check_memory(self) -> None:
+        """Reject what training would reject, in this epoch or any other.
 
         Raises:
-            MemoryLimitError: What this rank needs at once does not fit; the message says what to do.
+            MemoryLimitError: What is needed at once does not fit; the message says what to do.
         """
-        for plan in (*self._in_slices, *self.held):
-            self._demand(plan, load.dp_rank).check()
+        for one in self._first:
+            one.check()
+
+    @cached_property
+    def _first(self) -> list[Demand]:
+        """What is demanded at the start of the run, for each batch size: training is accepted by it."""
+        return [self.rooms.first_demand(plan) for plan in (*self._in_slices, *self.held)]
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory for chunks that training does not reject."""
+        return max(one.least_bytes for one in self._first)
+
+    def shortage(self, load: RankLoad) -> str:
+        """Say that a rank needs more at once in this epoch than there is room for; "": it does not."""
+        demands = (self._demand(plan, load.dp_rank) for plan in self.held)
+        return next((one.shortage() for one in demands if one.is_short), "")
 
     def neediest(self, dp_rank: int) -> Plan:
         """Return the plan of which a rank needs most at once."""

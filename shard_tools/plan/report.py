@@ -18,7 +18,7 @@ from streaming.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
 from streaming.plan.demand import Rooms
-from streaming.plan.memory import needed_mib
+from streaming.plan.memory import least_mib, needed_mib
 from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.plan.schedule import Schedule
@@ -165,7 +165,11 @@ class PlanReport:
         unit: What one request fetches: ``"chunk"``, or ``"slice"`` of a chunk (storage order; bytes are then estimated
             from the mean size of a chunk's samples), or, if batch sizes change, ``"chunk or slice"``.
         memory_limit_bytes: Memory limit of one rank.
-        needed_limit_bytes: A ``memory_limit`` that suffices for this epoch and, most likely, for every other.
+        needed_limit_bytes: A ``memory_limit`` with which each chunk is fetched once, in this epoch and, most likely, in
+            every other.
+        least_limit_bytes: One that training accepts, and that suffices for every epoch, although a rank may fetch
+            chunks again in some: the least one, or the least that is known without a look at sample tables if
+            ``memory_limit_bytes`` is no less.
         mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch: how well it mixes.
         ramp: Batch sizes by row of the run; None: a constant size.
         limits: What the parts of ``memory_limit`` are for: chunks, batches built ahead and, for packs, what they are
@@ -197,6 +201,7 @@ class PlanReport:
     unit: str
     memory_limit_bytes: int
     needed_limit_bytes: int
+    least_limit_bytes: int
     mixed_chunks: int
     loads: tuple[RankLoad, ...]
     sampled: bool
@@ -332,6 +337,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
     replicas = replica_ranks(options.mesh)
     exact = whole.dp_world_size <= EXACT_RANKS
     found = tuple(loads.of(dp_rank, replicas[dp_rank], exact=exact) for dp_rank in chosen)
+    least_bytes = loads.least_bytes
     report = PlanReport(
         num_shards=len(planned.urls),
         num_chunks=len(loads.chunk_bytes),
@@ -350,7 +356,8 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         window=whole.settings.window,
         unit=loads.unit,
         memory_limit_bytes=limit,
-        needed_limit_bytes=needed_mib(max(load.live_bytes for load in found)) << 20,
+        needed_limit_bytes=needed_mib(max(least_bytes, *(load.live_bytes for load in found))) << 20,
+        least_limit_bytes=least_mib(least_bytes) << 20,
         mixed_chunks=_mixed_chunks(loads.plans[len(loads.plans) // 2]),
         loads=found,
         sampled=len(found) < whole.dp_world_size,
@@ -403,7 +410,9 @@ def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool, tables:
     )
     worst = max(report.loads, key=lambda load: load.live_bytes)
     try:
-        loads.check_memory(worst)
+        loads.check_memory()
+        if shortage := loads.shortage(worst):
+            warnings.append(shortage)
     except MemoryLimitError as error:
         warnings.append(f"training would refuse this: {error}")
     if report.amplification > _MUCH_AMPLIFICATION:

@@ -160,7 +160,8 @@ def _summary(report: PlanReport) -> list[str]:
     requests = f"{counted(report.total('num_requests'), 'request')}, one per {report.unit}"
     first = f"{counted(report.total('start_requests'), 'request')} before the first batch"
     at_most = "" if report.data_world_size <= EXACT_RANKS else "at most "
-    limit = format_bytes(report.memory_limit_bytes)
+    limit, least = format_bytes(report.memory_limit_bytes), format_bytes(report.least_limit_bytes)
+    once = format_bytes(report.needed_limit_bytes)
     thing = "sample" if report.packs is None else "pack"
     size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} a data rank"
     if report.ramp is not None:
@@ -175,7 +176,7 @@ def _summary(report: PlanReport) -> list[str]:
         f"order     {order}; a rank's batch mixes {counted(report.mixed_chunks, 'chunk')}",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
         f"start     {at_most}{format_bytes(report.total('start_bytes'))} in {first}",
-        f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",
+        f"memory    a memory_limit of {least} suffices for every epoch, {once} to fetch each chunk once; it is {limit}",
     ]
     if report.packs is not None:
         lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")

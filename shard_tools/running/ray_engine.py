@@ -6,18 +6,28 @@ Ray repeats a task whose worker process or node dies, so calls must be repeatabl
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
 from contextlib import chdir, nullcontext, suppress
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
+from infra import RayCluster, ray_cluster
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_RETRIES = 3  # Ray's default
 _MAX_STORED = 4  # functions whose calls may alternate
+_FOUND_BY_RAY = ("", "auto", "local")
+"""Values of ``RAY_ADDRESS`` that are no addresses: Ray looks for a cluster of this machine, or starts one."""
+_ANSWER_S = 10.0
+"""How long a server may take to accept a connection, and to greet. Ray's own limit is two and a half minutes."""
+_HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""A frame of SETTINGS without any: both sides begin with one (RFC 9113, section 3.4)."""
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS
 
 
 class RayExecutor(Executor):
@@ -31,7 +41,7 @@ class RayExecutor(Executor):
         workers: Maximum number of calls in progress; ``submit`` waits for room.
 
     Raises:
-        ConfigError: Ray is not installed.
+        ConfigError: Ray is not installed, or ``RAY_ADDRESS`` names no cluster that answers.
     """
 
     def __init__(self, workers: int) -> None:
@@ -41,7 +51,7 @@ class RayExecutor(Executor):
             raise ConfigError("--engine ray: needs Ray: pip install 'shardstream[ray]'") from error
         self._connected = not ray.is_initialized()
         if self._connected:
-            ray.init(log_to_driver=False)
+            _connect(ray_cluster())
         self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_calling_from(os.getcwd()))
         self._stored: dict[int, tuple[object, Any]] = {}
         self._room = threading.BoundedSemaphore(workers)
@@ -92,6 +102,57 @@ class RayExecutor(Executor):
         if self._connected:
             self._connected = False
             ray.shutdown()
+
+
+def _connect(cluster: RayCluster) -> None:
+    """Connect to the cluster that ``RAY_ADDRESS`` names; if it is not set, to that of this machine.
+
+    Raises:
+        ConfigError: There is none. Ray by itself says so after minutes, or in words of its own.
+    """
+    import ray
+
+    shown = f"--engine ray: RAY_ADDRESS={cluster.address!r}"
+    cure = (
+        "Give the address of a running cluster, as `ray start --head` prints it (RAY_ADDRESS=HOST:6379), or leave "
+        "RAY_ADDRESS out: then the cluster of this machine is used, or one is started"
+    )
+    if cluster.address not in _FOUND_BY_RAY:
+        try:
+            _check_answers(cluster)
+        except ValueError as error:
+            raise ConfigError(f"{shown}: expected HOST:PORT, or ray://HOST:PORT ({error}). {cure}") from error
+        except OSError as error:
+            raise ConfigError(f"{shown}: nobody answers there ({error}). {cure}") from error
+    try:
+        ray.init(log_to_driver=False)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # whatever Ray's parts say
+        raise ConfigError(f"{shown}: Ray cannot connect ({error}). {cure}") from error
+
+
+def _check_answers(cluster: RayCluster) -> None:
+    """Check that a server of Ray's protocol, which is that of HTTP/2, answers at the address of a cluster.
+
+    Raises:
+        OSError: None does.
+        ValueError: It is not an address.
+    """
+    there = urlsplit(cluster.address if "//" in cluster.address else f"//{cluster.address}")
+    if there.scheme not in {"", "ray"} or not there.hostname or there.port is None or there.path not in {"", "/"}:
+        raise ValueError("this is not one")
+    with socket.create_connection((there.hostname, there.port), timeout=_ANSWER_S) as connection:
+        if cluster.uses_tls:  # what answers is not to be read here
+            return
+        connection.settimeout(_ANSWER_S)
+        connection.sendall(_HTTP2_GREETING)
+        frame = b""
+        while len(frame) < len(_HTTP2_SETTINGS):
+            more = connection.recv(len(_HTTP2_SETTINGS) - len(frame))
+            if not more:
+                raise ConnectionError("it closes the connection")
+            frame += more
+    if frame[3] != _HTTP2_SETTINGS[3]:
+        raise ConnectionError("what answers is not Ray")
 
 
 def _calling_from(folder: str) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:

@@ -6,7 +6,8 @@ Life cycle of a batch k::
 
 Units are requested strictly in the order of their first use. So batch k can be built as soon as every unit with a
 ``first_batch`` of at most k is there: a single number, the *frontier*, expresses this. A unit is released once all
-batches up to its ``last_batch`` are built.
+batches up to its ``last_batch`` are built. Where those that are held leave no room for what the next batch needs, units
+are from then on held only while batches use them (``ChunksInTurns``), and some are fetched again.
 
 Nobody but the arena limits how far the reader runs ahead. Whoever changes a state under the lock (a fetch that ends, a
 batch that is built or handed out) also starts what has become possible; there is no thread that only coordinates.
@@ -15,7 +16,7 @@ batch that is built or handed out) also starts what has become possible; there i
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from streaming.engine.lookup import Lookup
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.source import Source
 from streaming.engine.status import PipelineStatus, status_lines
-from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
+from streaming.engine.units import BLOCK_SAMPLES, Block, ChunksInTurns, Need, Units
 from streaming.errors import ChecksumError, DecodeError, MemoryLimitError
 from streaming.fetch.read import UnitKey
 from streaming.plan.plan import Plan
@@ -77,11 +78,13 @@ class Pipeline(Delivery):
         settings: Settings.
         metrics: Where to count waits.
         report: Called for every bad sample; may raise to stop the run.
+        in_turns: Called once, when ``units`` that are held leave no room for those of the next batch; returns other
+            ones, of which those of one batch fit. None: there are none.
     """
 
     def __init__(
         self, *, plan: Plan, dp_rank: int, units: Units, source: Source, store: ChunkStore, settings: Settings,
-        metrics: Metrics, report: BadSampleReport,
+        metrics: Metrics, report: BadSampleReport, in_turns: Callable[[], ChunksInTurns] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             settings.builder, store, first=0, num_batches=plan.num_batches, num_builders=settings.num_builders,
@@ -91,7 +94,7 @@ class Pipeline(Delivery):
         self._plan = plan
         self._dp_rank = dp_rank
         self._draw_key = epoch_key(plan.settings.seed, plan.epoch)
-        self._units = units
+        self._units, self._in_turns = units, in_turns
         self._source = source
         self._store = store
         self._store.begin()
@@ -210,11 +213,17 @@ class Pipeline(Delivery):
             self._blocks.popleft()
 
     def _obstacle(self) -> BaseException | None:
-        """Return the error that stops the frontier for good, if there is one."""
+        """Return the error that stops the frontier for good, if there is one.
+
+        If only units of later batches are in the way, they are given up.
+        """
         if self._coming:
             return self._coming[0][1].failure
         need = self._next_need
         if need is None or need.first_batch > self._num_built or self._store.pending():
+            return None
+        if self._in_turns is not None:
+            self._read_in_turns(self._in_turns)
             return None
         arena, wanted = self._store.arena, self._units.wanted(need.unit)
         other = "lower lanes or window in ShuffleConfig" if self._plan.settings.shuffle else "use a smaller batch"
@@ -224,6 +233,22 @@ class Pipeline(Delivery):
             f"({format_bytes(arena.used_bytes)}), more than the {format_bytes(self._store.limit_bytes)} that chunks "
             f"may take. Raise memory_limit, or {other}"
         )
+
+    def _read_in_turns(self, make: Callable[[], ChunksInTurns]) -> None:
+        """Read from the next batch on what each batch needs, and hold nothing for later ones.
+
+        All batches that were begun are built, so nobody uses what is released; it stays as long as there is room.
+        """
+        self._in_turns, first = None, self._num_built
+        self._store.retain, self._store.limit_bytes = True, self._store.arena.budget_bytes
+        for unit in [unit for some in self._releases.values() for unit in some]:
+            self._store.release(unit)
+        self._releases.clear()
+        self._blocks.clear()
+        # Invariant: no unit has a user, no batch from first on is planned, and the next need is the first one of it.
+        units = make()
+        self._units, self._needs, self._planned = units, units.needs(first), first
+        self._look_ahead()
 
     def _block_of(self, batch: int) -> Block:
         for block in self._blocks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from streaming.batches.build import BadSampleReport
@@ -14,7 +15,7 @@ from streaming.engine.delivery import Delivery
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
-from streaming.engine.units import BatchSlices, Units, WholeChunks
+from streaming.engine.units import BatchSlices, ChunksInTurns, Units, WholeChunks
 from streaming.engine.workers.ring import PageLocker
 from streaming.engine.workers.surroundings import Surroundings
 from streaming.fetch.read import FetchRange
@@ -160,20 +161,27 @@ class PlanReader:
         self.source, self.rooms, self.dp_rank = source, rooms, dp_rank
         self._machinery, self._make, self._settings = machinery, make, settings
         self._metrics, self._report = metrics, report
+        self.is_accepted = False
 
-    def prepared(self, plan: Plan, *, resumed: bool) -> Callable[[], Pipeline]:
-        """Return a function that begins to read a plan.
+    def accept(self, plans: Iterable[Plan], *, resumed: bool) -> None:
+        """Refuse a run that needs more memory than there is.
 
         Args:
-            plan: The plan.
+            plans: Plans of the run: one for each size of batches that is to come.
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
 
         Raises:
-            MemoryLimitError: What is needed at once does not fit.
+            MemoryLimitError: What is needed at once does not fit; on all ranks alike.
         """
         with self._metrics.timed("plan_s"):
+            for plan in plans:
+                self.rooms.check(plan, resumed=resumed)
+        self.is_accepted = True
+
+    def prepared(self, plan: Plan) -> Callable[[], Pipeline]:
+        """Return a function that begins to read a plan of a run that was accepted."""
+        with self._metrics.timed("plan_s"):
             demand = self.rooms.demand(plan, self.dp_rank)
-        demand.check(resumed=resumed)
         return lambda: self._read(plan, demand)
 
     def hold(self) -> None:
@@ -199,8 +207,17 @@ class PlanReader:
         pipeline = Pipeline(
             plan=plan, dp_rank=self.dp_rank, units=units, source=self.source, store=store,
             settings=settings, metrics=self._metrics, report=self._report,
+            in_turns=None if demand.is_sliced else partial(self._in_turns, plan, demand),
         )  # fmt: skip
         return self._machinery.serves(pipeline)
+
+    def _in_turns(self, plan: Plan, demand: Demand) -> ChunksInTurns:
+        """Return the chunks of a plan that needs more at once than there is room for, and log that."""
+        _log.warning("%s", demand.shortage())
+        return ChunksInTurns(
+            plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=self.rooms.most_bytes,
+            slice_room=self.rooms.slice_room if self.source.has_sample_tables() else None,
+        )  # fmt: skip
 
     def _first_units(self, plan: Plan, limit_bytes: int) -> Iterator[FetchRange]:
         """Yield the chunks that this rank needs first, at least as many as fit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,3 +155,106 @@ class BatchSlices:
         if known == len(self._runs):
             self._runs.extend(zip(chunks.tolist(), lows.tolist(), highs.tolist(), strict=True))
         return known + inverse, inside - lows[inverse]
+
+
+class ChunksInTurns:
+    """Units are chunks, each in memory only while batches use it; of chunks that one batch has no room for, samples.
+
+    For plans that need more at once than there is room for. A chunk's uses in consecutive batches are one need. Between
+    others it may leave memory, and is then fetched again: what must be there at the same time are the units of one
+    batch, and these fit. Chunks that do not fit beside the others of their batch are read sample by sample, the largest
+    first, as far as the source has slices.
+
+    Args:
+        plan: The plan.
+        dp_rank: The data-parallel rank.
+        source: The dataset.
+        sizes: int64 [C], memory that each chunk takes.
+        room_bytes: Memory for the units of a batch.
+        slice_room: Returns the memory that a slice takes, given its bytes; None: the source has no slices.
+    """
+
+    def __init__(
+        self, plan: Plan, dp_rank: int, source: Ranges, *, sizes: Int64Array, room_bytes: int,
+        slice_room: Callable[[int], int] | None,
+    ) -> None:  # fmt: skip
+        self._plan, self._dp_rank, self._source = plan, dp_rank, source
+        self._sizes, self._room_bytes = sizes, room_bytes
+        self._has_slices, self._slice_room = slice_room is not None, slice_room or int
+        self._num_chunks = len(sizes)
+        self._samples: list[tuple[int, int]] = []
+        self._slice_of: dict[tuple[int, int], int] = {}
+        rows_per_batch = max(1, plan.global_batch_size // plan.dp_world_size)
+        self._step = max(1, min(BLOCK_SAMPLES // rows_per_batch, plan.stretch_batches))
+
+    def block(self, first: int, last: int) -> Block:
+        """See ``Units``."""
+        rows = self._plan.rank_batches(first, last, self._dp_rank)
+        within = self._source.samples_of(rows.chunk_ids, rows.offsets)
+        units = rows.chunk_ids.copy()
+        for batch in self._crowded(rows):
+            span = slice(*rows.row_splits[batch : batch + 2].tolist())
+            units[span], within[span] = self._cut(units[span], within[span])
+        return Block(first=first, last=last, rows=rows, units=units, within=within)
+
+    def needs(self, first: int = 0) -> Iterator[Need]:
+        """See ``Units``; from batch ``first`` on."""
+        for low in range(first, self._plan.num_batches, self._step):
+            block = self.block(low, min(low + self._step, self._plan.num_batches))
+            batches = np.repeat(np.arange(block.first, block.last), np.diff(block.rows.row_splits))
+            columns = _consecutive(block.units, block.rows.passes, batches)
+            for unit, number, first_batch, last_batch in zip(*(column.tolist() for column in columns), strict=True):
+                yield Need(unit=unit, first_batch=first_batch, last_batch=last_batch, pass_number=number)
+
+    def wanted(self, unit: int) -> FetchRange:
+        """See ``Units``."""
+        if unit < self._num_chunks:
+            return self._source.chunk(unit)
+        chunk, sample = self._samples[unit - self._num_chunks]
+        return self._source.slice(chunk, sample, sample + 1)
+
+    def _crowded(self, rows: RankBatches) -> list[int]:
+        """Return the batches of these rows, by number among them, whose chunks do not fit."""
+        if not self._has_slices:
+            return []
+        batches = np.repeat(np.arange(len(rows.row_splits) - 1), np.diff(rows.row_splits))
+        pairs = np.unique(batches * self._num_chunks + rows.chunk_ids)
+        taken = np.bincount(pairs // self._num_chunks, self._sizes[pairs % self._num_chunks])
+        return np.flatnonzero(taken > self._room_bytes).tolist()
+
+    def _cut(self, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the unit of each row of one batch, and its place there, such that the units fit."""
+        units, within = chunk_ids.copy(), inside.copy()
+        different = np.unique(chunk_ids)
+        left = int(self._sizes[different].sum()) - self._room_bytes
+        for chunk in different[np.argsort(-self._sizes[different], kind="stable")].tolist():
+            if left <= 0:
+                break
+            rows = np.flatnonzero(chunk_ids == chunk)
+            found = [self._source.slice(chunk, sample, sample + 1) for sample in inside[rows].tolist()]
+            saved = int(self._sizes[chunk]) - sum({one.key: self._slice_room(one.num_bytes) for one in found}.values())
+            if saved > 0:
+                units[rows] = [self._slice_of_sample(chunk, sample) for sample in inside[rows].tolist()]
+                within[rows], left = 0, left - saved
+        return units, within
+
+    def _slice_of_sample(self, chunk: int, sample: int) -> int:
+        """Return the unit of a sample inside a chunk that is read by itself; the same one always gets the same."""
+        number = self._slice_of.setdefault((chunk, sample), len(self._samples))
+        if number == len(self._samples):
+            self._samples.append((chunk, sample))
+        return self._num_chunks + number
+
+
+def _consecutive(
+    units: Int64Array, passes: Int64Array, batches: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Return unit, pass, first and last batch of each run of consecutive batches that use a unit, by first batch."""
+    by_unit = np.lexsort((batches, passes, units))
+    units, passes, batches = units[by_unit], passes[by_unit], batches[by_unit]
+    begins = (np.diff(units, prepend=-1) != 0) | (np.diff(passes, prepend=-1) != 0) | (np.diff(batches, prepend=-1) > 1)
+    firsts = np.flatnonzero(begins)
+    lasts = np.append(firsts, len(units))[1:] - 1
+    by_time = np.argsort(batches[firsts], kind="stable")
+    firsts, lasts = firsts[by_time], lasts[by_time]
+    return units[firsts], passes[firsts], batches[firsts], batches[lasts]

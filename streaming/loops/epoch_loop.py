@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -188,7 +189,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
             MemoryLimitError: What is needed at once does not fit.
         """
         plan = self._plan(place, course)
-        begin = self._reader.prepared(plan, resumed=self._is_resumed)
+        self._reader.accept([plan], resumed=self._is_resumed)
+        begin = self._reader.prepared(plan)
         return lambda: (begin(), plan)
 
     def succeed(self, other: Loop) -> None:
@@ -323,6 +325,22 @@ class EpochLoop(BaseLoop[ChunkStore]):
             orders=course.orders(self.order),
         )  # fmt: skip
 
+    def _plans_to_come(self, plan: Plan) -> Iterator[Plan]:
+        """Yield a plan, and one of the same samples for each size that later batches have.
+
+        There is none where a run without an end goes on: nobody can plan its start, where it was accepted, again.
+        """
+        if self._is_resumed and plan.orders.is_endless:
+            return
+        yield plan
+        size, rows = plan.global_batch_size, [row for row, _ in self.shape.sizes.steps if row > plan.first_row]
+        for row in rows:
+            shape = self.shape.at(row)
+            if shape.global_batch_size != size:
+                yield Plan.of(
+                    shape, plan.chunk_samples, self.order, epoch=plan.epoch, start=plan.start, orders=plan.orders
+                )
+
     def _start(self, place: Place) -> Run:
         if self._machinery.is_broken:
             self._drop_machinery()
@@ -342,8 +360,14 @@ class EpochLoop(BaseLoop[ChunkStore]):
         return staged(self._stages, partial(self._read, plan, place), place), plan
 
     def _read(self, plan: Plan, place: Place) -> Run:
-        """Start reading this rank's share."""
-        begin = self._reader.prepared(plan, resumed=self._is_resumed)
+        """Start reading this rank's share.
+
+        Raises:
+            MemoryLimitError: The run, which begins here, needs more at once than there is room for.
+        """
+        if not self._reader.is_accepted:
+            self._reader.accept(self._plans_to_come(plan), resumed=self._is_resumed)
+        begin = self._reader.prepared(plan)
         if place == self._begun_at:  # otherwise an epoch continues with batches of another size
             # An epoch without an end counts as one pass over the data.
             num_samples = self.course.num_samples if self.is_endless else self.samples_per_epoch

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from infra import DeviceMesh
+from infra import DeviceMesh, MeshError, discover
 from streaming.arguments import (
     DEFAULT_MEMORY_LIMIT,
     MOST_BUILDERS,
     checked_flag,
     checked_int,
     checked_memory_limit,
+    default_memory_limit,
+    format_bytes,
     option_names,
+    parse_bytes,
 )
 from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
@@ -26,7 +30,7 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
-from streaming.platforms import num_cores, possible_builders
+from streaming.platforms import group_limits, num_cores, possible_builders
 from streaming.replicas.options import Replicas
 from streaming.sources.mixed import AnySource
 from streaming.sources.samples import SampleSource
@@ -75,7 +79,8 @@ _STREAMED_ONLY = {
     "agreement_timeout": "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
 }
 _HARMLESS_THERE: dict[str, tuple[object, ...]] = {
-    "num_threads": (None, 0), "memory_limit": (DEFAULT_MEMORY_LIMIT,), "agreement_timeout": (DEFAULT_TIMEOUT_S, None),
+    "num_threads": (None, 0), "memory_limit": (None, DEFAULT_MEMORY_LIMIT),
+    "agreement_timeout": (DEFAULT_TIMEOUT_S, None),
 }  # fmt: skip
 """Values of options that a torch dataset does not have which ask for nothing but what is done."""
 
@@ -183,7 +188,7 @@ def check_jagged(recipe: Recipe, dataset: AnySource) -> None:
 def streaming_config(
     dataset: AnySource, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
     num_workers: int, num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
-    jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
+    jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str | None,
     pin: Callable[[Any], Any],
 ) -> LoopConfig:  # fmt: skip
     """Validate the options of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
@@ -208,13 +213,30 @@ def streaming_config(
     return LoopConfig(
         shape=shape,
         mesh=mesh,
-        memory=items.budget(checked_memory_limit(memory_limit)),
+        memory=items.budget(_memory_limit(memory_limit, mesh)),
         num_workers=num_workers,
         num_threads=threads,
         depth=prefetch_factor * max(1, num_workers or threads),
         recipe=recipe,
         replicas=replicas,
     )
+
+
+def _memory_limit(memory_limit: int | str | None, mesh: DeviceMesh) -> int:
+    """Return ``memory_limit`` in bytes; of None, log what a control group makes of the default."""
+    if memory_limit is not None:
+        return checked_memory_limit(memory_limit)
+    group_bytes, ranks_here = group_limits().memory_bytes, 1
+    with suppress(MeshError):  # a mesh was given, so the launcher is not asked for one
+        ranks_here = discover().local_world_size or 1
+    found = default_memory_limit(group_bytes, ranks_here)
+    if group_bytes is not None and found < parse_bytes(DEFAULT_MEMORY_LIMIT) and mesh.rank == 0:
+        _log.info(
+            "memory_limit: %s by default, because the control group of this process allows %s for all %d on this "
+            "machine; without it, it is %s. To change it, give memory_limit=",
+            format_bytes(found), format_bytes(group_bytes), ranks_here, DEFAULT_MEMORY_LIMIT,
+        )  # fmt: skip
+    return found
 
 
 def no_dataset(given: object) -> ConfigError:

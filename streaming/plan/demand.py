@@ -5,6 +5,11 @@ The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is de
     all chunks fit          KeptDemand      each is fetched once, and stays
     ranks share an order    SlicesDemand    a rank reads its slices of chunks, which saves bytes
     otherwise               LiveDemand      chunks come when they are needed, and go
+
+Chunks differ in size, so each epoch, rank and start needs another amount at once. Whether a ``memory_limit`` is refused
+depends on none of them (``Rooms.check``): on what some ranks, the same for all, need in epoch 0. A plan that needs more
+than there is room for is read all the same (``ChunksInTurns``): its chunks stay only while batches use them, and some
+are fetched again.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ from streaming.plan import memory as budget
 from streaming.plan.memory import Budget
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array, override
+
+RANKS_LOOKED_AT = 16
+"""How many ranks decide whether a run is refused, evenly spaced; a millisecond each. Of more, the rest is alike."""
 
 
 class Chunks(Protocol):
@@ -60,6 +68,7 @@ class Rooms:
 
     def __init__(self, chunks: Chunks, memory: Budget, *, is_shared: bool = False) -> None:
         self.chunks, self.memory = chunks, memory
+        self._latest: Demand | None = None
         self.align_bytes = budget.PAGE_BYTES if chunks.can_be_mapped and not is_shared else 1
 
     @property
@@ -84,9 +93,47 @@ class Rooms:
         skews = self.chunks.byte_starts % self.align_bytes
         return budget.whole_pages(sizes + np.where(sizes < budget.LEAST_MAPPED_BYTES, 0, skews))
 
+    @cached_property
+    def span_rooms(self) -> Int64Array:
+        """int64 [n], the most memory that a sample takes that is read without the rest of its chunk, by span.
+
+        Reads all sample tables.
+        """
+        _, begins = self.chunks.span_borders(self.room_bytes)
+        return budget.whole_pages(np.diff(begins, append=self.all_bytes) + self.align_bytes - 1)
+
+    def slice_room(self, num_bytes: int) -> int:
+        """Return the most memory that a slice of a chunk takes, given its bytes."""
+        return int(budget.whole_pages(num_bytes + self.align_bytes - 1))
+
     def demand(self, plan: Plan, dp_rank: int) -> Demand:
-        """Return what a rank demands for a plan."""
-        return self._kind(plan)(self, plan, dp_rank)
+        """Return what a rank demands for a plan; the latest is kept, because a run that begins is checked by it."""
+        found = self._latest
+        if found is None or found.plan is not plan or found.dp_rank != dp_rank:
+            self._latest = found = self._kind(plan)(self, plan, dp_rank)
+        return found
+
+    def check(self, plan: Plan, *, resumed: bool = False) -> None:
+        """Refuse a run whose memory limit is too small, alike on all ranks, in every epoch, at every resume.
+
+        Args:
+            plan: Any plan of the run.
+            resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
+
+        Raises:
+            MemoryLimitError: It does not fit; the message shows the calculation and the remedies.
+        """
+        self.first_demand(plan).check(resumed=resumed)
+
+    def first_demand(self, plan: Plan) -> Demand:
+        """Return what the neediest of some ranks demands at the start of the run of a plan."""
+        start = plan.from_the_start()
+        first = self.demand(start, 0)
+        if not first.differs_by_rank:
+            return first
+        others, count = start.dp_world_size - 1, min(start.dp_world_size, RANKS_LOOKED_AT) - 1
+        ranks = [] if start.is_endless else [others * number // count for number in range(1, count + 1)]
+        return max([first, *(self.demand(start, rank) for rank in ranks)], key=lambda one: one.live_bytes)
 
     def _kind(self, plan: Plan) -> type[Demand]:
         if budget.reads_slices(plan, self.chunk_bytes, self.memory) and self.chunks.has_sample_tables():
@@ -99,9 +146,11 @@ class Demand(ABC):
 
     Attributes:
         is_sliced: Slices of chunks are read, not whole chunks.
+        is_short: More is needed at once than there is room for, as far as that is known beforehand.
+        differs_by_rank: Ranks need different amounts at once.
     """
 
-    is_sliced = False
+    is_sliced = is_short = differs_by_rank = False
 
     def __init__(self, rooms: Rooms, plan: Plan, dp_rank: int) -> None:
         self.rooms, self.plan, self.dp_rank = rooms, plan, dp_rank
@@ -128,13 +177,30 @@ class Demand(ABC):
         return {}
 
     @property
+    def sizes(self) -> Int64Array:
+        """int64 [C], memory that each chunk takes, as it is read."""
+        return self.rooms.room_bytes
+
+    @property
     def retains(self) -> bool:
-        """Whether chunks stay in memory when they are no longer needed, because there is room for all."""
+        """Whether chunks stay in memory when they are no longer needed, as long as there is room."""
         return False
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory for chunks that ``check`` does not refuse.
+
+        The least, or, if there is as much, the least that is known without a look at sample tables.
+        """
+        return 0
+
+    def shortage(self) -> str:
+        """Say that there is too little room for all that is needed at once, what follows from that, and what helps."""
+        return f"memory_limit: {format_bytes(self.rooms.memory.limit_bytes)} is too little for this plan"
 
     @abstractmethod
     def check(self, *, resumed: bool = False) -> None:
-        """Refuse a plan of which the rank needs more at once than there is room for.
+        """Refuse a run that begins with this and needs more at once than there is room for.
 
         Args:
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
@@ -183,6 +249,11 @@ class SlicesDemand(Demand):
     def limit_bytes(self) -> int:
         return self.rooms.memory.chunks_bytes
 
+    @property
+    @override
+    def least_bytes(self) -> int:
+        return self.live_bytes
+
     @override
     def check(self, *, resumed: bool = False) -> None:
         memory, num_bytes = self.rooms.memory, self.live_bytes
@@ -198,20 +269,22 @@ class SlicesDemand(Demand):
 class LiveDemand(Demand):
     """Whole chunks, while they are needed; if these do not fit, only what ``fields`` and filter leave of them."""
 
+    differs_by_rank = True
+
     @cached_property
-    def _live(self) -> tuple[int, dict[int, int]]:
-        """Bytes needed at once, and the sizes of the chunks of which only parts are read."""
+    def _live(self) -> tuple[int, dict[int, int], Int64Array]:
+        """Bytes needed at once, the sizes of the chunks of which only parts are read, and the memory of each chunk."""
         rooms, plan, dp_rank = self.rooms, self.plan, self.dp_rank
         num_bytes = plan.live_bytes(rooms.room_bytes, dp_rank)
         if num_bytes <= rooms.memory.chunks_bytes:
-            return num_bytes, {}
+            return num_bytes, {}, rooms.room_bytes
         needed = plan.rank_chunks(dp_rank)
         read_bytes = rooms.chunks.unit_bytes(needed)
         in_pieces = read_bytes < rooms.chunk_bytes[needed]
         needed, read_bytes = needed[in_pieces], read_bytes[in_pieces]
         sizes = rooms.room_bytes.copy()
         sizes[needed] = budget.whole_pages(np.maximum(read_bytes, 1) + rooms.align_bytes - 1)
-        return plan.live_bytes(sizes, dp_rank), dict(zip(needed.tolist(), read_bytes.tolist(), strict=True))
+        return plan.live_bytes(sizes, dp_rank), dict(zip(needed.tolist(), read_bytes.tolist(), strict=True)), sizes
 
     @property
     @override
@@ -225,6 +298,16 @@ class LiveDemand(Demand):
 
     @property
     @override
+    def sizes(self) -> Int64Array:
+        return self._live[2]
+
+    @property
+    @override
+    def is_short(self) -> bool:  # type: ignore[override]
+        return self.live_bytes > self.rooms.memory.chunks_bytes
+
+    @property
+    @override
     def limit_bytes(self) -> int:
         return self.rooms.memory.with_read_ahead(self.live_bytes)
 
@@ -233,20 +316,56 @@ class LiveDemand(Demand):
     def retains(self) -> bool:
         return self.limit_bytes >= int(self.rooms.room_bytes[self.plan.rank_chunks(self.dp_rank)].sum())
 
+    @property
+    @override
+    def least_bytes(self) -> int:
+        return max(self.live_bytes, self._batch_bytes)
+
+    @cached_property
+    def _batch_bytes(self) -> int:
+        """The most that a batch of this size can need in any order, where only what it uses is in memory.
+
+        Chunks that do not fit are not read whole, if that is possible.
+        """
+        num_bytes = budget.most_of_a_batch(self.plan, self.sizes)
+        if num_bytes <= self.rooms.memory.chunks_bytes or not self.rooms.chunks.has_sample_tables():
+            return num_bytes
+        return min(num_bytes, budget.most_of_rows(self.plan, self.rooms.span_rooms))
+
+    @override
+    def shortage(self) -> str:
+        memory, plan = self.rooms.memory, self.plan
+        room, cure = format_bytes(memory.chunks_bytes), budget.needed_mib(max(self.live_bytes, memory.chunks_bytes))
+        needs = f"{format_bytes(self.live_bytes)}" if self.is_short else f"more than {room}"
+        return (
+            f"memory_limit: in epoch {plan.epoch} rank {self.dp_rank} of {plan.dp_world_size} needs {needs} of chunks "
+            f"at the same time, and {room} of {format_bytes(memory.limit_bytes)} are for them. Where they do not fit, "
+            "a chunk stays in memory only while batches use it, and may be fetched more than once; batches stay the "
+            f'same. To fetch each once, use memory_limit="{cure}MiB"'
+        )
+
     @override
     def check(self, *, resumed: bool = False) -> None:
         memory, plan, room_bytes = self.rooms.memory, self.plan, self.rooms.room_bytes
-        if self.live_bytes <= memory.chunks_bytes:
-            return
-        lanes = -(-plan.settings.lanes // plan.dp_world_size)
-        find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
-        cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes)
-        cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
-        raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "
-            f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
-            f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
-            f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
-            f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
-            f'"{budget.needed_mib(self.live_bytes)}MiB"{cures}'
-        )
+        if self.is_short:
+            lanes = -(-plan.settings.lanes // plan.dp_world_size)
+            find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
+            whole = not self.rooms.chunks.has_sample_tables()
+            cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes, whole=whole)
+            cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan. Rank {self.dp_rank} of "
+                f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
+                f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
+                f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
+                f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
+                f'"{budget.needed_mib(self.least_bytes)}MiB"{cures}'
+            )
+        if budget.most_of_rows(plan, self.sizes) > memory.chunks_bytes < self._batch_bytes:
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: a batch has "
+                f"{plan.shape.most_rows} rows of one rank, and in some epoch these may be the largest ones, which take "
+                f"up to {format_bytes(self._batch_bytes)} with what is read beside them. Chunks get "
+                f'{budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.least_mib(self._batch_bytes)}MiB", '
+                "or a smaller batch"
+            )

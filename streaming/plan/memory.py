@@ -21,8 +21,9 @@ from typing import Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import sums
 from streaming.index.spans import SPAN_BYTES
-from streaming.plan.order import OrderSettings
+from streaming.plan.order import EpochOrders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -104,6 +105,61 @@ def enough_for_batches_mib(batches_bytes: int) -> int:
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
 
 
+def least_mib(chunks_bytes: int) -> int:
+    """Return the least ``memory_limit``, in MiB, of which chunks get this many bytes."""
+    return math.ceil(chunks_bytes / CHUNKS_SHARE / (1 << 20))
+
+
+def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
+    """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
+
+    It is that of :func:`most_of_rows`. Where whole chunks are laid end to end, rows come from a run of samples in each
+    lane, which the window makes longer: no more chunks than that touches.
+
+    Args:
+        plan: The plan.
+        sizes: int64 [C], memory that each chunk takes.
+    """
+    most = most_of_rows(plan, sizes)
+    if not isinstance(plan.orders, EpochOrders):
+        return most
+    there = plan.chunk_samples > 0
+    sizes, counts = sizes[there], plan.chunk_samples[there]
+    num_runs, num_samples = _runs_of_a_batch(plan)
+    # The chunks at both ends of a run may lie in it with a single sample; of those between, all samples do.
+    left = max(num_samples - 2 * num_runs, 0)
+    densest = np.argsort(-sizes / counts, kind="stable")
+    inside = np.clip(left - sums(counts[densest])[:-1], 0, counts[densest]) / counts[densest]
+    between = math.ceil(float((inside * sizes[densest]).sum()))
+    return min(most, _largest(sizes, 2 * num_runs) + between)
+
+
+def most_of_rows(plan: Plan, sizes: Int64Array) -> int:
+    """Return the memory for the largest pieces, one for each row of a rank's share of a batch.
+
+    Args:
+        plan: The plan.
+        sizes: int64 [n], memory of each piece: of chunks, or of the spans that samples lie in.
+    """
+    return _largest(sizes, plan.shape.most_rows)
+
+
+def _largest(sizes: Int64Array, count: int) -> int:
+    """Return the sum of the largest ``count`` sizes."""
+    first = max(len(sizes) - count, 0)
+    return int(np.partition(sizes, first)[first:].sum()) if first else int(sizes.sum())
+
+
+def _runs_of_a_batch(plan: Plan) -> tuple[int, int]:
+    """Return of how many runs of samples, as chunks are laid, a rank's share of a batch is part, and their samples."""
+    lanes, window, size, rows = plan.settings.lanes, plan.settings.window, plan.global_batch_size, plan.shape.most_rows
+    is_even = size % lanes == 0 and lanes % plan.dp_world_size == 0
+    num_lanes = min(-(-rows * lanes // size) + (not is_even), lanes)
+    passes = 1 if plan.num_samples == plan.samples_per_pass else -(-size // plan.samples_per_pass) + 1
+    num_runs = num_lanes * passes
+    return num_runs, num_lanes * -(-size // lanes) + num_runs * 2 * max(window - 1, 0)
+
+
 def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
     """Tell whether ranks that share a storage order read slices of chunks instead of all chunks each.
 
@@ -165,20 +221,29 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
     return min(int((highs - lows).max()), total_bytes)
 
 
-def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
-    """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does."""
+def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int, *, whole: bool) -> str:
+    """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does.
+
+    Args:
+        plan: The plan.
+        chunk_bytes: int64 [C], memory that each chunk takes.
+        dp_rank: The data-parallel rank.
+        limit_bytes: Memory for chunks.
+        whole: Samples cannot be read without their chunks.
+    """
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
     while lanes > 1:
         lanes //= 2
         if divides and plan.global_batch_size % lanes:
             continue
-        if _fits(plan, chunk_bytes, [dp_rank], limit_bytes, lanes=lanes, dp_world_size=plan.dp_world_size):
+        world_size = plan.dp_world_size
+        if _fits(plan, chunk_bytes, [dp_rank], limit_bytes, lanes=lanes, dp_world_size=world_size, whole=whole):
             return f", or fewer lanes: ShuffleConfig(lanes={lanes}), or a smaller window"
     return ""
 
 
-def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
+def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int, *, whole: bool) -> str:
     """Recommend what helps if lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:
@@ -186,7 +251,7 @@ def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: i
     most = min(lanes, plan.global_batch_size)
     while enough < most:
         enough = min(2 * enough, most)
-        if _fits(plan, chunk_bytes, range(enough), limit_bytes, lanes=lanes, dp_world_size=enough):
+        if _fits(plan, chunk_bytes, range(enough), limit_bytes, lanes=lanes, dp_world_size=enough, whole=whole):
             break
     else:
         enough = 0
@@ -197,8 +262,9 @@ def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: i
 
 
 def _fits(
-    plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int
-) -> bool:
+    plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int,
+    whole: bool,
+) -> bool:  # fmt: skip
     """Tell whether these ranks have room for the plan with other lanes or ranks, with a margin for other epochs."""
     settings = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
     other = Plan(
@@ -211,4 +277,6 @@ def _fits(
         epoch_size=plan.num_samples,
         orders=plan.orders.under(settings),
     )
+    if whole and most_of_a_batch(other, chunk_bytes) > limit_bytes:
+        return False
     return all(other.live_bytes(chunk_bytes, rank) <= limit_bytes * EPOCHS_VARY for rank in dp_ranks)

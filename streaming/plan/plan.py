@@ -201,6 +201,12 @@ class Plan:
         made.dp_world_size, made._looked, made._odd = made.shape.num_ranks, (-1, {}), ((-1, -1), None)
         return made
 
+    def from_the_start(self) -> Plan:
+        """Return the plan of epoch 0 in the same order, all of it; of an order without passes, this plan itself."""
+        if self.orders.is_endless or (self.epoch, self.start) == (0, 0):
+            return self
+        return Plan.of(self.shape, self.chunk_samples, self.settings, orders=self.orders)
+
     @property
     def passes(self) -> range:
         """The passes of the stream that the remaining batches touch."""

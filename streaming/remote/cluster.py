@@ -11,7 +11,10 @@ from streaming.remote.group import RemoteGroup
 
 MAX_RETRIES = 3
 """Readers that may die from one batch, as for decode workers (``streaming.engine.workers.pool``)."""
-_CONTROL = "control"
+_CONTROL, _WATCH = "control", "watch"
+GROUPS = {_CONTROL: 1, _WATCH: 1}
+"""Threads of a reader beside the one that reads: for other calls, and for ``process_of``, which waits for neither."""
+_WHY = "Ray's logs say why; often it is memory: give it more with RemoteGroup(memory=…), or use smaller batches"
 
 
 def check_connected() -> None:
@@ -32,7 +35,8 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
     """Start an actor of class ``reader`` for each of ``arguments``.
 
     They end with the driver, or with the last reference. Ray restarts a dead one, and repeats the calls that it had not
-    answered: calls must be repeatable.
+    answered: calls must be repeatable. It repeats them without a limit, because it does so several times a second until
+    it notices that a node has died; the caller counts deaths (``process_of``).
     """
     import ray
     from ray.util.placement_group import get_placement_group
@@ -43,7 +47,7 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
     except ValueError:
         bundles = None
     label = uuid.uuid4().hex[:8]
-    actor_class = ray.remote(concurrency_groups={_CONTROL: 1})(reader)
+    actor_class = ray.remote(concurrency_groups=GROUPS)(reader)
     actors = []
     for number, given in enumerate(arguments):
         where: Any = "SPREAD" if len(arguments) > 1 else "DEFAULT"
@@ -57,7 +61,7 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
             "resources": dict(group.resources),
             "scheduling_strategy": where,
             "max_restarts": -1,
-            "max_task_retries": MAX_RETRIES,
+            "max_task_retries": -1,
         }
         actors.append(actor_class.options(**options).remote(*given))
     return actors
@@ -77,7 +81,7 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
     """Return the value of a reference, or of each in a list. An exception raised in an actor is raised unchanged.
 
     Raises:
-        WorkerDiedError: The actor died again and again.
+        WorkerDiedError: The actor died, and is not restarted.
         WorkerError: An exception that cannot be sent from the actor unchanged.
         TimeoutError: It took longer than ``timeout_s``.
     """
@@ -89,22 +93,31 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
     except RayTaskError as error:
         cause, text = error.cause, str(error)
     except RayActorError as error:
-        raise WorkerDiedError(
-            f"a remote reader died {MAX_RETRIES + 1} times on one batch, or could not be restarted: {error}. "
-            "Ray's logs say why; often it is memory: give it more with RemoteGroup(memory=…), or use smaller batches"
-        ) from error
+        raise WorkerDiedError(f"a remote reader died, and Ray does not restart it: {error}. {_WHY}") from error
     if isinstance(cause, Exception) and not isinstance(cause, RayError):
         cause.add_note(f"raised in a remote reader:\n{text}")
         raise cause from None
     raise WorkerError(f"raised in a remote reader:\n{text}")
 
 
-def wait(refs: list[Any], *, timeout_s: float) -> None:
-    """Wait until all are ready, including errors, or for ``timeout_s``."""
+def wait(refs: list[Any], *, timeout_s: float) -> bool:
+    """Wait until all are ready, including errors, or for ``timeout_s``; return whether they are."""
     import ray
 
-    if refs and ray.is_initialized():
-        ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
+    if not refs or not ray.is_initialized():
+        return True
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
+    return len(ready) == len(refs)
+
+
+def process_of(actor: Any) -> Any:
+    """Return a reference to what identifies the process that a reader runs in: another one after each death."""
+    return actor.process.options(concurrency_group=_WATCH).remote()
+
+
+def died_again() -> WorkerDiedError:
+    """Return the error of a reader that has died too often."""
+    return WorkerDiedError(f"a remote reader died {MAX_RETRIES + 1} times on one batch. {_WHY}")
 
 
 def kill(actor: Any) -> None:

@@ -33,6 +33,8 @@ from streaming.types import override
 
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0
+_LOOK_S = 1.0
+"""How long an answer is waited for until the readers are asked, again and again, whether they have died meanwhile."""
 _CLOSE_S = 5.0  # Ray logs a warning if an actor is killed while it works
 _Refs: TypeAlias = list[tuple[Any, ...]]
 """References of one step, by reader: to its note, and to the batch of each data rank that it serves."""
@@ -132,8 +134,10 @@ def open_remote(
 class _Ahead:
     """The steps of one run that are in progress, in order: ``pending``."""
 
-    def __init__(self, *, ask: Callable[[Step], _Refs], run: int, base: State) -> None:
-        self._ask, self._run = ask, run
+    def __init__(
+        self, *, ask: Callable[[Step], _Refs], awaited: Callable[[list[Any]], list[Note]], run: int, base: State
+    ) -> None:
+        self._ask, self._awaited, self._run = ask, awaited, run
         self.base, self._base_number = base, 0
         self.pending: deque[_Refs] = deque()
 
@@ -147,10 +151,38 @@ class _Ahead:
     def next(self) -> tuple[list[Note], _Refs]:
         """Return the notes and references of the first step, by reader, once it is ready."""
         refs_of = self.pending[0]
-        notes: list[Note] = cluster.get([refs[0] for refs in refs_of])
+        notes = self._awaited([refs[0] for refs in refs_of])
         self.pending.popleft()
         self.base, self._base_number = notes[0].state, self._base_number + 1
         return notes, refs_of
+
+
+class _Lives:
+    """The processes in which a reader was while one call was waited for.
+
+    Args:
+        actor: The reader.
+        process: Its process when it answered last; None: it has not answered yet.
+    """
+
+    def __init__(self, actor: Any, process: str | None) -> None:
+        self._actor = actor
+        self._seen = set[str]() if process is None else {process}
+        self._asked: Any = None
+
+    def look(self) -> None:
+        """Note the process in which it is now, if it answers.
+
+        Raises:
+            WorkerDiedError: It died too often.
+        """
+        if self._asked is None:
+            self._asked = cluster.process_of(self._actor)
+        elif cluster.wait([self._asked], timeout_s=0):
+            self._seen.add(cluster.get(self._asked))
+            self._asked = None
+        if len(self._seen) - 1 > cluster.MAX_RETRIES:
+            raise cluster.died_again()
 
 
 class RemoteLoop(Loop):
@@ -246,7 +278,7 @@ class RemoteLoop(Loop):
             base = {**base, "order": {**base["order"], "seed": seed}}
         self._known = base
         self._num_runs += 1
-        ahead = _Ahead(ask=self._ask_for, run=self._num_runs, base=base)
+        ahead = _Ahead(ask=self._ask_for, awaited=self._awaited, run=self._num_runs, base=base)
         self._under_way = ahead.pending
         return _RemoteRun(self, ahead)
 
@@ -340,7 +372,20 @@ class RemoteLoop(Loop):
         return self._actors
 
     def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return cluster.get(cluster.ask(self._open()[0], method, *args, **kwargs))
+        (answer,) = self._awaited([cluster.ask(self._open()[0], method, *args, **kwargs)])
+        return answer
+
+    def _awaited(self, refs: list[Any]) -> list[Any]:
+        """Return the values of references, of the first readers, one each; see ``cluster.get``.
+
+        Raises:
+            WorkerDiedError: A reader died too often meanwhile. Ray would repeat the call for ever.
+        """
+        lives = [_Lives(actor, self._processes.get(number)) for number, actor in enumerate(self._actors[: len(refs)])]
+        while not cluster.wait(refs, timeout_s=_LOOK_S):
+            for one in lives:
+                one.look()
+        return list(cluster.get(refs))
 
     def _values_at(self, place: Place, next_seed: int | None) -> State:
         """Return a reader's state at ``place``."""

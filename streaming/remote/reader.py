@@ -57,6 +57,8 @@ class Step:
 class RemoteReader:
     """Batches of some data ranks, step by step. ``read`` is for one thread, everything else for another one.
 
+    ``process`` is for any.
+
     Nothing is opened before the first call, so that errors in opening are reported like all others.
 
     Args:
@@ -96,6 +98,10 @@ class RemoteReader:
             ),
             *batches,
         )
+
+    def process(self) -> str:
+        """Return what identifies this process: another one after a restart."""
+        return self._process
 
     def length(self) -> int:
         """Return the number of batches in a whole epoch."""

@@ -59,6 +59,7 @@ _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]{2,}\b")
 FOREIGN_FLAGS = {
     "--force-reinstall": "pip",
     "--hard-dereference": "tar",
+    "--head": "ray start",
     "--install": "wsl, on Windows",
     "--shm-size": "docker",
     "--sort": "tar, and reshard",

@@ -125,7 +125,7 @@ def test_every_option_has_a_meaning_and_every_public_class_is_described() -> Non
 def test_a_default_and_a_bar_stand_in_the_table_as_in_the_code() -> None:
     made = tables.options().text
     assert '| `last_batch` | `"drop"` |' in made
-    assert '| `memory_limit` | `"4GiB"` |' in made
+    assert "| `memory_limit` | `None` |" in made
     assert tables.markdown("``a | b``, *all*, :class:`~x.Y`") == "`a \\| b`, \\*all\\*, `~x.Y`".replace("~", "")
 
 

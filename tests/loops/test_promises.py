@@ -183,25 +183,20 @@ def test_timing_changes_nothing(samples: SampleSet, num_workers: int) -> None:
     "world_size", [size if size in {1, 3, 8} else pytest.param(size, marks=pytest.mark.matrix) for size in WORLD_SIZES]
 )
 def test_the_memory_limit_changes_nothing_and_holds(world_size: int, tmp_path: Path) -> None:
-    """At the least that the plan says it needs it runs and keeps to it; below that it refuses at the start."""
+    """At the least that the neediest rank needs all run, and keep to it; below that all refuse at the start."""
     shuffled = write_set(tmp_path, chunk_samples=4).open(seed=5, shuffle=ShuffleConfig(lanes=24, window=4))
     options = {"global_batch_size": 24, "last_batch": "partial"}
     expected = play(shuffled, world_size, **options)
+    with DataLoader(shuffled, device_mesh=mesh_of(world_size, 0), **options) as loader:
+        order = loader._loop.order
+    plan = Plan(
+        shuffled.source.table.num_samples, order, global_batch_size=24, dp_world_size=world_size, last_batch="partial"
+    )
+    limit = math.ceil(max(plan.live_bytes(chunk_pages(shuffled), rank) for rank in range(world_size)) / 0.75)
     for rank in range(world_size):
-        with DataLoader(shuffled, device_mesh=mesh_of(world_size, rank), **options) as loader:
-            order = loader._loop.order
-        plan = Plan(
-            shuffled.source.table.num_samples,
-            order,
-            global_batch_size=24,
-            dp_world_size=world_size,
-            last_batch="partial",
-        )
-        live_bytes = plan.live_bytes(chunk_pages(shuffled), rank)
-        limit = math.ceil(live_bytes / 0.75)
         with DataLoader(shuffled, device_mesh=mesh_of(world_size, rank), memory_limit=limit, **options) as loader:
             assert [check_batch(batch) for batch in loader] == expected[rank]
-            assert loader.metrics()["arena_peak_bytes"] <= live_bytes
+            assert loader.metrics()["arena_peak_bytes"] <= limit * 3 // 4
         with (
             DataLoader(shuffled, device_mesh=mesh_of(world_size, rank), memory_limit=limit - 8, **options) as loader,
             pytest.raises(MemoryLimitError, match=r"memory_limit=.*or fewer lanes"),

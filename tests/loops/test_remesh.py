@@ -298,7 +298,7 @@ def wait_until_read(loader: DataLoader) -> None:
 def test_a_change_to_the_same_world_fetches_nothing_anew(samples: SampleSet) -> None:
     """However little memory there is: what is in it is needed first. (Of batches built ahead chunks may be gone.)"""
     dataset = samples.open(shuffle=ShuffleConfig(lanes=2, window=4))
-    options: dict[str, Any] = {"global_batch_size": SIZE, "memory_limit": "200KiB", "num_threads": 0}
+    options: dict[str, Any] = {"global_batch_size": SIZE, "memory_limit": "232KiB", "num_threads": 0}
     fetched = []
     for changes in (False, True):
         with DataLoader(dataset, device_mesh=mesh_of(2, 0), **options) as loader:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 import types
@@ -28,11 +29,13 @@ from torch.utils.data import IterableDataset
 import infra
 from infra import DeviceMesh
 from shard_tools.cli import cli
+from shard_tools.running import ray_engine
 from shard_tools.running.engine import ordered
 from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, Mixture, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
+from streaming.remote.loop import _Lives
 from streaming.remote.reader import RemoteReader
 from tests.support.clusters.ray_cluster import TwoNodes, locations, wait_for_end
 from tests.support.code.folders import EXAMPLES, ROOT
@@ -86,7 +89,7 @@ class WarmReaders:
                     loader.close()
                 RemoteReader.__init__(self, *given)
 
-        warm = ray.remote(concurrency_groups={cluster._CONTROL: 1})(Warm)
+        warm = ray.remote(concurrency_groups=cluster.GROUPS)(Warm)
         self.free = [warm.options(num_cpus=0, resources={node: 0.01}).remote() for node in ("away", "home")]
         self.all = list(self.free)
 
@@ -159,6 +162,88 @@ def test_ray_has_to_be_started(samples: SampleSet, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"call ray\.init\(\) first"):
         remote(samples)
+
+
+@pytest.mark.parametrize("known", [None, "first"])
+def test_deaths_from_one_call_are_counted(known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process counts when it answers for the first time; one may answer often."""
+    answers = iter(["first", "first", "second", "second", "third", "fourth", "fourth", "fifth"])
+    monkeypatch.setattr(cluster, "process_of", lambda _: next(answers))
+    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: True)
+    monkeypatch.setattr(cluster, "get", lambda ref: ref)
+    lives = _Lives(None, known)
+
+    def look_on() -> None:
+        while True:
+            lives.look()
+
+    with pytest.raises(WorkerDiedError, match="died 4 times on one batch"):
+        look_on()
+    assert list(answers) == []
+
+
+@contextlib.contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """A server that sends this to all that connect; None: it never accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), server.accept()[0] as connection:
+                connection.sendall(answer or b"")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 10):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        if answer is not None:
+            thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        if answer is not None:
+            thread.join()
+
+
+ANSWERS = {
+    "nothing": (None, "timed out"),
+    "the end": (b"", "it closes the connection"),
+    "another protocol": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers is not Ray"),
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_at_which_no_cluster_answers_is_named(
+    what: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would wait for two and a half minutes, and say nothing meanwhile."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray would wait"))
+    monkeypatch.setattr(ray_engine, "_ANSWER_S", 0.2)
+    answer, why = ANSWERS[what]
+    with listening(answer) as address:
+        monkeypatch.setenv("RAY_ADDRESS", f"{scheme}{address}")
+        with pytest.raises(ConfigError, match=rf"RAY_ADDRESS='{scheme}{address}': nobody answers there.*{why}"):
+            RayExecutor(1)
+    with pytest.raises(ConfigError, match=r"nobody answers there.*refused.*RAY_ADDRESS=HOST:6379"):
+        RayExecutor(1)
+
+
+@pytest.mark.parametrize("address", ["garbage", "host:port", "http://host:1", "host:99999", "[::1", "host:1/path", " "])
+def test_what_is_no_address_is_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=.*expected HOST:PORT"):
+        RayExecutor(1)
+
+
+def test_what_ray_says_of_an_address_becomes_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("no running instance")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='auto': Ray cannot connect \(no running instance\)"):
+        RayExecutor(1)
 
 
 @pytest.mark.parametrize(
@@ -546,6 +631,37 @@ def test_a_killed_reader_is_replaced_and_nothing_is_lost_or_doubled(
         assert loader.metrics()["reader_restarts"] == 1
         # Also what lay in the object store when its reader died is there.
         got = [[handle.get()["__key__"] for handle in batch.handles] for batch in kept]
+    assert got == steps(play(samples.open(), 2, batch_size=8))
+
+
+def test_a_node_that_dies_with_its_reader_costs_nothing_but_time(
+    nodes: TwoNodes, samples: SampleSet, tmp_path: Path
+) -> None:
+    """Ray repeats the call many times before it knows of the death. Another node with the same resource comes."""
+    url, place = samples.url, tmp_path / "pid"
+
+    def create() -> StreamingDataset:
+        def widen(sample: dict[str, Any]) -> dict[str, Any]:
+            return {**sample, "big": np.zeros(32 << 10, np.uint8)}
+
+        place.write_text(str(os.getpid()))
+        return StreamingDataset(url, transform=widen)
+
+    kept, mortal = [], RemoteGroup(name="readers", num_cpus=0.5, resources={"mortal": 0.01})
+    node = nodes.add("mortal")
+    with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=mortal) as loader:
+        for number, batch in enumerate(loader):
+            kept.append(batch)
+            if number == 3:
+                first = int(place.read_text())
+                nodes.kill(node)
+                os.kill(first, signal.SIGKILL)  # a node dies at once, with its workers
+                assert wait_for_end(first)
+                node = nodes.add("mortal")
+        assert loader.metrics()["reader_restarts"] == 1
+        # Also what lay in the object store of the node is there.
+        got = [[handle.get()["__key__"] for handle in batch.handles] for batch in kept]
+    nodes.kill(node)
     assert got == steps(play(samples.open(), 2, batch_size=8))
 
 

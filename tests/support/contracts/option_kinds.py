@@ -270,7 +270,7 @@ def readers_here() -> Iterator[None]:
         "check_connected": lambda: None, "start": start, "kill": kill,
         "read": lambda actor, step, _num_ranks: actor.read(step),
         "ask": lambda actor, method, *args, **kwargs: getattr(actor, method)(*args, **kwargs),
-        "get": lambda refs, timeout_s=None: refs, "wait": lambda refs, timeout_s: None,
+        "get": lambda refs, timeout_s=None: refs, "wait": lambda refs, timeout_s: True,
     }  # fmt: skip
     with mock.patch.multiple(cluster, **stand_ins):
         yield

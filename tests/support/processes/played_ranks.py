@@ -53,5 +53,5 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "read", lambda reader, step, num_ranks: reader.read(step))
     monkeypatch.setattr(cluster, "ask", lambda reader, method, *args, **named: getattr(reader, method)(*args, **named))
     monkeypatch.setattr(cluster, "get", lambda refs, **_: refs)
-    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: None)
+    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: True)
     monkeypatch.setattr(cluster, "kill", end)
