@@ -34,7 +34,7 @@ what went wrong, where (URL, key, byte range), expected and actual values, and w
 translated in one place, the adapter that called them, and remain available as ``__cause__``.
 
 No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
-Control characters are spelled out then, too, and the middle of keys and values is left out if they are too long to read.
+Control characters are spelled out then, too, and the middle of long keys and values is left out.
 Names within a command that a message suggests are words of a shell (:func:`shell_place`, :func:`shell_word`), so that a
 name cannot be a command.
 """
