@@ -391,7 +391,7 @@ def test_generators_that_objects_hold_make_no_twins(
         assert played(samples.open(transform=make(), seed=5), ranks, **hands) == expected, (ranks, hands)
     assert played(samples.open(transform=make(), seed=6), 1)[0] != expected[0]
     told = [record for record in caplog.records if "random generators of its own" in record.getMessage()]
-    assert len(told) == 1 + 1 + 2 + 2 + 1, "once a loader"
+    assert len(told) == 1 + 1 + 1 + 1 + 1, "once a job"
     assert all(record.levelno == logging.INFO for record in caplog.records)
     assert ("Holds.python" if "Holds" in told[0].getMessage() else "OF_MODULE") in told[0].getMessage()
 

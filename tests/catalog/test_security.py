@@ -132,6 +132,7 @@ def test_no_source_file_calls_what_runs_data() -> None:
     may = {
         "pickle.loads": {
             "streaming/engine/workers/main.py",
+            "streaming/engine/workers/surroundings.py",  # settings, from the training process to its own workers
             "streaming/engine/workers/portable.py",  # a data set, from the training process to its own workers
             "streaming/engine/workers/transport.py",
             "streaming/engine/workers/channel.py",

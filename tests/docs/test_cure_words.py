@@ -78,6 +78,7 @@ OURS = {
     ("streaming/catalog/urls.py", "_decompressor(others[0])"): "a command of ours, by the ending",
     ("streaming/tar/scanner.py", "program"): "a command of ours, by the first bytes",
     ("streaming/datasets/trust.py", "name"): "an option of ours",
+    ("streaming/platforms.py", "needed"): "a number",
     ("shard_tools/commands/bench.py", "name.replace('_', '-')"): "an option of ours",
     ("shard_tools/commands/bench.py", "value"): "a size of ours",
     ("shard_tools/commands/diff.py", "_LISTED"): "a number",

@@ -24,7 +24,6 @@ from streaming.storage.adapters import in_place
 from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.adapters.object_errors import AnswerError, RequestPlace, object_errors
 from streaming.storage.adapters.profile_keys import AHEAD, ProfileKeys
-from streaming.storage.base.adapter import KeyRefusedError
 from tests.support.programs.soak_run import NUM_SAMPLES, Size, Soak, growth, soak
 from tests.support.servers.on_loopback import MiniGcsServer, MiniS3Server, fresh_name
 
@@ -239,7 +238,7 @@ def test_keys_of_azure(
     Blob.right = "word2end"
     with pytest.raises(AccessDeniedError) as caught:
         storage.read("az://c/x")
-    assert isinstance(caught.value, KeyRefusedError) is (says is not None)
+    assert ("looked up" in str(caught.value)) is (says is not None)
     assert (says or "access denied") in str(caught.value)
     monkeypatch.setenv(name, word(2))
     if says is not None:
@@ -337,9 +336,8 @@ def test_keys_that_stay_refused_are_an_error_that_says_what_to_do(source: Source
         source.server.end_session(source.key)
     else:
         source.server.request("PUT", "/_token/another")
-    with pytest.raises(KeyRefusedError, match="looked up there once more") as caught:
+    with pytest.raises(AccessDeniedError, match="looked up there once more") as caught:
         storage.read(f"{source.url}/x", 0, MIB)
-    assert isinstance(caught.value, AccessDeniedError)
     assert "expired" in str(caught.value)
     assert "a job that resumes from its last state_dict loses no sample" in str(caught.value)
     source.replace()  # and the same storage goes on, once there are others
@@ -367,7 +365,7 @@ def test_what_a_key_may_not_do_is_no_reason_to_look_up_another(mini_s3: MiniS3Se
     mini_s3.clear_log()
     with pytest.raises(AccessDeniedError, match="access denied") as caught:
         Storage(source.options).read(f"{locked}/x")
-    assert not isinstance(caught.value, KeyRefusedError)
+    assert "looked up" not in str(caught.value)
     assert len(mini_s3.log()) == 1
 
 

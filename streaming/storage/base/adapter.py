@@ -75,15 +75,18 @@ def with_keys_of_now(attempt: Callable[[], _T]) -> _T:
     """Return the result of ``attempt``; if its key is refused, of another one, after the keys were looked up again.
 
     Raises:
-        KeyRefusedError: That key is refused as well.
+        AccessDeniedError: That key is refused as well, or there is nowhere to look.
     """
     try:
+        try:
+            return attempt()
+        except KeyRefusedError as error:
+            if error.forget is None:
+                raise
+            error.forget()
         return attempt()
     except KeyRefusedError as error:
-        if error.forget is None:
-            raise
-        error.forget()
-    return attempt()
+        raise AccessDeniedError(*error.args) from error.__cause__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
