@@ -90,7 +90,7 @@ NOT_PICKLED: dict[str, tuple[Sample, str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_PICKLED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_a_batch_that_cannot_be_pickled(kind: str, name: str) -> None:
     sample, said = NOT_PICKLED[name]
     error = cause_of(kind, sample)
@@ -143,7 +143,7 @@ def test_a_long_path_of_temporary_files(forked: Forked, kind: str, tmp_path: Pat
 @pytest.mark.parametrize(("collates", "shm"), first_here([
     pytest.param("ours", "64k"), pytest.param("torch", "64k"), pytest.param("ours", "16k"),
 ], 1))  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_shared_memory_is_full(forked: Forked, tmp_path: Path, kind: str, collates: str, shm: str) -> None:
     """For batches, or even for the locks of queues."""
     told = told_under(forked, tmp_path, kind, collates, shm)
@@ -177,7 +177,7 @@ def at_five(end: Callable[[], object], number: int) -> int:
 
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_a_worker_process_ends(kind: str, name: str) -> None:
     end, said = ENDS[name]
     with pytest.raises(WorkerDiedError, match=said) as caught:
@@ -205,7 +205,7 @@ def loaded(pid: int) -> Elsewhere:
 
 
 @pytest.mark.usefixtures("looks_often")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_a_set_does_not_load(kind: str) -> None:
     error = cause_of(kind, Elsewhere())
     assert type(error) is ConfigError
@@ -221,7 +221,7 @@ def strategy(_: int) -> str:
 
 
 @pytest.mark.parametrize("chosen", ["file_system", "file_descriptor"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_workers_share_tensors_as_the_script_says(kind: str, chosen: str) -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy(chosen)
@@ -243,7 +243,7 @@ def ends_of_children(_: int) -> tuple[int, int]:
     return program.wait(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_what_a_function_starts_ends_at_signals_as_elsewhere(kind: str) -> None:
     """Though its worker process does not: ``terminate`` and ``wait`` would take forever."""
     assert {one for batch in read(kind, ends_of_children) for one in batch} == {(-signal.SIGTERM, -signal.SIGTERM)}
