@@ -169,6 +169,14 @@ def discover(environ: Environ | None = None) -> Launch:
     return launch or _by_environment(os.environ)
 
 
+def is_first_process() -> bool:
+    """Tell whether this process logs what all ranks of its job would: rank 0, or one that nothing says the rank of."""
+    try:
+        return discover().rank == 0
+    except MeshError:  # whoever needs the rank says what contradicts
+        return True
+
+
 def _by_environment(env: Environ) -> Launch:
     found = [launch for reader in READERS if (launch := reader(env)) is not None]
     if not found:

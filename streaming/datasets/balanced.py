@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from infra import is_first_process
 from streaming.arguments import checks_names, is_number, shows, some_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import ELSEWHERE, GroupedSet, check_dataset
@@ -95,7 +96,8 @@ class Balanced(GroupedSet):
             name_sources=name_sources, cure=resharding(dataset.source, by), quotas=quotas, by_name=classes.by_name,
         )  # fmt: skip
         self._dataset, self._by = dataset, by
-        _log.info("%s", self.shares_in_words())
+        if is_first_process():
+            _log.info("%s", self.shares_in_words())
 
     @property
     def by(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from infra import is_first_process
 from streaming.arguments import check_choice, checked_count, checks_names, is_list, is_number, is_whole, shows
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import ELSEWHERE, GroupedSet, check_dataset
@@ -129,7 +130,8 @@ class Curriculum(GroupedSet):
             quotas=quotas, cure=resharding(dataset.source, asked[0].name), by_name=_as_given,
         )  # fmt: skip
         self._dataset = dataset
-        _log.info("%s", self.plan_in_words())
+        if is_first_process():
+            _log.info("%s", self.plan_in_words())
 
     def pool(self, row: int) -> dict[str, int]:
         """Return the buckets that are open at a row of the run, by name, and the number of samples in each.

@@ -231,15 +231,17 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 
 
 def narrowed(
-    storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None
+    storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None, *, tells: bool = True
 ) -> Selection | None:
     """Return the samples that are asked for; None: all of shards without an index.
+
+    With ``tells``, one INFO line says how many these are, which is the same on all ranks.
 
     Raises:
         IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.
     """
     if asked is not None and not asked.is_range:
-        return select(storage, shards, asked, peers)
+        return select(storage, shards, asked, peers, tells=tells)
     if asked is not None and not asked.keeps_all:
         if shards.table is None:
             raise IndexMissingError(f"{asked.words} needs an index; {shards.missing_index}")
@@ -247,7 +249,9 @@ def narrowed(
     return None if shards.table is None else Everything.of(shards.table)
 
 
-def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Filtered:
+def select(
+    storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None, *, tells: bool = True
+) -> Filtered:
     """Return what a filter keeps; with peers, each rank evaluates a part of the shards.
 
     Raises:
@@ -276,7 +280,7 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
             f"`shard_tools ls URL`"
         )
     _log.log(
-        logging.INFO if peers is None or peers.rank == 0 else logging.DEBUG,  # all ranks find the same
+        logging.INFO if tells else logging.DEBUG,
         "%s keeps %s of %s samples (%.2f %%), in %s of %s chunks",
         asked.words, f"{kept.total:,}", f"{table.total_samples:,}", 100 * kept.total / table.total_samples,
         f"{selected.table.num_chunks:,}", f"{table.num_chunks:,}",

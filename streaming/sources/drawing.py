@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
+from infra import is_first_process
 from streaming.arguments import some_names
 from streaming.arrays import sums
 from streaming.errors import StateError
@@ -94,8 +95,9 @@ class Drawing:
         if set(found.sources) - set(self.leaves):
             orders: Any = self.orders(settings, found)
             orders.check_from(row // settings.lanes)
-        if changes:
+        if changes and is_first_process():
             _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
+        if changes:
             self.tell_overlapping(found, settings)
         return self._with_laid(found, lambda: self.orders(settings, found))
 
@@ -119,10 +121,11 @@ class Drawing:
             return ledger
         made = orders()
         if len(names) * made.settings.lanes > _MOST_LAID:
-            _log.info(
-                "%s: without a weight from row %d on. States can record at most %d numbers of such sources, so "
-                "keep it in the mixture", some_names(names), last.start, _MOST_LAID,
-            )  # fmt: skip
+            if is_first_process():
+                _log.info(
+                    "%s: without a weight from row %d on. States can record at most %d numbers of such sources, so "
+                    "keep it in the mixture", some_names(names), last.start, _MOST_LAID,
+                )  # fmt: skip
             return ledger
         found = {name: made.laid_at_the_end(name) for name in names}
         laid = {name: tuple(counts.tolist()) for name, counts in found.items() if counts is not None}
@@ -161,7 +164,7 @@ class Drawing:
         last = ledger.last
         fast = self._even(last.blend.largest_shares(last.start), settings).keys() & self.deal.in_chunks(last)
         names = sorted(fast - ledger.even.keys())
-        if names:
+        if names and is_first_process():
             _log.info(
                 "%s: with these weights passes follow each other so fast that they overlap, and some samples come "
                 "twice or more before others come once. How a source is dealt is decided by its share when it joins "

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 
-from infra import agent_store
+from infra import agent_store, is_first_process
 from streaming.arguments import check_choice, checked_flag, some_names
 from streaming.arrays import sums
 from streaming.catalog.source import ChunkSource
@@ -202,7 +202,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
                 f"{owner}: column {name!r} has no value for {column.num_missing:,} samples, some of them in "
                 f'{column.lacking}. Leave them out with nulls="drop", or give them values with `shard_tools column add`'
             )
-        if column.num_missing:
+        if column.num_missing and is_first_process():
             _log.info("%s: %d samples without a value of %r are left out", owner, column.num_missing, name)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from infra import agent_store
+from infra import agent_store, is_first_process
 from streaming.arrays import sums
 from streaming.batches.build import OnError, Part
 from streaming.batches.draws import Chain
@@ -294,13 +294,14 @@ class PackedDocuments(PackedSource):
             if number
         ]
         over += [f"{counts.empty:,} without tokens left out"] if counts.empty else []
-        _log.info(
-            "Packed: %s packs of %s %s%s, %.2f %% filled, of %s %s with %s%s; %s groups",
-            f"{self.num_readable:,}", f"{length:,}", self.unit, self.items.at_most,
-            100 * self.fill, f"{counts.documents:,}", self.items.documents,
-            f"{counts.tokens:,} {self.items.unit or 'in all'}",
-            "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
-        )  # fmt: skip
+        if is_first_process():
+            _log.info(
+                "Packed: %s packs of %s %s%s, %.2f %% filled, of %s %s with %s%s; %s groups",
+                f"{self.num_readable:,}", f"{length:,}", self.unit, self.items.at_most,
+                100 * self.fill, f"{counts.documents:,}", self.items.documents,
+                f"{counts.tokens:,} {self.items.unit or 'in all'}",
+                "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
+            )  # fmt: skip
         if self.alike:
             self._tell_kinds()
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
@@ -322,7 +323,8 @@ class PackedDocuments(PackedSource):
             room = max(room, held / (self.num_readable * rules.max_docs))
         told = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
         if room >= _FULL_ENOUGH:
-            _log.info("%s", told)
+            if is_first_process():
+                _log.info("%s", told)
             return
         _log.warning(
             "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "

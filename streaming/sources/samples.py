@@ -9,7 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
-from infra import MeshError, MeshFinder, agent_store
+from infra import MeshError, MeshFinder, agent_store, is_first_process
 from streaming.arguments import Urls, format_bytes
 from streaming.batches.build import OnError
 from streaming.batches.draws import Chain
@@ -86,7 +86,9 @@ class SampleSource(ChunkSource, SampleRows):
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers(agent_store())
-        tell_of_opening_alone(peers, num_data_ranks)
+        is_first = is_first_process()
+        if is_first:
+            tell_of_opening_alone(peers, num_data_ranks)
         self.shards = open_shards(
             self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished
         )
@@ -102,7 +104,7 @@ class SampleSource(ChunkSource, SampleRows):
         self._asked = "" if asked is None else asked.words
         if asked is not None and asked.where is not None:
             self.meaning.check_condition(asked.where.names, asked.where.text)
-        self._selection = narrowed(self.storage, self.shards, asked, peers)
+        self._selection = narrowed(self.storage, self.shards, asked, peers, tells=is_first)
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess()

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from infra import is_first_process
 from streaming.arguments import some_names
 from streaming.errors import ConfigError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
@@ -79,7 +80,8 @@ def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], uni
         return dict.fromkeys(sources, 1.0)
     found = {name: _mean_tokens(name, one) if unit == "tokens" else _mean_bytes(one) for name, one in sources.items()}
     shown = some_names([f"{name} {count:.1f}" for name, count in found.items()])
-    _log.info("unit=%r: samples have on average %s %s; weights are divided by these", unit, shown, unit)
+    if is_first_process():
+        _log.info("unit=%r: samples have on average %s %s; weights are divided by these", unit, shown, unit)
     return found
 
 
