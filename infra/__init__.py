@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from infra.errors import MeshError
 from infra.finder import MeshFinder
-from infra.launch import AgentStore, Launch, RayCluster, agent_store, discover, ray_cluster
+from infra.launch import AgentStore, Launch, RayCluster, agent_store, discover, ray_cluster, ranks_here
 from infra.mesh import DEFAULT_AXIS_ORDER, DeviceMesh, as_device_mesh
 
 __all__ = [
     "DEFAULT_AXIS_ORDER", "AgentStore", "DeviceMesh", "Launch", "MeshError", "MeshFinder", "RayCluster", "agent_store",
-    "as_device_mesh", "discover", "ray_cluster",
+    "as_device_mesh", "discover", "ranks_here", "ray_cluster",
 ]  # fmt: skip
