@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from infra.errors import MeshError
 from infra.finder import MeshFinder
-from infra.launch import AgentStore, Launch, RayCluster, agent_store, discover, ray_cluster, ranks_here
+from infra.launch import AgentStore, Launch, RayCluster, agent_store, discover, ranks_here, ray_cluster
 from infra.mesh import DEFAULT_AXIS_ORDER, DeviceMesh, as_device_mesh
 
 __all__ = [

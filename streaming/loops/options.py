@@ -71,8 +71,8 @@ _STREAMING = {
 _ALSO_HARMLESS: dict[str, tuple[object, ...]] = {"persistent_workers": (True,), "timeout": (0,)}
 
 _STREAMED_ONLY = {
-    "tuned": "the file was measured with the engine that reads shards, not with a torch data set. Leave it out, and give "
-    "num_workers= and prefetch_factor= yourself",
+    "tuned": "the file was measured with the engine that reads shards, not with a torch data set. Leave it out, and "
+    "give num_workers= and prefetch_factor= yourself",
     "num_threads": "batches of a torch data set are built by the thread that asks for them, or by worker processes: "
     "write num_workers=…",
     "memory_limit": "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds "

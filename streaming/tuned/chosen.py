@@ -72,9 +72,7 @@ def doubts(tuned: Tuned, taken: Mapping[str, Any]) -> list[str]:
         found.append(f"it was measured with version {tuned.version!r} of shardstream, and this is {VERSION!r}")
     limit, share = taken.get("memory_limit"), loaders_share(memory_bytes(), ranks)
     if limit is not None and share < parse_bytes(limit) <= loaders_share(tuned.memory_bytes or sys.maxsize, 1):
-        found.append(
-            f"it sets memory_limit={limit!r}, and a loader's part of the memory of this process is {format_bytes(share)}"
-        )
+        found.append(f"it sets memory_limit={limit!r}, and a loader's part of the memory here is {format_bytes(share)}")
     return found
 
 

@@ -23,6 +23,7 @@ from streaming.arguments import (
     checked_flag,
     checked_int,
     did_you_mean,
+    format_bytes,
     is_whole,
     json_object,
     parse_bytes,
@@ -33,6 +34,7 @@ from streaming.storage import Storage, redact, redact_text
 from streaming.types import VERSION
 
 DEFAULT_NAME: Final = "tuned.json"
+_MOST_BYTES = 1 << 20
 
 
 def _count(least: int) -> Callable[[str, Any], object]:
@@ -94,21 +96,20 @@ def read_tuned(path: str | PathLike[str]) -> Tuned:
         raise ConfigError(
             f"tuned: expected the path or URL of a file that `shard_tools bench --tune` wrote, got {path!r}"
         )
-    where = fspath(path)
-    return parsed(bytes(Storage().read(where)), where)
+    return stored(Storage(), fspath(path))
 
 
-def parsed(data: bytes, where: str) -> Tuned:
-    """Return what a file says, after checking all of it that is used.
-
-    Args:
-        data: Its content.
-        where: Its path or URL, for messages.
+def stored(storage: Storage, where: str) -> Tuned:
+    """Return what the file at ``where`` says, after checking all of it that is used.
 
     Raises:
         ConfigError: It is damaged, or sets what it may not set.
+        NotFoundError: There is no such file.
     """
-    content = _object(data, where)
+    size_bytes = storage.info(where).size_bytes
+    if size_bytes > _MOST_BYTES:  # a shard, perhaps, which nobody wants in memory
+        raise _damaged(where, f"it has {format_bytes(size_bytes)}, and such a file at most {format_bytes(_MOST_BYTES)}")
+    content = _object(bytes(storage.read(where)), where)
     machine, options, version = (content[part] for part in ("machine", "options", "shardstream"))
     memory = machine.get("memory_bytes")
     if not is_whole(machine.get("cores")) or machine["cores"] < 1:
@@ -133,7 +134,7 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
             raise _damaged(where, f"{part}: expected {_KINDS[kind]}, got {_kind_of(content, part)}")
     for name in content:
         if name in MACHINERY:
-            raise ConfigError(f"{redact(where)}: {name!r} belongs into \"options\": {{…}}; move it there")
+            raise ConfigError(f'{redact(where)}: {name!r} belongs into "options": {{…}}; move it there')
         if name not in _PARTS:
             raise _damaged(where, f"no part is called {name!r}{did_you_mean(name, _PARTS)}")
     return content
@@ -163,6 +164,6 @@ def _check_option(where: str, name: str, value: Any) -> None:
 def _damaged(where: str, why: str) -> ConfigError:
     """Make the error for a file that does not hold what the command writes."""
     return ConfigError(
-        f"{redact(where)}: not a file of tuned options, or damaged: {redact_text(why)}. Delete it, and measure anew: "
-        f"`shard_tools bench URL --tune --out {shell_place(where)}`"
+        f"{redact(where)}: not a file of tuned options, or damaged: {redact_text(why)}. Move it away, and measure "
+        f"anew: `shard_tools bench URL --tune --out {shell_place(where)}`"
     )
