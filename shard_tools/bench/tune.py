@@ -5,6 +5,7 @@ What is tried and chosen (``TunePlan``, ``chosen``) is pure; ``tune`` measures, 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,10 +201,14 @@ def chosen(tried: Sequence[Tried]) -> Tried:
     """
     started = [one for one in tried if not one.refused]
     if not started:
-        raise ConfigError(f"no loader starts with this memory limit, so there is nothing to tune: {tried[0].refused}")
-    fastest = max(started, key=lambda one: one.samples_per_s)
-    least_rate = fastest.samples_per_s * (1 - min(_MOST_SPREAD, max(_AS_FAST, fastest.spread)))
+        raise ConfigError(f"--memory-limit: no loader starts, so there is nothing to tune: {tried[0].refused}")
+    least_rate = max(one.samples_per_s for one in started) * (1 - spread_of(started))
     return min((one for one in started if one.samples_per_s >= least_rate), key=_machinery)
+
+
+def spread_of(tried: Sequence[Tried]) -> float:
+    """Return by how much rates may differ without one being faster: what passes of one setting differ by, of most."""
+    return min(_MOST_SPREAD, max(_AS_FAST, median(one.spread for one in tried if not one.refused)))
 
 
 def _machinery(one: Tried) -> tuple[int, int, int]:
@@ -215,12 +220,13 @@ def _machinery(one: Tried) -> tuple[int, int, int]:
 def reason(best: Tried, tried: Sequence[Tried]) -> str:
     """Say why this one."""
     fastest = max(tried, key=lambda one: one.samples_per_s)
-    said = (
-        "the fastest that was tried"
-        if fastest is best
-        else f"the least threads and processes within {fastest.samples_per_s / best.samples_per_s - 1:.0%} of the "
-        f"fastest, whose passes differ by {fastest.spread:.0%}"
-    )
+    said = "the fastest that was tried"
+    if fastest is not best:
+        slower = 1 - best.samples_per_s / fastest.samples_per_s
+        said = (
+            f"of those within {spread_of(tried):.0%} of the fastest, the one with the fewest processes, threads and "
+            f"batches ahead; it was {slower:.0%} slower"
+        )
     if best.fetch_share >= _IS_WAITING:
         said += (
             f"; it waits {best.fetch_share:.0%} of its time for bytes, which none of these options changes: bench "
@@ -235,6 +241,8 @@ def check_out(url: str, storage: Storage) -> None:
     Raises:
         ConfigError: There is one.
     """
+    if os.path.isdir(url):
+        raise ConfigError(f"--out {redact(url)}: this is a folder; name a file in it")
     try:
         stored(storage, url)
     except NotFoundError:

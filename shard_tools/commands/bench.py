@@ -99,7 +99,7 @@ def _tune(
     storage, plan = Storage(storage_options), plan_here(options)
     check_out(out, storage)
     click.echo(
-        f"{counted(plan.num_settings, 'setting')} in {counted(plan.num_passes, 'pass')}: at most {plan.seconds:,.0f} s "
+        f"{counted(plan.num_settings, 'setting')} in {counted(plan.num_passes, 'pass')}: at most {plan.seconds:g} s "
         "in all, beside what processes take to start",
         err=True,
     )
