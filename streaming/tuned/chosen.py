@@ -10,7 +10,7 @@ from os import cpu_count, fspath
 from typing import Any, ParamSpec, TypeVar
 
 from infra import ranks_here
-from streaming.arguments import format_bytes, loaders_share, parse_bytes
+from streaming.arguments import counted, format_bytes, loaders_share, parse_bytes
 from streaming.platforms import memory_bytes, num_cores
 from streaming.storage import redact
 from streaming.tuned.file import Tuned, read_tuned
@@ -67,7 +67,7 @@ def doubts(tuned: Tuned, taken: Mapping[str, Any]) -> list[str]:
     cores = min(num_cores(), max(1, (cpu_count() or 1) // ranks))
     if cores != tuned.cores:
         shared = f", its part as one of {ranks} ranks on this machine" if ranks > 1 else ""
-        found.append(f"it was measured with cores={tuned.cores}, and this process has {cores}{shared}")
+        found.append(f"it was measured with {counted(tuned.cores, 'core')}, and this process has {cores}{shared}")
     if tuned.version != VERSION:
         found.append(f"it was measured with version {tuned.version!r} of shardstream, and this is {VERSION!r}")
     limit, share = taken.get("memory_limit"), loaders_share(memory_bytes(), ranks)

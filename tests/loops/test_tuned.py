@@ -173,9 +173,9 @@ def test_a_loader_in_another_process_keeps_the_options(dataset: StreamingDataset
     ("parts", "here", "numbers"),
     [
         ({}, {}, ()),
-        ({"machine": {"cores": 64}}, {}, ("cores=64", "has 8")),
-        ({"machine": {"cores": 4}}, {}, ("cores=4", "has 8")),
-        ({}, {"ranks_here": 4}, ("cores=8", "has 2, its part as one of 4 ranks")),
+        ({"machine": {"cores": 64}}, {}, ("measured with 64 cores", "has 8")),
+        ({"machine": {"cores": 4}}, {}, ("measured with 4 cores", "has 8")),
+        ({}, {"ranks_here": 4}, ("measured with 8 cores", "has 2, its part as one of 4 ranks")),
         ({"machine": {"cores": 2}}, {"ranks_here": 4}, ()),
         ({"machine": {"cores": 2}}, {"ranks_here": 4, "num_cores": 2}, ()),  # each bound to its part
         ({"machine": {"cores": 1}}, {"ranks_here": 100}, ()),
