@@ -31,7 +31,7 @@ def takes_tuned(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     def taking(*args: _Given.args, **options: _Given.kwargs) -> _Made:
         if options.get("tuned") is None:
             return init(*args, **options)
-        return init(*args, **with_tuned(options))  # type: ignore[arg-type]  # the same, and more of its names
+        return init(*args, **with_tuned(options))
 
     return taking
 
