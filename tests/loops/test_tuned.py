@@ -102,7 +102,8 @@ def test_what_the_program_gives_wins_and_is_named(
     assert kept == f"{name}={OWN[name]!r} (in the file {VALUES[name]!r})"
     assert f"{name}=" not in sets
     if name in {"num_threads", "prefetch_factor", "memory_limit"}:
-        with DataLoader(dataset, 4, tuned=path, **{name: None}) as loader:
+        not_given: dict[str, Any] = {name: None}
+        with DataLoader(dataset, 4, tuned=path, **not_given) as loader:
             assert settings(loader) == VALUES
 
 
