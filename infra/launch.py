@@ -36,6 +36,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from infra.errors import MeshError, RankUnknownError
@@ -175,6 +176,13 @@ def is_first_process() -> bool:
         return discover().rank == 0
     except MeshError:  # whoever needs the rank says what contradicts
         return True
+
+
+def ranks_here() -> int:
+    """Return the number of processes of this job on this machine; 1 where no launcher says it."""
+    with suppress(MeshError):  # what needs a place in the job raises it
+        return discover().local_world_size or 1
+    return 1
 
 
 def _by_environment(env: Environ) -> Launch:

@@ -63,6 +63,19 @@ def checked_int(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, and refuse duplicate names, of which all but one would silently be lost.
+
+    Raises:
+        ValueError: A name comes twice.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} comes twice in one object")
+    return made
+
+
 def checked_count(name: str, value: object, low: int = 0) -> int:
     """Return ``value`` as a Python int of at least ``low``: samples, rows or epochs.
 

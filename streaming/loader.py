@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.context import BaseContext
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from streaming.loops.options import (
     check_streaming,
     given,
     refuse_torch_names,
+    refuse_tuned_elsewhere,
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
@@ -37,6 +39,7 @@ from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule
 from streaming.remote import RemoteGroup, open_remote
 from streaming.replicas.options import Broadcast, Replicas
+from streaming.tuned.chosen import takes_tuned
 from streaming.types import BatchT
 
 _BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
@@ -100,6 +103,10 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         pin_memory: Page-lock the tensors of each batch (needs CUDA).
         memory_limit: Upper bound on everything this rank buffers. A run that needs more is refused when it starts.
             None: 4 GiB, or, in a control group that limits memory, this rank's part of half of that if it is less.
+        tuned: A file of options that `shard_tools bench URL --tune` found on this machine: a path or URL. It may set
+            ``num_workers``, ``num_threads``, ``prefetch_factor``, ``memory_limit`` and ``pin_memory``, where you do not
+            give these here (None counts as not given). One INFO line says what it sets, and what of yours is kept; a
+            WARNING, that it was measured with other cores or another version.
         stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.epochs.watch`` that says
             what every stage is waiting for, and again each time the wait has doubled; None: never.
         remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the dataset and read it. ``dataset`` must
@@ -141,6 +148,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             is also a ``TypeError``.
     """
 
+    @takes_tuned
     def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
         self,
         dataset: Any,
@@ -157,6 +165,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         prefetch_factor: int | None = 2,
         pin_memory: bool = False,
         memory_limit: int | str | None = None,
+        tuned: str | PathLike[str] | None = None,
         stall_report_s: float | None = STALL_REPORT_S,
         remote_group: RemoteGroup | str | None = None,
         replicate: Literal["read", "broadcast"] | Broadcast = "read",
@@ -190,6 +199,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in (*_OF_TORCH, "worker_init_fn")})
         if remote_group is not None:
+            refuse_tuned_elsewhere(options)
             self._shape.check_one_size()
             there = {name: options[name] for name in _IN_ACTORS}
             self._loop = open_remote(self._given, DataLoader, mesh, remote_group, **there, **choices, **ordinary)

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shard_tools.running.progress import Progress
 from shard_tools.running.report import Report
+from shard_tools.sets.open_set import OpenSet
 from streaming.errors import MemoryLimitError
 
 _PAUSED_STEPS, _UNCOUNTED, _LEAST_COUNTED = 20, 2, 3
-_PAUSED_SHARE = 0.5  # of the time of a loop, which paused steps take on top
+PAUSED_SHARE = 0.5  # of the time of a loop, which paused steps take on top
 _BATCHES_A_PAUSE, _LEAST_PAUSE_S = 4, 0.01
+_LEAST_BATCHES = 8  # of a loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,37 @@ class LoopRun(Report):
     retries: int = 0
     chunks_bytes: int = 0
     refused: str = ""
+
+
+class Loops:
+    """Loops over parts of a set, each over other samples if there are enough.
+
+    Attributes:
+        batch_size: Samples of a batch: as in training, or fewer if there are too few samples.
+    """
+
+    def __init__(
+        self, opened: OpenSet, storage_options: Mapping[str, object], progress: Progress, *, seconds: float,
+        max_bytes: int, batch_size: int, not_decoded: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._opened, self._storage_options, self._progress = opened, storage_options, progress
+        self._not_decoded, self._seconds = not_decoded, seconds
+        self._total = opened.chunks.total_samples
+        sample_bytes = max(1.0, opened.chunks.total_bytes / self._total)
+        self._num_samples = min(self._total, max(1, int(max_bytes / sample_bytes)))
+        self._first = 0
+        self.batch_size = min(batch_size, max(1, self._num_samples // _LEAST_BATCHES))
+
+    def run(self, settings: Mapping[str, Any]) -> LoopRun:
+        """Measure a loop with these settings."""
+        first = self._first if self._first + self._num_samples <= self._total else 0
+        self._first = first + self._num_samples
+        found = measure(
+            self._opened.urls, (first, first + self._num_samples), settings, seconds=self._seconds,
+            storage_options=self._storage_options, index_url=self._opened.index_url, not_decoded=self._not_decoded,
+        )  # fmt: skip
+        self._progress.advance(num=1, num_bytes=found.num_bytes)
+        return found
 
 
 def measure(
@@ -120,7 +154,7 @@ def _unhidden_ms(batches: Iterator[Any], batch_s: float, seconds: float) -> floa
         seconds: Time of the loop so far.
     """
     pause_s = max(_LEAST_PAUSE_S, _BATCHES_A_PAUSE * batch_s)
-    num_steps = min(_UNCOUNTED + _PAUSED_STEPS, int(_PAUSED_SHARE * seconds / pause_s))
+    num_steps = min(_UNCOUNTED + _PAUSED_STEPS, int(PAUSED_SHARE * seconds / pause_s))
     if num_steps < _UNCOUNTED + _LEAST_COUNTED:
         return None
     taken_s: list[float] = []

@@ -12,25 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from shard_tools.bench import decoding, delivery, requests
+from shard_tools.bench import decoding, requests
 from shard_tools.bench.decoding import Decoding
-from shard_tools.bench.delivery import LoopRun
+from shard_tools.bench.delivery import LoopRun, Loops
 from shard_tools.bench.judge import Limit, Measured, candidates, convert_advice, judge
 from shard_tools.bench.prices import Cost, cost_of
 from shard_tools.bench.requests import Probe, UnreadRanges
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import OpenSet, shards_beside
-from streaming.arguments import format_bytes
+from streaming.arguments import default_memory_limit, format_bytes
 from streaming.catalog.build import load_index
 from streaming.errors import ConfigError
-from streaming.platforms import memory_bytes, num_cores
+from streaming.platforms import group_limits, memory_bytes, num_cores
 from streaming.storage import Storage, scheme_of
 
 _FOR_STORE, _FOR_DECODING, _FOR_DELIVERY = 0.4, 0.15, 0.45
 """Parts of the time; of the bytes decoding takes next to nothing."""
 _LOOPS = 3
-_LEAST_BATCHES = 8
 _IS_FASTER = 1.1
 _IS_UNSURE = 0.5
 _LEAST_CACHED = 0.2  # of the set: a smaller cache is not worth its disk
@@ -45,7 +44,7 @@ class BenchOptions:
         seconds: Time, beside what it takes to start.
         max_bytes: Bytes to read from the store, about.
         batch_size: As in training.
-        memory_limit: Bytes, as in training.
+        memory_limit: Bytes, as in training; None: what a loader takes by default in this process.
         prices: Table of prices; None: the built-in one.
         allow_unfinished: Measure what is there of a set that is not whole.
     """
@@ -53,13 +52,18 @@ class BenchOptions:
     seconds: float = 20.0
     max_bytes: int = 10**9
     batch_size: int = 64
-    memory_limit: int = 4 << 30
+    memory_limit: int | None = None
     prices: Mapping[str, Any] | None = None
     allow_unfinished: bool = False
 
     def __post_init__(self) -> None:
         if self.seconds <= 0 or self.max_bytes <= 0:
             raise ConfigError("--seconds and --bytes: expected more than 0: a measurement takes some of both")
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory limit with which loaders are measured."""
+        return self.memory_limit or default_memory_limit(group_limits().memory_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +134,8 @@ def bench(
     options, progress = options or BenchOptions(), progress or NoProgress()
     began_s, storage = time.monotonic(), Storage(storage_options)
     progress.start(total_bytes=None, total=2 + _LOOPS)
-    shards, marks = shards_beside(urls, storage, None, allow_unfinished=options.allow_unfinished)
-    chunks = load_index(storage, shards, index_url)
-    opened = OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url, marks=marks)
-    if not chunks.total_samples:
-        raise ConfigError("this set has no samples, so there is nothing to measure")
+    opened = opened_set(urls, storage, index_url, options)
+    shards, chunks = opened.urls, opened.chunks
     chunk_bytes = int(np.median(chunks.chunk_bytes))
     probes = requests.measure(
         storage, UnreadRanges(shards, [shard.size_bytes for shard in chunks.shards]), chunk_bytes=chunk_bytes,
@@ -144,14 +145,18 @@ def bench(
     cores = num_cores()
     decoded, failing = _decoded(opened, storage, options, cores)
     progress.advance(num=1)
-    loops = _Loops(opened, storage_options or {}, options, progress, not_decoded=failing)
-    baseline = loops.run(loops.settings)
+    loops = Loops(
+        opened, storage_options or {}, progress, seconds=_FOR_DELIVERY / _LOOPS * options.seconds,
+        max_bytes=int(_FOR_DELIVERY / _LOOPS * options.max_bytes), batch_size=options.batch_size, not_decoded=failing,
+    )  # fmt: skip
+    first_settings = {"batch_size": loops.batch_size, "memory_limit": options.limit_bytes}
+    baseline = loops.run(first_settings)
     found = Measured(
         probes=probes, decoding=decoded, delivery=baseline, sample_bytes=chunks.total_bytes / chunks.total_samples,
         chunk_bytes=chunk_bytes, is_local=scheme_of(shards[0]) == "file",
     )  # fmt: skip
     verdict = judge(found)
-    others = candidates(verdict.limit, loops.settings, cores=cores, memory_bytes=memory_bytes() // 2)
+    others = candidates(verdict.limit, first_settings, cores=cores, memory_bytes=memory_bytes() // 2)
     tried = (baseline, *map(loops.run, others))
     suggest, expect = _suggestion(verdict.limit, tried, found, chunks.total_bytes)
     return BenchReport(
@@ -178,6 +183,21 @@ def bench(
     )
 
 
+def opened_set(urls: Sequence[str], storage: Storage, index_url: str | None, options: BenchOptions) -> OpenSet:
+    """Open an indexed set that has samples.
+
+    Raises:
+        ConfigError: It has none.
+        NotFoundError: Nothing matches ``urls``.
+        IndexMissingError: They have no index; the message says how to make one.
+    """
+    shards, marks = shards_beside(urls, storage, None, allow_unfinished=options.allow_unfinished)
+    chunks = load_index(storage, shards, index_url)
+    if not chunks.total_samples:
+        raise ConfigError("this set has no samples, so there is nothing to measure")
+    return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url, marks=marks)
+
+
 def _decoded(
     opened: OpenSet, storage: Storage, options: BenchOptions, cores: int
 ) -> tuple[Decoding | None, tuple[str, ...]]:
@@ -191,36 +211,6 @@ def _decoded(
     weight = record_bytes / (opened.chunks.total_bytes / opened.chunks.total_samples)
     seconds = _FOR_DECODING * options.seconds
     return decoding.measure(samples, seconds=seconds, cores=cores, weight=weight), failing
-
-
-class _Loops:
-    """Loops over parts of a set, each over other samples if there are enough."""
-
-    def __init__(
-        self, opened: OpenSet, storage_options: Mapping[str, object], options: BenchOptions, progress: Progress, *,
-        not_decoded: Sequence[str],
-    ) -> None:  # fmt: skip
-        self._not_decoded = not_decoded
-        self._opened, self._storage_options, self._progress = opened, storage_options, progress
-        chunks, share = opened.chunks, _FOR_DELIVERY / _LOOPS
-        sample_bytes = max(1.0, chunks.total_bytes / chunks.total_samples)
-        self._total = chunks.total_samples
-        self._num_samples = min(self._total, max(1, int(options.max_bytes * share / sample_bytes)))
-        self._seconds = options.seconds * share
-        self._first = 0
-        batch_size = min(options.batch_size, max(1, self._num_samples // _LEAST_BATCHES))
-        self.settings: dict[str, Any] = {"batch_size": batch_size, "memory_limit": options.memory_limit}
-
-    def run(self, settings: Mapping[str, Any]) -> LoopRun:
-        """Measure a loop with these settings."""
-        first = self._first if self._first + self._num_samples <= self._total else 0
-        self._first = first + self._num_samples
-        found = delivery.measure(
-            self._opened.urls, (first, first + self._num_samples), settings, seconds=self._seconds,
-            storage_options=self._storage_options, index_url=self._opened.index_url, not_decoded=self._not_decoded,
-        )  # fmt: skip
-        self._progress.advance(num=1, num_bytes=found.num_bytes)
-        return found
 
 
 def _suggestion(limit: Limit, tried: Sequence[LoopRun], found: Measured, set_bytes: int) -> tuple[dict[str, Any], str]:

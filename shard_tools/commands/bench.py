@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from shard_tools.bench.prices import load_prices
 from shard_tools.bench.run import BenchOptions, BenchReport, bench
+from shard_tools.bench.tune import TuneReport, check_out, plan_here, tune, write_tuned
 from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
+from shard_tools.running.report import plain, plain_place
 from shard_tools.terminal.options import (
     COUNT,
     SIZE,
@@ -23,6 +25,7 @@ from shard_tools.terminal.verbs import emit
 from shard_tools.trace.merge import MergeReport, RankReport, merge_traces
 from streaming.arguments import counted, format_bytes
 from streaming.storage import Storage
+from streaming.tuned.file import DEFAULT_NAME
 
 _OF_DATASET = ("cache_dir", "cache_limit")
 
@@ -39,28 +42,46 @@ _OF_DATASET = ("cache_dir", "cache_limit")
 @click.option("--bytes", "max_bytes", type=SIZE, default="1GB", show_default=True, help="Bytes to read, about.")
 @click.option("--batch-size", type=COUNT, default=64, show_default=True, help="Samples per batch, as in training.")
 @click.option(
-    "--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's memory limit, as in training."
+    "--memory-limit",
+    type=SIZE,
+    help="The loader's memory limit, as in training. Default: the loader's own, 4 GiB or what a control group allows.",
 )
 @click.option("--prices", metavar="FILE", help="TOML or JSON with prices, in place of the built-in ones.")
+@click.option("--tune", "to_tune", is_flag=True, help="Try settings of DataLoader instead, and write the best ones.")
+@click.option("-o", "--out", metavar="FILE", help=f"With --tune: the file to write. Default: {DEFAULT_NAME}.")
 @index_option
 @unfinished_option
 @json_option
 @with_storage_options
-def bench_command(urls: tuple[str, ...], *, prices: str | None, as_json: bool, **arguments: Any) -> None:
+def bench_command(
+    urls: tuple[str, ...], *, prices: str | None, to_tune: bool, out: str | None, as_json: bool, **arguments: Any
+) -> None:
     """Measure how fast this machine reads a set, and say what limits it.
 
     Measures the store (latency and bandwidth, by size and number of requests), decoding (on threads and in processes)
     and delivery (a DataLoader loop with nothing that uses its batches). Says which of them limits and why, suggests
     settings for DataLoader and StreamingDataset, and what an epoch costs. Nothing is written.
 
+    With --tune it measures delivery only, with one and more threads and processes, then with more batches ahead, each
+    twice. It writes the least of them that is as fast as the fastest into a file, for DataLoader(tuned="tuned.json").
+
     \b
     Example:
       shard_tools bench s3://bucket/train/
       shard_tools bench s3://bucket/train/ --seconds 60 --bytes 10GB --batch-size 256 --json
       shard_tools bench gs://bucket/train/ --prices prices.toml
+      shard_tools bench s3://bucket/train/ --tune --batch-size 256 --out tuned.json
     """
     storage_options = as_storage_options(arguments)
     index_url = arguments.pop("index_url")
+    if out is not None and not to_tune:
+        raise click.UsageError("--out: only --tune writes a file; add --tune, or leave --out out")
+    if prices is not None and to_tune:
+        raise click.UsageError("--prices: --tune says nothing of costs; leave one of them out")
+    if to_tune:
+        options, target = BenchOptions(**arguments), out or DEFAULT_NAME
+        _tune(urls, storage_options, index_url=index_url, options=options, out=target, as_json=as_json)
+        return
     table = None if prices is None else load_prices(Storage(storage_options).read(prices), prices)
     with progress_bar("bench", "measurements") as progress:
         report = bench(
@@ -68,6 +89,45 @@ def bench_command(urls: tuple[str, ...], *, prices: str | None, as_json: bool, *
             options=BenchOptions(prices=table, **arguments),
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show)
+
+
+def _tune(
+    urls: tuple[str, ...], storage_options: Mapping[str, object], *, index_url: str | None, options: BenchOptions,
+    out: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Say how long it takes, measure, show what was found, and write it."""
+    storage, plan = Storage(storage_options), plan_here(options)
+    check_out(out, storage)
+    click.echo(
+        f"{counted(plan.num_settings, 'setting')} in {counted(plan.num_passes, 'pass')}: at most {plan.seconds:g} s "
+        "in all, beside what processes take to start",
+        err=True,
+    )
+    with progress_bar("tune", "passes") as progress:
+        report = tune(urls, storage_options=storage_options, index_url=index_url, options=options, progress=progress)
+    emit(report, as_json=as_json, for_people=_show_tuned)
+    write_tuned(report, out, storage)
+    click.echo(f"written: {plain_place(out)}", err=as_json)
+
+
+def _show_tuned(report: TuneReport) -> None:
+    """Print a line for each setting, and the options."""
+    for one in report.tried:
+        unhidden = "" if one.unhidden_ms is None else f", unhidden {one.unhidden_ms:,.2f} ms a batch"
+        said = one.refused or (
+            f"{one.samples_per_s:>11,.0f} samples/s, spread {one.spread:.0%}, waits for bytes {one.fetch_share:.0%}, "
+            f"for batches {one.build_share:.0%}{unhidden}"
+        )
+        click.echo(f"{_shown(one.options):<50} {said}")
+    if report.not_decoded:
+        click.echo(f"as bytes, since most do not decode: {plain(', '.join(report.not_decoded))}")
+    click.echo("")
+    click.echo(f"use    DataLoader(…, {_shown(report.options)})")
+    click.echo(f"       {report.why}")
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _show(report: BenchReport) -> None:

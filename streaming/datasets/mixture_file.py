@@ -21,7 +21,7 @@ from importlib import import_module
 from os import PathLike, fspath
 from typing import Any, TypeAlias
 
-from streaming.arguments import option_names, some_names
+from streaming.arguments import json_object, option_names, some_names
 from streaming.datasets.trust import Trust, check_trusted, checked_trust
 from streaming.errors import ConfigError, ShardstreamError, StateError
 from streaming.plan.schedule import Schedule
@@ -59,7 +59,7 @@ def read_description(
     where, trusted = fspath(path), checked_trust(trust)
     data = bytes(Storage(storage_options).read(where))
     try:
-        content = json.loads(data, object_pairs_hook=_once)
+        content = json.loads(data, object_pairs_hook=json_object)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{redact(where)}: not a description of a mixture in JSON: {error}") from error
     described = _mixture(content, redact(where))
@@ -165,15 +165,6 @@ def _value(option: str, given: Any) -> Any:
             said = f"{cause} is missing" if isinstance(cause, KeyError) else str(cause)
             raise ConfigError(f"{option}: expected a schedule as Schedule.to_dict() returns it: {said}") from error
     return {name: _value(option, value) for name, value in given.items()} if option == "metric" else given
-
-
-def _once(pairs: list[tuple[str, Any]]) -> Content:
-    """Make a JSON object, and refuse duplicate names, which would silently lose a source."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} comes twice in one object")
-    return made
 
 
 def _mixture(content: Any, place: str) -> Content:

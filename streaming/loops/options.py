@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from infra import DeviceMesh, MeshError, discover
+from infra import DeviceMesh, ranks_here
 from streaming.arguments import (
     DEFAULT_MEMORY_LIMIT,
     MOST_BUILDERS,
@@ -72,6 +71,8 @@ _STREAMING = {
 _ALSO_HARMLESS: dict[str, tuple[object, ...]] = {"persistent_workers": (True,), "timeout": (0,)}
 
 _STREAMED_ONLY = {
+    "tuned": "the file was measured with the engine that reads shards, not with a torch data set. Leave it out, and "
+    "give num_workers= and prefetch_factor= yourself",
     "num_threads": "batches of a torch data set are built by the thread that asks for them, or by worker processes: "
     "write num_workers=…",
     "memory_limit": "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds "
@@ -79,6 +80,7 @@ _STREAMED_ONLY = {
     "agreement_timeout": "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
 }
 _HARMLESS_THERE: dict[str, tuple[object, ...]] = {
+    "tuned": (None,),
     "num_threads": (None, 0), "memory_limit": (None, DEFAULT_MEMORY_LIMIT),
     "agreement_timeout": (DEFAULT_TIMEOUT_S, None),
 }  # fmt: skip
@@ -128,6 +130,19 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
     for name, why in _NEVER.items():
         if options[name] not in _HARMLESS.get(name, (None,)):
             raise ConfigError(f"{name}: {why}")
+
+
+def refuse_tuned_elsewhere(options: Mapping[str, Any]) -> None:
+    """Refuse a file of tuned options for a loop in actors, which may run on any machine.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if options["tuned"] is not None:
+        raise ConfigError(
+            "tuned: not with remote_group, whose actors read on machines of their own; leave it out, and give the "
+            "options of the file yourself if these machines are like the one that was measured"
+        )
 
 
 def check_ordinary(options: Mapping[str, Any]) -> None:
@@ -226,15 +241,13 @@ def _memory_limit(memory_limit: int | str | None, mesh: DeviceMesh) -> int:
     """Return ``memory_limit`` in bytes; of None, log what a control group makes of the default."""
     if memory_limit is not None:
         return checked_memory_limit(memory_limit)
-    group_bytes, ranks_here = group_limits().memory_bytes, 1
-    with suppress(MeshError):  # a mesh was given, so the launcher is not asked for one
-        ranks_here = discover().local_world_size or 1
-    found = default_memory_limit(group_bytes, ranks_here)
+    group_bytes, ranks = group_limits().memory_bytes, ranks_here()
+    found = default_memory_limit(group_bytes, ranks)
     if group_bytes is not None and found < parse_bytes(DEFAULT_MEMORY_LIMIT) and mesh.rank == 0:
         _log.info(
             "memory_limit: %s by default, because the control group of this process allows %s for all %d on this "
             "machine; without it, it is %s. To change it, give memory_limit=",
-            format_bytes(found), format_bytes(group_bytes), ranks_here, DEFAULT_MEMORY_LIMIT,
+            format_bytes(found), format_bytes(group_bytes), ranks, DEFAULT_MEMORY_LIMIT,
         )  # fmt: skip
     return found
 

@@ -504,6 +504,17 @@ def surprises_of_a_set_are_cured(folder: Path) -> None:
     tool("stats", folder / "small")
 
 
+@scenario(("bench", "--tune"), ("bench", "--out"))
+def tuned_options_are_measured_anew(folder: Path) -> None:
+    samples, path = write_set(folder / "set", (40,)), folder / "tuned options.json"
+    path.write_text("{")
+    text = error_of(lambda: DataLoader(samples.open(), 8, tuned=path))
+    path.rename(folder / "away.json")
+    do(text, "bench", "--seconds", 0.2, URL=samples.url)
+    with DataLoader(samples.open(), 8, tuned=path) as loader:
+        assert len(list(loader)) == 5
+
+
 def change_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

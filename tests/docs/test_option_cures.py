@@ -37,6 +37,8 @@ from streaming import (
     StreamingDataset,
     decode,
 )
+from streaming.platforms import num_cores
+from streaming.tuned.file import Tuned
 from tests.support.code.cure_messages import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
 from tests.support.sets.data_sets import write_set
 
@@ -193,6 +195,14 @@ def ranks_are_said_by_a_mesh(folder: Path) -> None:
     for name in ("rank", "num_replicas", "world_size"):
         said(partial(count, samples, **{name: 1}), "device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…)")
     assert count(samples, device_mesh=DeviceMesh.from_sizes(dp_size=2, rank=1, environ={})) == 1
+
+
+@cure("num_workers", "prefetch_factor")
+def a_file_for_shards_is_left_out_elsewhere(folder: Path) -> None:
+    path = folder / "tuned.json"
+    path.write_bytes(Tuned(options={"num_threads": 1}, cores=num_cores()).to_bytes())
+    said(lambda: count(list(range(8)), tuned=path), "Leave it out, and give num_workers= and prefetch_factor= yourself")
+    assert count(list(range(8)), num_workers=1, prefetch_factor=3) == 2
 
 
 @cure("num_workers")

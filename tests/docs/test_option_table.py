@@ -28,6 +28,8 @@ from streaming.errors import (
     NotFoundError,
     TooManyBadSamplesError,
 )
+from streaming.platforms import num_cores
+from streaming.tuned.file import Tuned
 from tests.support.code.folders import ROOT
 from tests.support.contracts.option_kinds import BAD, COUNT, ENDLESS, KINDS, OWNERS, Options, Places, Run, run
 from tests.support.sets.data_sets import mesh_of
@@ -165,6 +167,12 @@ def on_bad(**more: Any) -> By:
     return By(made)
 
 
+def tuned_file() -> str:
+    path = Path(TEMPORARY.name, "tuned.json")
+    path.write_bytes(Tuned(options={"prefetch_factor": 5}, cores=num_cores()).to_bytes())
+    return str(path)
+
+
 def lines_of(_loader: DataLoader, _data: Any) -> Any:
     path = Path(TEMPORARY.name, "bad.jsonl")
     lines = path.read_text().count(f'"{BAD:05d}"') if path.exists() else 0
@@ -282,6 +290,7 @@ CASES: dict[str, dict[str, Case]] = {
                                 look=settings_of("depth", "prefetch_factor"), epochs=0),
         "pin_memory": Case(True, look=lambda loader, _: loader.pin_memory),
         "memory_limit": Case("100KB", acts_by=(MemoryLimitError,), look=settings_of("memory", "memory_limit")),
+        "tuned": Case(By(lambda _kind, _places: tuned_file()), look=settings_of("depth"), epochs=0),
         "stall_report_s": Case(3.5, look=lambda loader, _: loader.stall_report_s),
         "remote_group": Case(RemoteGroup(name="others", num_actors=1), look=group_of),
         "replicate": Case("broadcast", base={"DataLoader": {"device_mesh": mesh(tp_size=2)}},

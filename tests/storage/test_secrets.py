@@ -210,6 +210,8 @@ MORE = [
     ("ls", ["{good}", "--limit", "{good}"]),
     ("bench", ["{good}", "--seconds", "0.5", "--prices", "{rows}"]),
     ("bench", ["{good}", "--index", "{rows}"]),
+    ("bench", ["{good}", "--tune", "--seconds", "0.2", "--out", "{local}/tuned.json"]),
+    ("bench", ["{good}", "--tune", "--seconds", "0.2", "--out", "{rows}"]),
     ("stats", ["{damaged}", "--where", "{rows}"]),
     ("stats", ["{damaged}", "--json"]),
     ("clean", ["{good}"]),
