@@ -126,7 +126,10 @@ class Stage:
 
         text = _PLACE.sub(made, text)
         if page == Path("benchmarks/README.md"):
-            below += [Path(f"benchmarks/{name}.md") for name in ("peers/RESULTS", "peers/FAULTS", "GPU", "PASSES")]
+            below += [
+                Path(f"benchmarks/{name}.md")
+                for name in ("peers/RESULTS", "peers/FAULTS", "mlperf_storage/README", "GPU", "PASSES")
+            ]
         elif page == Path("docs/launchers.md"):
             below += [Path("infra/deploy/README.md")]
         return text + (_tree(sorted(self._relative(page, one) for one in below)) if below else "")

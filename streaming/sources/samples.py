@@ -19,9 +19,10 @@ from streaming.catalog.open import check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource
 from streaming.decode import DecodeSpec, resolve_decoders, with_described
-from streaming.filters.select import Condition, narrowed
+from streaming.filters.select import Condition, Filter, narrowed
 from streaming.filters.views import asked_filter
 from streaming.index.selection import Selection
+from streaming.job.shared_results import Peers
 from streaming.job.store import job_peers
 from streaming.job.unsharded_loader import tell_of_opening_alone
 from streaming.plan.ledger import MEANING, filter_fingerprint, without_part
@@ -101,13 +102,17 @@ class SampleSource(ChunkSource, SampleRows):
         asked = asked_filter(
             self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
         )
-        self._asked = "" if asked is None else asked.words
-        if asked is not None and asked.where is not None:
-            self.meaning.check_condition(asked.where.names, asked.where.text)
-        self._selection = narrowed(self.storage, self.shards, asked, peers, tells=is_first)
+        self._narrow(asked, peers, tells=is_first)
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess()
+
+    def _narrow(self, asked: Filter | None, peers: Peers | None, *, tells: bool) -> None:
+        """Keep the samples that are asked for; ``tells`` logs how many."""
+        self._asked = "" if asked is None else asked.words
+        if asked is not None and asked.where is not None:
+            self.meaning.check_condition(asked.where.names, asked.where.text)
+        self._selection = narrowed(self.storage, self.shards, asked, peers, tells=tells)
 
     def _meet(self, classes: Classes) -> None:
         """Find what the sets mean whose shards are read as one, by their directories, and decode by it.

@@ -49,6 +49,7 @@ _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 RUN_ELSEWHERE = {
     "name": "test_exports.py::test_a_loader_that_is_gone_is_not_kept_and_its_name_is_free",
     "restores": "test_headspace.py::test_model_and_optimizer_are_set_back",
+    "worker_init_fn": "test_settings.py::test_functions_of_the_script_share_what_worker_init_fn_sets_up",
     "warmup": "test_headspace.py::test_what_cannot_be_measured_is_refused",
     "alike": "test_length_buckets.py::test_the_log_says_how_full_buckets_are_and_what_they_need",
     "borders": "test_packed_slices.py::test_loss_and_gradients_of_two_peers_are_those_of_one",
