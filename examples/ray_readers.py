@@ -68,7 +68,8 @@ def main(folder: Path, epochs: int) -> None:
     url = str((folder / "train").absolute())
     ray.init(os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False)
     trainers = [Trainer.remote() for _ in range(2)]
-    print(f"two readers and two trainers on {len(ray.nodes())} node(s)", flush=True)
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    print(f"two readers and two trainers on {num_nodes} node(s)", flush=True)
 
     mesh = DeviceMesh.from_sizes(dp_size=2, rank=0)  # of the trainers: the driver is none of them
     readers = RemoteGroup(name="readers", num_actors=2, num_cpus=0.5)  # spread over the nodes
