@@ -64,6 +64,17 @@ class LoopConfig:
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
 
+    @property
+    def num_builders(self) -> int:
+        """Background threads that build batches, or have worker processes build them.
+
+        Where threads can build what processes do, there are as many as without processes, or more.
+        """
+        if not self.num_workers:
+            return self.num_threads
+        shares = not self.recipe.functions_of_user and self.recipe.worker_init_fn is None
+        return max(self.num_workers, self.num_threads) if shares else self.num_workers
+
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: WorkerPace) -> Crew:
     """Return the builders of a loop's batches, over an arena of ``arena_bytes``."""
@@ -74,7 +85,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: Work
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
-        helps=config.num_threads > 0,
+        num_threads=config.num_threads,
         tells=config.mesh.rank == 0,
         pace=pace,
     )
@@ -194,7 +205,10 @@ class BaseLoop(Loop, Generic[_Contents]):
         self._read_set = dataset
         self.order = order
         self._machinery: Machinery[_Contents] = Machinery(self.metrics)
-        self._pace = WorkerPace(self.metrics, self.config.num_workers, self.config.num_threads, num_cores())
+        self._pace = WorkerPace(
+            self.metrics, self.config.num_workers, self.config.num_threads, num_cores(),
+            acts=not self.config.recipe.functions_of_user,
+        )  # fmt: skip
         self._locker: PageLocker | None = None
         self._seeded_at: Place | None = None
         self._account = Accounting(dataset, config.mesh, self.metrics, sample_in_shard)

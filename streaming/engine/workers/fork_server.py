@@ -223,6 +223,12 @@ class SharedServer:
             before.close()
         return server
 
+    def is_up(self) -> bool:
+        """Tell whether there is a server that has imported what workers need."""
+        with self._lock:
+            # Closed only by whoever has taken it out of here.
+            return self._server is not None and self._server.is_alive() and not self._server.is_starting()
+
     def give_back(self, server: ForkServer) -> bool:
         """Remove one user; the last one ends the server, as does every user of a server that was replaced.
 
