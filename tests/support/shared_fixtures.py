@@ -36,6 +36,14 @@ def _no_waiting_for_disks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_lingering() -> Iterator[None]:
+    """The fork server of this process ends with its last user, so that a test sees what it has left behind."""
+    before, SHARED.linger_s = SHARED.linger_s, 0
+    yield
+    SHARED.linger_s = before
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_second_requests_for_slowness() -> Iterator[None]:
     """No read of this process gets a second request before a minute: under load any answer may be late.
 
@@ -138,10 +146,10 @@ def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Itera
 
     That workers import what functions need is tested with cold servers: test_workers.py, test_portable.py.
     """
-    SHARED.linger = True
+    SHARED.linger_s = None
     server_imports(request.module.__name__)  # a test without this fixture may have ended the server before
     yield
-    SHARED.linger = False
+    SHARED.linger_s = 0
 
 
 def server_imports(name: str) -> None:
