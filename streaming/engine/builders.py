@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,10 @@ class Builder(Protocol):
     def in_consumer(self) -> bool:
         """Whether only the consumer may build, while it waits for the batch."""
 
+    @property
+    def most_at_once(self) -> int:
+        """Threads that may build at the same time; more would wait for each other."""
+
     def surround(self, surroundings: Surroundings) -> None:
         """Build with these settings of the process from now on; for between two runs."""
 
@@ -111,6 +116,7 @@ class LocalBuilder:
     """
 
     is_local = True
+    most_at_once = sys.maxsize
 
     def __init__(self, recipe: Recipe, memory: BatchMemory, metrics: Metrics | None = None) -> None:
         self._recipe = recipe
@@ -263,7 +269,7 @@ class WorkerBuilder:
         self._level = logging.INFO if tells else logging.DEBUG
         self._has_users_code = bool(recipe.functions_of_user)
         self._lanes = Lanes(pool.num_workers, num_threads)
-        self._is_trivial = self._stands_in = False
+        self._is_trivial = self._stands_in = self._in_parallel = False
         self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
         self._begun_s = self._told_before = 0.0
         self._first_s = math.inf
@@ -310,6 +316,11 @@ class WorkerBuilder:
         """See ``Builder``."""
         return self._stands_in
 
+    @property
+    def most_at_once(self) -> int:
+        """See ``Builder``: one for each process, until a batch has shown that threads build beside them."""
+        return sys.maxsize if self._in_parallel else self._pool.num_workers
+
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
         seed: int | None = None, batch: int = -1,
@@ -339,6 +350,7 @@ class WorkerBuilder:
             self._memory.close()  # from here on batches lie in the ring
             return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
         in_parallel, threads_first = is_parallel(self._recipe, rows), self._pace.threads_first
+        self._in_parallel = self._in_parallel or in_parallel
         num_up = self._num_up(in_parallel=in_parallel)
         with self._lanes.one(num_up, in_parallel=in_parallel, threads_first=threads_first) as here:
             self._share_memory(self._lanes.share_here(in_parallel=in_parallel, threads_first=threads_first))

@@ -416,7 +416,7 @@ class Delivery(ABC):
         """
         if self._builder.in_consumer or place >= self._depth.now or not self._builds_ahead:
             return False
-        if place and self._builder.is_quick:
+        if place and (self._builder.is_quick or place >= self._builder.most_at_once):
             return False
         return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
 
