@@ -12,6 +12,7 @@ import pytest
 
 from streaming.catalog import open as catalog_open
 from streaming.datasets import table_file
+from streaming.engine import builders
 from streaming.engine.memory import mapped
 from streaming.engine.workers.fork_server import SHARED
 from streaming.job.shared_results import Peers
@@ -37,9 +38,14 @@ def _no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_lingering() -> Iterator[None]:
-    """The fork server of this process ends with its last user, so that a test sees what it has left behind."""
+    """The fork server of this process ends with its last user, so that a test sees what it has left behind.
+
+    It starts at once, also for loaders whose threads could do without it for a while. test_lanes.py has the rest.
+    """
     before, SHARED.linger_s = SHARED.linger_s, 0
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builders, "START_AFTER_S", 0.0)
+        yield
     SHARED.linger_s = before
 
 
