@@ -454,6 +454,13 @@ def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     return is_trivial(recipe, fields)
 
 
+def num_lanes(recipe: Recipe, num_workers: int, num_threads: int) -> int:
+    """Return how many batches are built at once: by threads, by processes, or by both where either can build all."""
+    if num_workers and (recipe.functions_of_user or recipe.worker_init_fn is not None):
+        return num_workers
+    return max(num_workers, num_threads)
+
+
 class Crew:
     """An arena and the builders that use it.
 

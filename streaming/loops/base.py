@@ -13,7 +13,7 @@ from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw, own_generators
 from streaming.counters import Metrics
-from streaming.engine.builders import Crew
+from streaming.engine.builders import Crew, num_lanes
 from streaming.engine.reading import Contents, Machinery
 from streaming.engine.source import ShardSet
 from streaming.engine.status import request_line
@@ -66,14 +66,8 @@ class LoopConfig:
 
     @property
     def num_builders(self) -> int:
-        """Background threads that build batches, or have worker processes build them.
-
-        Where threads can build what processes do, there are as many as without processes, or more.
-        """
-        if not self.num_workers:
-            return self.num_threads
-        shares = not self.recipe.functions_of_user and self.recipe.worker_init_fn is None
-        return max(self.num_workers, self.num_threads) if shares else self.num_workers
+        """Background threads that build batches, or have worker processes build them."""
+        return num_lanes(self.recipe, self.num_workers, self.num_threads)
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: WorkerPace) -> Crew:

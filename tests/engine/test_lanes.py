@@ -18,7 +18,7 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.decode import resolve_decoders
+from streaming.decode import images, resolve_decoders
 from streaming.engine import builders
 from streaming.engine.memory.batch_memory import LEAST_BYTES, BatchMemory
 from streaming.engine.threads.lanes import Lanes
@@ -250,8 +250,6 @@ def test_a_timer_that_was_too_late_ends_no_server(shared: SharedServer) -> None:
 
 
 def test_cv2_leaves_the_library_path_of_other_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streaming.decode import images
-
     def imported(_: str) -> None:
         images.os.environ["LD_LIBRARY_PATH"] = "/somewhere"
 
