@@ -63,6 +63,10 @@ class Builder(Protocol):
         """Whether the calling thread does the work, so that the consumer may as well do it itself."""
 
     @property
+    def builds_here(self) -> bool:
+        """Whether threads of this process build, all batches or some, so that their memory is needed here."""
+
+    @property
     def is_quick(self) -> bool:
         """Whether a batch costs less than handing it from thread to thread, so that who is in a hurry builds it."""
 
@@ -115,7 +119,7 @@ class LocalBuilder:
         metrics: Where ``batches_in_turn`` is counted.
     """
 
-    is_local = True
+    is_local = builds_here = True
     most_at_once = sys.maxsize
 
     def __init__(self, recipe: Recipe, memory: BatchMemory, metrics: Metrics | None = None) -> None:
@@ -305,6 +309,11 @@ class WorkerBuilder:
     def is_local(self) -> bool:
         """See ``Builder``."""
         return self._is_trivial or self._stands_in
+
+    @property
+    def builds_here(self) -> bool:
+        """See ``Builder``."""
+        return self.is_local or self._in_parallel
 
     @property
     def is_quick(self) -> bool:

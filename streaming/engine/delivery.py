@@ -480,7 +480,7 @@ class Delivery(ABC):
                 return
             self._results[number] = value, error  # started and built; untouched until the consumer takes it
             if not isinstance(error, DrawSeenError):  # then the consumer builds it
-                self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
+                self._depth.saw(num_bytes, object_bytes, is_local=self._builder.builds_here)
                 self._finish(number)
             least_bytes = self._depth.least_bytes
             self._go_on()
