@@ -3,7 +3,7 @@
 Run: ``python benchmarks/bench_short_pass.py [--images 3000] [--rounds 3] [--passes 1] [--loaders 1] [--tree OTHER]``.
 Each turn is a process of its own that has imported torch; the clock runs over the making of the loaders and all their
 passes. CPU is that of the process, and of the fork server with its workers, from the clock's start to its end. Another
-tree, such as an older commit's, takes turns with this one: ``git worktree add ../base COMMIT``, then ``--tree ../base``.
+tree, such as an older commit's, takes turns with this: ``git worktree add ../base COMMIT``, then ``--tree ../base``.
 """
 
 from __future__ import annotations
