@@ -82,7 +82,8 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         num_workers: Processes that decode and collate; 0: threads of this process.
         num_threads: Threads that decode and collate when ``num_workers`` is 0. None: one per core, up to 4; 0: the
             calling thread. With ``num_workers``: 0 means that this process builds nothing; by default it builds the
-            first batches, with copies of your functions, until a worker process is up.
+            first batches, with copies of your functions, until a worker process is up. Images, without a function of
+            yours, are decoded by as many threads and processes as the larger of the two numbers says.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it from torch.distributed, or
             else from the launcher. Detection is repeated until the first iteration (see ``infra.MeshFinder``).
         last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"pad"`` fills

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import os
 import re
 import reprlib
 from collections.abc import Callable
@@ -65,6 +66,7 @@ SAMPLED_UP_TO = 4
 """Largest reduction of an axis for which a part of an image is sampled at 2 x 2 places per new pixel. Random parts of
 400 x 400 to 224 x 224 take 0.26 ms, area averages 0.55, and come closer to Pillow's filter (median 53.5 dB, 52.6)."""
 
+_LIBRARY_PATH = "LD_LIBRARY_PATH"
 _SPEC = re.compile(r"([a-z0-9]+)(?::(crop|center)?([0-9]+)x([0-9]+))?")
 
 # Pillow's own Image.open would warn or refuse by a process-wide limit, and would try formats that start other
@@ -504,11 +506,20 @@ def _by_pillow(pixels: npt.NDArray[Any], size: tuple[int, int], method: Image.Re
 
 @functools.cache
 def opencv() -> Any | None:
-    """Return the module ``cv2``, or None without the extra ``images``."""
+    """Return the module ``cv2``, or None without the extra ``images``.
+
+    Its import adds to the library path of programs that this process starts, which are not meant: that is put back.
+    """
+    before = os.environ.get(_LIBRARY_PATH)
     try:
         return importlib.import_module("cv2")
     except ImportError:
         return None
+    finally:
+        if before is not None:
+            os.environ[_LIBRARY_PATH] = before
+        else:
+            os.environ.pop(_LIBRARY_PATH, None)
 
 
 def use_one_thread() -> None:

@@ -125,6 +125,10 @@ class AutoFields:
     renumbered: Mapping[str, Tables] = field(default_factory=dict)
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how to make an equal one. What it has looked up is left out, so use does not change its pickle."""
+        return _auto_fields, (self.given, self.image, self.described, self.renumbered)
+
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field``.
 
@@ -170,6 +174,13 @@ class AutoFields:
                 f"decode={{{field!r}: function}}"
             )
         return self.image if last in _IMAGES else _checked(BY_EXTENSION.get(last, values.raw))
+
+
+def _auto_fields(
+    given: Mapping[str, Decoder | FieldDecoder], image: Decoder, described: Mapping[str, Decoder | FieldDecoder],
+    renumbered: Mapping[str, Tables],
+) -> AutoFields:  # fmt: skip
+    return AutoFields(given=given, image=image, described=described, renumbered=renumbered)
 
 
 def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +24,8 @@ from streaming.counters import Metrics
 from streaming.decode import ArrayDecoder, decodes_images, gives_bytes, integer, raw, text, view
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.batch_memory import BatchMemory
-from streaming.engine.threads.pace import Lap, WorkerPace
+from streaming.engine.threads.lanes import Lanes
+from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.in_progress import BatchWork
 from streaming.engine.workers.pool import WorkerPool
@@ -41,6 +44,9 @@ _QUICK_BYTES = 1 << 20
 """Bytes of a batch up to which copying it takes less time than waking a thread that would do so in parallel."""
 PATIENCE_S = 0.1
 """Time that the first batch waits for a worker process, which takes a tenth of that if the fork server is warm."""
+START_AFTER_S = 5.0
+"""Time for which threads that build as fast as processes do so alone, if the fork server would have to start first: its
+imports take 1.3 s of CPU (two cores, 2026-11), which a pass of three seconds would not get back."""
 
 
 class Builder(Protocol):
@@ -57,12 +63,20 @@ class Builder(Protocol):
         """Whether the calling thread does the work, so that the consumer may as well do it itself."""
 
     @property
+    def builds_here(self) -> bool:
+        """Whether threads of this process build, all batches or some, so that their memory is needed here."""
+
+    @property
     def is_quick(self) -> bool:
         """Whether a batch costs less than handing it from thread to thread, so that who is in a hurry builds it."""
 
     @property
     def in_consumer(self) -> bool:
         """Whether only the consumer may build, while it waits for the batch."""
+
+    @property
+    def most_at_once(self) -> int:
+        """Threads that may build at the same time; more would wait for each other."""
 
     def surround(self, surroundings: Surroundings) -> None:
         """Build with these settings of the process from now on; for between two runs."""
@@ -105,7 +119,8 @@ class LocalBuilder:
         metrics: Where ``batches_in_turn`` is counted.
     """
 
-    is_local = True
+    is_local = builds_here = True
+    most_at_once = sys.maxsize
 
     def __init__(self, recipe: Recipe, memory: BatchMemory, metrics: Metrics | None = None) -> None:
         self._recipe = recipe
@@ -228,35 +243,40 @@ class WorkerBuilder:
     batches with nothing else are built where they are needed. The first batch decides.
 
     The first processes take seconds to start. Until one is up, batches that need no user code are built by the calling
-    threads, and all others, if the process can stand in for a worker, by the consumer.
+    threads, and all others, if the process can stand in for a worker, by the consumer. Where nearly all the work is
+    decoding of images, threads are as fast: they begin alone, and those for which there is no process go on
+    (``Lanes``).
 
     Args:
         recipe: How to build.
         pool: The processes.
         memory: Where large tensors of batches lie that this process builds.
-        metrics: Where ``batches_before_workers`` is counted.
-        helps: Whether this process builds anything until they are up.
+        metrics: Where ``batches_before_workers`` is counted, and ``batches_beside_workers``.
+        num_threads: Threads that would build without processes; 0: this process builds nothing.
         tells: Whether this process logs what all ranks of the job would.
     """
 
     def __init__(
         self, recipe: Recipe, pool: WorkerPool, memory: BatchMemory, metrics: Metrics | None = None, *,
-        helps: bool = True, tells: bool = True,
+        num_threads: int = 1, tells: bool = True,
     ) -> None:  # fmt: skip
         self._recipe = recipe
         self._pool = pool
         self._pace = pool.pace
         self._metrics = metrics or Metrics()
-        self._metrics.add("batches_before_workers", 0)
+        self._metrics.add_each({"batches_before_workers": 0, "batches_beside_workers": 0})
         self._memory = memory
+        self._memory_bytes, self._share_here = memory.limit_bytes, -1.0
         self._local = LocalBuilder(recipe, memory)
-        self._helps = helps and recipe.worker_init_fn is None
+        self._helps = num_threads > 0 and recipe.worker_init_fn is None
         self._changed: Callable[[], None] = lambda: None
         self._level = logging.INFO if tells else logging.DEBUG
         self._has_users_code = bool(recipe.functions_of_user)
-        self._is_trivial = self._stands_in = False
+        self._lanes = Lanes(pool.num_workers, num_threads)
+        self._is_trivial = self._stands_in = self._in_parallel = False
         self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
         self._begun_s = self._told_before = 0.0
+        self._first_s = math.inf
         self.allocate: Allocate = memory.allocate
 
     def begin(self, changed: Callable[[], None]) -> None:
@@ -268,6 +288,7 @@ class WorkerBuilder:
                 untold,
             )  # fmt: skip
         self._begun_s, self._changed = time.monotonic(), changed
+        self._first_s = min(self._first_s, self._begun_s)
         if not self._has_users_code:
             return  # the first batch shows whether processes are needed
 
@@ -290,6 +311,11 @@ class WorkerBuilder:
         return self._is_trivial or self._stands_in
 
     @property
+    def builds_here(self) -> bool:
+        """See ``Builder``."""
+        return self.is_local or self._in_parallel
+
+    @property
     def is_quick(self) -> bool:
         """See ``Builder``."""
         return self._is_trivial and self._local.is_quick
@@ -298,6 +324,11 @@ class WorkerBuilder:
     def in_consumer(self) -> bool:
         """See ``Builder``."""
         return self._stands_in
+
+    @property
+    def most_at_once(self) -> int:
+        """See ``Builder``: one for each process, until a batch has shown that threads build beside them."""
+        return sys.maxsize if self._in_parallel else self._pool.num_workers
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
@@ -315,20 +346,48 @@ class WorkerBuilder:
                     "up, this process builds batches with copies of your functions, so one that ends its process ends "
                     "the training (num_threads=0 rules that out)",
                 )
-            lap = self._count_before()
+            self._metrics.add("batches_before_workers")
+            lap = self._pace.begin()
             built = self._pool.build_here(rows, valid, substitutes, report, seed=seed, batch=batch)
             if not self._pool.can_stand_in():  # its functions have changed this process
                 self._stands_in = False
                 self._changed()
             self._pace.here(lap, len(rows.keys), in_parallel=False)
             return built
-        if not self._has_users_code and self._helps and not self._pool.start_if_up():
-            lap = self._count_before()
+        if self._has_users_code or not self._helps:
+            self._tell_of_before()
+            self._memory.close()  # from here on batches lie in the ring
+            return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+        in_parallel, threads_first = is_parallel(self._recipe, rows), self._pace.threads_first
+        self._in_parallel = self._in_parallel or in_parallel
+        num_up = self._num_up(in_parallel=in_parallel)
+        with self._lanes.one(num_up, in_parallel=in_parallel, threads_first=threads_first) as here:
+            self._share_memory(self._lanes.share_here(in_parallel=in_parallel, threads_first=threads_first))
+            if not here:
+                self._tell_of_before()
+                return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+            self._metrics.add("batches_beside_workers" if num_up else "batches_before_workers")
+            lap = self._pace.begin()
             built = self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
-            self._pace.here(lap, len(rows.keys), in_parallel=is_parallel(self._recipe, rows))
+            self._pace.here(lap, len(rows.keys), in_parallel=in_parallel)
             return built
-        self._tell_of_before()
-        return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def _num_up(self, *, in_parallel: bool) -> int:
+        """Return how many processes can be asked, having them started unless threads do as well for now."""
+        if self._lanes.all_up:
+            return self._pool.num_up()
+        is_early = time.monotonic() - self._first_s < START_AFTER_S
+        if not (in_parallel and is_early) or self._pool.has_started or self._pool.starts_quickly():
+            self._pool.start()
+        return self._pool.num_up()
+
+    def _share_memory(self, share_here: float) -> None:
+        """Divide the memory of batches between those built here and the ring, once all processes are up."""
+        if self._lanes.all_up and share_here != self._share_here:
+            self._share_here = share_here
+            here_bytes = int(self._memory_bytes * share_here)
+            self._memory.limit(here_bytes)
+            self._pool.limit_ring(self._memory_bytes - here_bytes)
 
     def _is_only_copied(self, rows: Rows) -> bool:
         """Tell whether this batch is only copied: a later one may have a field, to be decoded, that others lack."""
@@ -338,18 +397,12 @@ class WorkerBuilder:
             known = self._copied[names] = is_trivial(self._recipe, names)
         return known
 
-    def _count_before(self) -> Lap:
-        """Note that this process begins a batch because no worker process is up."""
-        self._metrics.add("batches_before_workers")
-        return self._pace.begin()
-
     def _patience_s(self) -> float:
         return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
 
     def _tell_of_before(self) -> None:
         """Log, at the first batch of a run for a worker process, how many of it were built without one."""
         self._pool.dismiss_stand_in()
-        self._memory.close()  # from here on batches lie in the ring
         untold = self._untold_before()
         if untold:
             _log.log(
@@ -410,6 +463,13 @@ def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     return is_trivial(recipe, fields)
 
 
+def num_lanes(recipe: Recipe, num_workers: int, num_threads: int) -> int:
+    """Return how many batches are built at once: by threads, by processes, or by both where either can build all."""
+    if num_workers and (recipe.functions_of_user or recipe.worker_init_fn is not None):
+        return num_workers
+    return max(num_workers, num_threads)
+
+
 class Crew:
     """An arena and the builders that use it.
 
@@ -420,7 +480,8 @@ class Crew:
         depth: Number of batches built ahead.
         batch_bytes: Upper bound on batches of worker processes.
         metrics: Where to count restarts.
-        helps: Whether this process builds batches until worker processes are up.
+        num_threads: Threads of this process that build beside worker processes, or until these are up; 0: it builds
+            nothing then.
         tells: Whether this process logs what all ranks of the job would.
         pace: Compares these with those of worker processes; None: nothing is compared.
 
@@ -436,7 +497,7 @@ class Crew:
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
-        helps: bool = True, tells: bool = True, pace: WorkerPace | None = None,
+        num_threads: int = 1, tells: bool = True, pace: WorkerPace | None = None,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
@@ -454,7 +515,7 @@ class Crew:
             self._closing.callback(self.ring.close)
             self._pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics, pace=pace)
             self._closing.callback(self._pool.close)
-            self.builder = WorkerBuilder(recipe, self._pool, self.memory, metrics, helps=helps, tells=tells)
+            self.builder = WorkerBuilder(recipe, self._pool, self.memory, metrics, num_threads=num_threads, tells=tells)
         except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()

@@ -416,7 +416,7 @@ class Delivery(ABC):
         """
         if self._builder.in_consumer or place >= self._depth.now or not self._builds_ahead:
             return False
-        if place and self._builder.is_quick:
+        if place and (self._builder.is_quick or place >= self._builder.most_at_once):
             return False
         return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
 
@@ -480,7 +480,7 @@ class Delivery(ABC):
                 return
             self._results[number] = value, error  # started and built; untouched until the consumer takes it
             if not isinstance(error, DrawSeenError):  # then the consumer builds it
-                self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
+                self._depth.saw(num_bytes, object_bytes, is_local=self._builder.builds_here)
                 self._finish(number)
             least_bytes = self._depth.least_bytes
             self._go_on()

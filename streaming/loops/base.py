@@ -13,7 +13,7 @@ from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw, own_generators
 from streaming.counters import Metrics
-from streaming.engine.builders import Crew
+from streaming.engine.builders import Crew, num_lanes
 from streaming.engine.reading import Contents, Machinery
 from streaming.engine.source import ShardSet
 from streaming.engine.status import request_line
@@ -64,6 +64,11 @@ class LoopConfig:
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
 
+    @property
+    def num_builders(self) -> int:
+        """Background threads that build batches, or have worker processes build them."""
+        return num_lanes(self.recipe, self.num_workers, self.num_threads)
+
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: WorkerPace) -> Crew:
     """Return the builders of a loop's batches, over an arena of ``arena_bytes``."""
@@ -74,7 +79,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: Work
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
         metrics=metrics,
-        helps=config.num_threads > 0,
+        num_threads=config.num_threads,
         tells=config.mesh.rank == 0,
         pace=pace,
     )
@@ -194,7 +199,10 @@ class BaseLoop(Loop, Generic[_Contents]):
         self._read_set = dataset
         self.order = order
         self._machinery: Machinery[_Contents] = Machinery(self.metrics)
-        self._pace = WorkerPace(self.metrics, self.config.num_workers, self.config.num_threads, num_cores())
+        self._pace = WorkerPace(
+            self.metrics, self.config.num_workers, self.config.num_threads, num_cores(),
+            acts=not self.config.recipe.functions_of_user,
+        )  # fmt: skip
         self._locker: PageLocker | None = None
         self._seeded_at: Place | None = None
         self._account = Accounting(dataset, config.mesh, self.metrics, sample_in_shard)

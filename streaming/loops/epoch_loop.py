@@ -422,7 +422,7 @@ def _settings(config: LoopConfig, source: Source, crew: Crew) -> Settings:
         recipe=config.recipe,
         builder=crew.builder,
         fields=source.fields,
-        num_builders=config.num_workers or config.num_threads,
+        num_builders=config.num_builders,
         depth=config.depth,
         batch_bytes=config.memory.batches_bytes,
     )

@@ -24,6 +24,7 @@ from streaming.batches.build import Items, Recipe, Samples
 from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.face import DataSet
+from streaming.engine.builders import num_lanes
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loops.base import LoopConfig
@@ -231,7 +232,7 @@ def streaming_config(
         memory=items.budget(_memory_limit(memory_limit, mesh)),
         num_workers=num_workers,
         num_threads=threads,
-        depth=prefetch_factor * max(1, num_workers or threads),
+        depth=prefetch_factor * max(1, num_lanes(recipe, num_workers, threads)),
         recipe=recipe,
         replicas=replicas,
     )

@@ -167,7 +167,7 @@ class StreamedLoop(BaseLoop[_Window]):
             self.dataset.storage,
             settings,
             self._machinery.open(partial(_open_crew, config, self.metrics, self._pace))[0],
-            num_builders=config.num_workers or config.num_threads,
+            num_builders=config.num_builders,
             batch_bytes=config.memory.batches_bytes,
             metrics=self.metrics,
             report=self._account.bad.report,

@@ -80,6 +80,7 @@ OF_SHARDS = (
         mapped_bytes="the part of them that was mapped from local files, not read",
         worker_restarts="worker processes that died or had to be killed, and were replaced",
         batches_before_workers="batches built in this process while the first worker processes started",
+        batches_beside_workers="batches built by threads of this process beside worker processes that were up",
         changed_lengths="documents of a Packed dataset whose number of tokens differs from their column",
         dropped_samples="samples that your transform dropped",
         exchange_s='time for redistributing packs over the ranks (balance="exchange"), including waits for other ranks',

@@ -54,6 +54,7 @@ ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
 ENVIRONMENT_MAY += ("streaming.engine.workers.surroundings", "shard_tools.tokens.encode")
 ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
 ENVIRONMENT_MAY += ("shard_tools.show.data.workers",)  # what little of it a process gets
+ENVIRONMENT_MAY += ("streaming.decode.images",)  # puts back what the import of cv2 writes there
 # Pure modules of packages that also do I/O.
 ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.checksums", "streaming.fetch.pieces")
 

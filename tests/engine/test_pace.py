@@ -43,9 +43,11 @@ class Clocks:
 class Run:
     """Batches of 100 samples."""
 
-    def __init__(self, clocks: Clocks, num_workers: int, num_threads: int = 2, num_cores: int = 2) -> None:
+    def __init__(
+        self, clocks: Clocks, num_workers: int, num_threads: int = 2, num_cores: int = 2, *, acts: bool = False
+    ) -> None:
         self.clocks, self.metrics = clocks, Metrics()
-        self.pace = WorkerPace(self.metrics, num_workers, num_threads, num_cores)
+        self.pace = WorkerPace(self.metrics, num_workers, num_threads, num_cores, acts=acts)
 
     def _pass(self, wall_s: float, cpu_s: float) -> None:
         self.clocks.wall_s += wall_s
@@ -127,6 +129,30 @@ def test_nothing_is_said_where_it_is_not_clear_or_does_not_matter(
     run.there(100, wall_s, cpu_s, waits=waits)
     assert told(caplog) == []
     assert not run.pace.is_open, "it is decided"
+
+
+@pytest.mark.parametrize(
+    ("there_s", "num_workers", "waits", "in_parallel", "goes_on"),
+    [
+        (0.2, 1, 1.0, True, False), (0.2, 2, 1.0, True, False), (0.24, 2, 1.0, True, False), (0.3, 2, 1.0, True, True),
+        (0.3, 1, 1.0, True, True), (0.3, 2, 0.4, True, False), (0.3, 1, 1.0, False, False),
+    ],
+)  # fmt: skip
+def test_threads_go_on_where_a_process_is_slower_than_a_thread(
+    clocks: Clocks, caplog: pytest.LogCaptureFixture, there_s: float, num_workers: int, waits: float,
+    in_parallel: bool, goes_on: bool,
+) -> None:  # fmt: skip
+    """One by one: what more threads would bring, they bring beside processes anyway."""
+    caplog.set_level("INFO", pace.__name__)
+    run = Run(clocks, num_workers, acts=True)
+    run.here(9, 0.2, 0.2, in_parallel=in_parallel)
+    run.there(100, there_s, there_s, waits=waits)
+    assert run.pace.threads_first == goes_on
+    expected = "INFO" if goes_on else "" if in_parallel else "WARNING"
+    assert [one.levelname for one in caplog.records] == [expected] * bool(expected)
+    if goes_on:
+        assert "builds 333 samples per second of CPU time" in caplog.text
+        assert "at the pace of the first batches, 500: threads of this process (2) go on building" in caplog.text
 
 
 def recipe_of(decode: Any, transform: Any = None) -> Recipe:

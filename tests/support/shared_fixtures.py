@@ -12,6 +12,7 @@ import pytest
 
 from streaming.catalog import open as catalog_open
 from streaming.datasets import table_file
+from streaming.engine import builders
 from streaming.engine.memory import mapped
 from streaming.engine.workers.fork_server import SHARED
 from streaming.job.shared_results import Peers
@@ -33,6 +34,19 @@ def _no_waiting_for_disks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lingering() -> Iterator[None]:
+    """The fork server of this process ends with its last user, so that a test sees what it has left behind.
+
+    It starts at once, also for loaders whose threads could do without it for a while. test_lanes.py has the rest.
+    """
+    before, SHARED.linger_s = SHARED.linger_s, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builders, "START_AFTER_S", 0.0)
+        yield
+    SHARED.linger_s = before
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -138,10 +152,10 @@ def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Itera
 
     That workers import what functions need is tested with cold servers: test_workers.py, test_portable.py.
     """
-    SHARED.linger = True
+    SHARED.linger_s = None
     server_imports(request.module.__name__)  # a test without this fixture may have ended the server before
     yield
-    SHARED.linger = False
+    SHARED.linger_s = 0
 
 
 def server_imports(name: str) -> None:

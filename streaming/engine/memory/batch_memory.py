@@ -54,6 +54,9 @@ class BatchMemory:
     Args:
         limit_bytes: Limit on all blocks, lent and free. Beyond it tensors get fresh memory.
 
+    Attributes:
+        limit_bytes: The limit now; see ``limit``.
+
     Example:
         >>> memory = BatchMemory(1 << 30)
         >>> memory.allocate((64, 3, 224, 224), torch.uint8).shape
@@ -61,7 +64,7 @@ class BatchMemory:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._free: deque[_Block] = deque()
         self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
         self._closed = self._is_told = False
@@ -94,6 +97,14 @@ class BatchMemory:
         weakref.finalize(root, self._give_back, block).atexit = False
         return torch.from_numpy(root).view(dtype).view(shape)
 
+    def limit(self, limit_bytes: int) -> None:
+        """Set another limit from now on; free blocks beyond it return to the system."""
+        with self._lock:
+            # Lent blocks are as many as before: the limit may be exceeded until they come back.
+            self.limit_bytes = limit_bytes
+            while self._free and self._held() > limit_bytes:
+                self._free.popleft()  # the one idle longest
+
     def close(self) -> None:
         """Return free blocks to the system. Tensors stay valid, and free their memory when they go."""
         with self._lock:
@@ -116,7 +127,7 @@ class BatchMemory:
                 block = min(reversed(fitting), key=lambda one: one.num_bytes)
                 self._free.remove(block)
                 return block
-            surplus = self._held() + size - self._limit_bytes
+            surplus = self._held() + size - self.limit_bytes
             while surplus > 0 and self._free:
                 surplus -= self._free.popleft().num_bytes  # the one idle longest; unmapped here
             if surplus > 0 or self._closed or len(self._blocks) >= _MOST_BLOCKS:
@@ -140,7 +151,7 @@ class BatchMemory:
         _log.info(
             "the program keeps so many batches that their memory cannot be used again within memory_limit (%s of "
             "batches): a tensor of %s, and others, got fresh memory, which is slower",
-            format_bytes(self._limit_bytes), format_bytes(num_bytes),
+            format_bytes(self.limit_bytes), format_bytes(num_bytes),
         )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ Lap = tuple[float, float]
 class WorkerPace:
     """Say once, in the log, if a loader's worker processes are slower than its threads would be. Thread-safe.
 
+    Where threads may go on building (``acts``), it says so, and they do.
+
     What threads would build is what those of the first batches did, on as many cores as there are; functions that may
     hold the interpreter's lock count as one thread, however many there are. CPU time alone would not see what waits,
     and the clock alone goes faster while others use the machine, so both have to say the same.
@@ -42,13 +44,19 @@ class WorkerPace:
         num_workers: Worker processes.
         num_threads: Threads that would build without them; 0: nothing is built here, and nothing compared.
         num_cores: Cores that all of them share.
+        acts: Threads may go on building where they are faster: batches need no code of the user.
 
     Attributes:
         is_open: Whether batches are still compared. Each costs some microseconds until then, and nothing afterwards.
+        threads_first: Whether threads go on building, because processes are slower.
     """
 
-    def __init__(self, metrics: Metrics, num_workers: int, num_threads: int, num_cores: int) -> None:
+    def __init__(
+        self, metrics: Metrics, num_workers: int, num_threads: int, num_cores: int, *, acts: bool = False
+    ) -> None:
         self.is_open = num_workers > 0 and num_threads > 0
+        self.threads_first = False
+        self._acts, self._num_threads = acts, num_threads
         self._metrics = metrics
         self._num_workers, self._num_cores = num_workers, num_cores
         self._lanes = min(num_threads, num_cores)
@@ -65,7 +73,7 @@ class WorkerPace:
         if not self.is_open:
             return
         if not in_parallel:
-            self._lanes = 1
+            self._lanes, self._acts = 1, False
         if next(self._num_here) >= _WARMS_UP:
             self._add("here", lap, samples)
 
@@ -92,17 +100,27 @@ class WorkerPace:
         self._seen.add_each({who: samples, f"{who}_s": wall_s, f"{who}_cpu_s": cpu_s})
 
     def _conclude(self, seen: dict[str, float]) -> None:
-        """Log that processes are slower, if that is clear, and matters."""
+        """Log that processes are slower, if that is clear, and matters, and have threads go on if they may."""
         begun_s, before_s = self._since
         waited_s = self._metrics.get("wait_for_build_s") - before_s
         few_waits = waited_s < WAITS * (time.perf_counter() - begun_s)
         threads_each_s, workers_each_s = seen["here"] / seen["here_s"], seen["there"] / seen["there_s"]
-        by_clock = self._lanes * threads_each_s, self._num_workers * workers_each_s
-        by_cpu = (
-            self._lanes * seen["here"] / seen["here_cpu_s"],
-            min(self._num_workers, self._num_cores) * seen["there"] / seen["there_cpu_s"],
-        )
-        if few_waits or any(threads < MARGIN * workers for threads, workers in (by_clock, by_cpu)):
+        if self._acts:  # threads build beside processes in any case: a thread is compared with a process
+            lanes, workers, cores = 1, 1, 1
+        else:
+            lanes, workers, cores = self._lanes, self._num_workers, min(self._num_workers, self._num_cores)
+        by_clock = lanes * threads_each_s, workers * workers_each_s
+        by_cpu = lanes * seen["here"] / seen["here_cpu_s"], cores * seen["there"] / seen["there_cpu_s"]
+        if few_waits or any(here < MARGIN * there for here, there in (by_clock, by_cpu)):
+            return
+        if self._acts:
+            self.threads_first = True
+            _log.info(
+                "a worker process builds %s samples per second of CPU time, and a thread of this process, at the pace "
+                "of the first batches, %s: threads of this process (%d) go on building, and worker processes (%d) get "
+                "what is beyond them. The batches are the same; num_threads=0 leaves all of them to worker processes",
+                f"{by_cpu[1]:,.0f}", f"{by_cpu[0]:,.0f}", self._num_threads, self._num_workers,
+            )  # fmt: skip
             return
         _log.warning(
             "num_workers=%d is slower here than num_workers=0: worker processes (%d) build %s samples/s, and threads "

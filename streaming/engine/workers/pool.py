@@ -129,6 +129,7 @@ class WorkerPool:
         pace: See the attribute; None: nothing is compared.
 
     Attributes:
+        num_workers: Number of processes.
         pace: Compares batches that are built here with those of processes.
 
     Raises:
@@ -141,6 +142,7 @@ class WorkerPool:
     ) -> None:  # fmt: skip
         if num_workers < 1:
             raise ConfigError(f"num_workers: a pool needs at least one worker, got {num_workers}")
+        self.num_workers = num_workers
         self._recipe = recipe
         self._arena = arena
         self._ring = ring
@@ -168,9 +170,18 @@ class WorkerPool:
         """Process id of the fork server; None before the start."""
         return self._processes.server_pid
 
+    @property
+    def has_started(self) -> bool:
+        """Whether processes have been started."""
+        return bool(self._processes.all())
+
     def start(self) -> None:
         """Start the processes unless they are running, without waiting until they are ready."""
         self._processes.start()
+
+    def limit_ring(self, limit_bytes: int) -> None:
+        """Have free slots of the ring return their pages where all slots hold more than this."""
+        self._ring.limit_bytes = limit_bytes
 
     def renew(self) -> bool:
         """Replace the processes if the recipe, with the globals of the main script that it names, is another by now.
@@ -201,6 +212,14 @@ class WorkerPool:
         """
         self._processes.start()
         return self._processes.when_up(tell)
+
+    def starts_quickly(self) -> bool:
+        """Tell whether a process is up milliseconds after its start, which takes seconds of CPU time otherwise."""
+        return self._processes.starts_quickly()
+
+    def num_up(self) -> int:
+        """Return how many processes can be asked for batches; all of them if none ever will be up: asking says why."""
+        return self._processes.num_up()
 
     def is_up(self, patience_s: float = 0.0) -> bool:
         """Wait so long until a process is up, or none ever will be; tell whether that is so."""

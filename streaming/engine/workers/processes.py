@@ -105,7 +105,7 @@ class Processes:
         self._replaced = replaced
         self._failure: WorkerDiedError | None = None
         self._tell: Callable[[], None] | None = None
-        self._num_deaths = 0
+        self._num_deaths = self._most_up = 0
         self._oom_kills: int | None = None
 
     @property
@@ -140,7 +140,7 @@ class Processes:
         """End all workers, none of which may be in use, and give another recipe to those that start from now on."""
         with self._changed:
             # From here on nobody starts with the earlier recipe. All that did are retired: nobody can take one.
-            self._recipe = recipe
+            self._recipe, self._most_up = recipe, 0
             earlier, self._idle = list(self._workers.values()), []
         for worker in earlier:
             self.retire(worker)
@@ -184,6 +184,20 @@ class Processes:
         with self._changed:
             # What is told was so under the lock; a worker may die at any time after that.
             return self._changed.wait_for(self._is_up, patience_s)
+
+    def starts_quickly(self) -> bool:
+        """Tell whether a worker is up milliseconds after its start, because the fork server is up."""
+        server = self._server
+        return SHARED.is_up() if server is None else not server.is_starting()
+
+    def num_up(self) -> int:
+        """Return how many can be asked for batches: the most that were up together; all of them if none ever will be.
+
+        So one that has died, and is being replaced, counts: whoever asks waits for the one in its place.
+        """
+        with self._changed:
+            # It only grows, until `renew`, or until the failure is told.
+            return self._num_workers if self._failure is not None else self._most_up
 
     def take(self, is_wanted: Callable[[], bool] = lambda: True) -> Worker | None:
         """Take a free worker for this caller alone; follow with ``give_back`` or ``replace``.
@@ -324,6 +338,7 @@ class Processes:
                 return
             # From here on whoever takes it is the only one to talk to it.
             worker.pid = pid
+            self._most_up = max(self._most_up, sum(one.pid is not None for one in self._workers.values()))
             self._idle.append(worker)
             tell, self._tell = self._tell, None
             self._changed.notify_all()

@@ -228,11 +228,14 @@ class BatchRing:
         num_slots: Free slots to keep: as many as are usually being built, waiting and in use.
         span_bytes: Address range of a new slot.
         limit_bytes: Memory limit of all slots; only batches that are being built, waiting or kept may exceed it.
+
+    Attributes:
+        limit_bytes: See above; may be set at any time.
     """
 
     def __init__(self, num_slots: int, span_bytes: int = FIRST_SPAN_BYTES, *, limit_bytes: int = sys.maxsize) -> None:
         self.num_slots = num_slots
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self.peak_bytes = 0
         self._span_bytes = span_bytes
         self._numbers = count()
@@ -380,7 +383,7 @@ class BatchRing:
     def _trim_pages(self) -> None:
         """Return pages of free slots, the one idle longest first, until all hold no more than the limit."""
         for _ in range(len(self._free)):
-            if self.held_bytes <= self._limit_bytes:
+            if self.held_bytes <= self.limit_bytes:
                 return
             try:
                 slot = self._free.popleft()

@@ -135,7 +135,7 @@ def loader_of(
 
 
 def main(found_path: str, folder: str, num_workers: int, name: str = "large") -> None:
-    SHARED.linger = True  # one process forks the workers of both loaders
+    SHARED.linger_s = None  # one process forks the workers of both loaders
     with loader_of(f"{folder}/tiny/", Counted(decode, num_workers), num_workers) as tiny:
         for batch in tiny:
             del batch

@@ -49,7 +49,7 @@ def main() -> None:
     folder, num_workers = Path(sys.argv[1]), int(sys.argv[2])
     if num_workers:
         have_a_server()
-        SHARED.linger = True  # both loops share it
+        SHARED.linger_s = None  # both loops share it
     dist.init_process_group("gloo")
     mesh = DeviceMesh.from_sizes()
     found: dict[str, Any] = {}
