@@ -2,9 +2,9 @@
 
 Fresh memory is slow memory: above its threshold the C library maps it, the system zeroes it page by page at the first
 touch, and unmaps it in the thread that lets go of the batch, which is the training thread. Here a block returns when
-nothing refers to it any more: every tensor, view and array over it keeps one NumPy array alive, whose finalizer puts
-the block back. So a batch that is kept never changes. Pages return to the system when another block needs the room, in
-the thread that builds.
+nothing refers to it any more: every tensor, view and array over it keeps one NumPy array alive, and a weak reference to
+that one tells when it has gone. So a batch that is kept never changes. Pages return to the system when another block
+needs the room, in the thread that builds.
 
 A forked child has a copy of its own, since blocks are private.
 """
@@ -16,6 +16,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,10 +47,18 @@ class _Block:
         want_huge_pages(self.memory)
 
 
+class _Loan(weakref.ref[Any]):
+    """A weak reference to the root array of a tensor, and the block that it lies in; a ``finalize`` takes longer."""
+
+    __slots__ = ("block",)
+
+    block: _Block
+
+
 class BatchMemory:
     """Allocate tensors for batches, in blocks that come back. Thread-safe.
 
-    Finalizers run anywhere, perhaps in a thread that is executing ``allocate``: they only append to a deque.
+    Tensors may go anywhere, perhaps in a thread that is executing ``allocate``: that only appends to a deque.
 
     Args:
         limit_bytes: Limit on all blocks, lent and free. Beyond it tensors get fresh memory.
@@ -62,7 +71,8 @@ class BatchMemory:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._returned: deque[_Block] = deque()
+        self._returned: deque[weakref.ref[Any]] = deque()
+        self._loans: dict[int, _Loan] = {}  # by their ids, for a reference that is not kept calls nobody
         self._free: dict[int, deque[_Block]] = {}  # by size, which is one of a few; the last one returned last
         self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
         self._turns = 0
@@ -96,7 +106,11 @@ class BatchMemory:
         if block is None:
             return fresh(shape, dtype)
         root = np.frombuffer(block.memory, np.uint8, num_bytes)
-        weakref.finalize(root, self._give_back, block).atexit = False
+        loan = _Loan(root, self._returned.append)
+        loan.block = block
+        self._loans[id(loan)] = loan
+        if self._closed:  # perhaps since then
+            self._loans.pop(id(loan), None)
         return torch.from_numpy(root).view(dtype).view(shape)
 
     def close(self) -> None:
@@ -104,18 +118,18 @@ class BatchMemory:
         with self._lock:
             # No block returns any more.
             self._closed = True
+            self._loans.clear()
             self._returned.clear()
             self._free.clear()
 
-    def _give_back(self, block: _Block) -> None:
-        if not self._closed:
-            self._returned.append(block)
-
     def _take_back(self) -> None:
-        """Count blocks that finalizers have returned as free."""
+        """Count blocks as free whose tensors have gone."""
         while self._returned:
-            block = self._returned.popleft()
-            block.turn = self._turns = self._turns + 1
+            loan = self._loans.pop(id(self._returned.popleft()), None)
+            if loan is None:  # of the time before `close`
+                continue
+            block, self._turns = loan.block, self._turns + 1
+            block.turn = self._turns
             self._free.setdefault(block.num_bytes, deque()).append(block)
 
     def _taken(self, num_bytes: int, most_bytes: int) -> _Block | None:
