@@ -2,7 +2,8 @@
 
 Chunks are read into one arena, in the order of an epoch, by 4 threads and by as many as the loader has: by the standard
 library's ``readinto`` (the least that a client in Python can do), through obstore, and in place. Then whole epochs of
-bytes. With ``--round-trip-ms``, the same once more with a server whose every answer is late.
+bytes. With ``--round-trip-ms``, the same once more with a server whose every answer is late. At last the same chunks
+from local files (as where files are not mapped): by ``readinto``, by the storage, and with their checksums compared.
 
 Run: ``python benchmarks/bench_in_place.py [--rounds 7] [--samples 640] [--round-trip-ms 20] [--data FOLDER]``
 """
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from urllib.parse import urlsplit
@@ -28,13 +30,13 @@ from obstore.store import S3Store
 
 from streaming import DataLoader, StreamingDataset
 from streaming.engine.memory.arena import Arena
-from streaming.fetch.read import FetchRange
+from streaming.fetch.read import FetchRange, fetch_unit
 from streaming.loops.epoch_loop import FETCH_THREADS
-from streaming.storage import Storage
+from streaming.storage import Storage, local_path
 
 SAMPLE_BYTES = 400_000
 PER_SHARD = 160
-Fetch = Callable[[FetchRange, memoryview], None]
+Fetch = Callable[[FetchRange, memoryview], object]
 
 
 def samples(num: int) -> Iterator[dict[str, object]]:
@@ -82,6 +84,20 @@ def by_readinto(options: Mapping[str, str], ranges: list[FetchRange], num_thread
         answer.read()
 
     return into_an_arena(fetch, ranges, num_threads)
+
+
+def from_files(ranges: list[FetchRange], num_threads: int) -> int:
+    def fetch(wanted: FetchRange, out: memoryview) -> None:
+        with open(local_path(wanted.url), "rb", buffering=0) as file:
+            file.seek(wanted.byte_start)
+            assert file.readinto(out) == len(out)
+
+    return into_an_arena(fetch, ranges, num_threads)
+
+
+def with_checks(ranges: list[FetchRange], num_threads: int) -> int:
+    storage = Storage()
+    return into_an_arena(lambda one, out: fetch_unit(storage, one, out), ranges, num_threads)
 
 
 def by_storage(client: str | None, options: Mapping[str, str], ranges: list[FetchRange], num_threads: int) -> int:
@@ -133,6 +149,13 @@ def main() -> None:
                 f"{len(ranges)} ranges of up to {max(one.num_bytes for one in ranges):,} bytes, {round_trip_ms} ms away"
             )
             measure(contestants, args.rounds)
+    ranges = [replace(one, url=f"{folder}/{os.path.basename(one.url)}") for one in ranges]
+    print("the same ranges of local files")
+    local = {
+        "readinto": partial(from_files, ranges, 4), "storage": partial(by_storage, None, {}, ranges, 4),
+        "storage, checked": partial(with_checks, ranges, 4),
+    }  # fmt: skip
+    measure({f"4 threads, {name}": run for name, run in local.items()}, args.rounds)
     print(f"load {os.getloadavg()[0]:.1f} at the end")
 
 

@@ -414,14 +414,14 @@ class ChunkSource(OfTable):
 
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Tell whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
-        return reads_whole(wanted, self._facts_of(wanted.url))
+        return self._is_read_whole or reads_whole(wanted, self._facts_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Return the number of bytes that each chunk takes with these ``fields`` and this filter, int64.
 
         Reads sample tables.
         """
-        if self.fields is None and not self.selection.filter and self.distant is None:
+        if self._is_read_whole:
             return self.chunk_bytes[chunk_ids]
         return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
@@ -436,6 +436,11 @@ class ChunkSource(OfTable):
 
         with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
             return np.fromiter(threads.map(size, ranges), np.int64, len(ranges))
+
+    @property
+    def _is_read_whole(self) -> bool:
+        """Whether every range is read completely, whatever its samples are."""
+        return self.fields is None and not self.selection.filter and self.distant is None
 
     def _facts_of(self, url: str) -> ShardFacts:
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.delivery import _SHORT_STEP_S, _SHORT_STEPS, Haste
+from streaming.engine.delivery import _HICCUP_S, _SHORT_STEP_S, _SHORT_STEPS, Haste
 from streaming.engine.memory.batch_memory import LEAST_BYTES, BatchMemory, _rounded
 from tests.support.processes.waiting import PATIENCE_S, until
 
@@ -106,6 +106,32 @@ def test_beyond_the_limit_memory_is_fresh_and_a_line_says_so(caplog: pytest.LogC
     assert memory.held_bytes == 3 * LARGE, "those that are too small made room"
 
 
+def test_the_smallest_fitting_block_is_lent_and_the_one_idle_longest_makes_room() -> None:
+    memory = BatchMemory(10 * LARGE)
+    kept = {size: filled(memory, size, size * LARGE) for size in (1, 2, 3)}
+    places = {size: tensor.data_ptr() for size, tensor in kept.items()}
+    for size in (2, 1, 3):  # in this order they return
+        del kept[size]
+    assert filled(memory, 1, 2 * LARGE).data_ptr() == places[2], "which returns last thereby"
+    assert memory.held_bytes == 6 * LARGE
+    large = filled(memory, 1, 7 * LARGE)
+    assert memory.held_bytes == 9 * LARGE == large.nbytes + 2 * LARGE, "1 and 3 were idle longer"
+
+
+@pytest.mark.parametrize("is_closed_first", [True, False])
+def test_what_comes_back_around_the_close_stays_away(is_closed_first: bool) -> None:
+    memory = BatchMemory(4 * LARGE)
+    kept = filled(memory, 1)
+    if is_closed_first:
+        memory.close()
+        assert kept.eq(1).all()
+    del kept
+    memory.close()
+    assert memory.num_free == 0
+    assert filled(memory, 2).eq(2).all()
+    assert memory.held_bytes == 0
+
+
 def test_threads_share_nothing() -> None:
     memory, wrong = BatchMemory(64 * LARGE), list[int]()
 
@@ -143,20 +169,34 @@ def test_a_tensor_travels_by_pickle() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)
 
 
-def test_haste_is_a_row_of_short_steps_and_one_long_step_ends_it() -> None:
+SHORT, HICCUP, LONG = _SHORT_STEP_S / 2, 2 * _SHORT_STEP_S, 2 * _HICCUP_S
+HURRY = [SHORT] * _SHORT_STEPS
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_great"),
+    [
+        (HURRY, True),
+        (HURRY[1:], False),
+        ([*HURRY, LONG], False),
+        ([*HURRY, LONG, SHORT], False),
+        ([*HURRY, HICCUP], True),
+        ([*HURRY, HICCUP, SHORT, HICCUP, SHORT], True),
+        ([*HURRY, HICCUP, HICCUP], False),
+        ([*HURRY, HICCUP, LONG], False),
+        ([*HURRY[1:], HICCUP, SHORT], False),
+        ([SHORT, HICCUP] * _SHORT_STEPS, False),
+        ([*HURRY, LONG, *HURRY], True),
+    ],
+)
+def test_haste_is_a_row_of_short_steps_that_one_long_or_two_longer_ones_end(steps: list[float], is_great: bool) -> None:
     now = [0.0]
     haste = Haste(lambda: now[0])
-
-    def step(seconds: float) -> bool:
-        now[0] += seconds
+    for step_s in (0.0, *steps):  # the first request comes from nowhere
+        now[0] += step_s
         haste.asks()
         haste.leaves()
-        return haste.is_great
-
-    assert not step(0), "the first request comes from nowhere"
-    assert [step(_SHORT_STEP_S / 2) for _ in range(_SHORT_STEPS + 2)] == [False] * (_SHORT_STEPS - 1) + [True] * 3
-    assert not step(2 * _SHORT_STEP_S)
-    assert not step(_SHORT_STEP_S / 2)
+    assert haste.is_great == is_great
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

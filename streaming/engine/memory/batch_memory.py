@@ -2,9 +2,9 @@
 
 Fresh memory is slow memory: above its threshold the C library maps it, the system zeroes it page by page at the first
 touch, and unmaps it in the thread that lets go of the batch, which is the training thread. Here a block returns when
-nothing refers to it any more: every tensor, view and array over it keeps one NumPy array alive, whose finalizer puts
-the block back. So a batch that is kept never changes. Pages return to the system when another block needs the room, in
-the thread that builds.
+nothing refers to it any more: every tensor, view and array over it keeps one NumPy array alive, and a weak reference to
+that one tells when it has gone. So a batch that is kept never changes. Pages return to the system when another block
+needs the room, in the thread that builds.
 
 A forked child has a copy of its own, since blocks are private.
 """
@@ -16,6 +16,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,18 +39,26 @@ _MOST_BLOCKS = 4096
 
 
 class _Block:
-    """One private mapping. Compared by identity."""
+    """One private mapping. Compared by identity; ``turn`` says in which order blocks returned."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes, self.turn = num_bytes, 0
         self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         want_huge_pages(self.memory)
+
+
+class _Loan(weakref.ref[Any]):
+    """A weak reference to the root array of a tensor, and the block that it lies in; a ``finalize`` takes longer."""
+
+    __slots__ = ("block",)
+
+    block: _Block
 
 
 class BatchMemory:
     """Allocate tensors for batches, in blocks that come back. Thread-safe.
 
-    Finalizers run anywhere, perhaps in a thread that is executing ``allocate``: they only append to a deque.
+    Tensors may go anywhere, perhaps in a thread that is executing ``allocate``: that only appends to a deque.
 
     Args:
         limit_bytes: Limit on all blocks, lent and free. Beyond it tensors get fresh memory.
@@ -65,11 +74,14 @@ class BatchMemory:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._free: deque[_Block] = deque()
+        self._returned: deque[weakref.ref[Any]] = deque()
+        self._loans: dict[int, _Loan] = {}  # by their ids, for a reference that is not kept calls nobody
+        self._free: dict[int, deque[_Block]] = {}  # by size, which is one of a few; the last one returned last
         self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
+        self._turns = 0
         self._closed = self._is_told = False
         self._lock = threading.Lock()
-        """Guards ``_blocks``, and who takes which block from ``_free``."""
+        """Guards ``_blocks`` and ``_free``."""
         self.peak_bytes = 0
         in_children(self, renew_lock)
 
@@ -83,7 +95,10 @@ class BatchMemory:
     @property
     def num_free(self) -> int:
         """Number of blocks that wait to be lent again."""
-        return len(self._free)
+        with self._lock:
+            # Blocks are only counted.
+            self._take_back()
+            return sum(map(len, self._free.values()))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor with arbitrary content."""
@@ -94,7 +109,11 @@ class BatchMemory:
         if block is None:
             return fresh(shape, dtype)
         root = np.frombuffer(block.memory, np.uint8, num_bytes)
-        weakref.finalize(root, self._give_back, block).atexit = False
+        loan = _Loan(root, self._returned.append)
+        loan.block = block
+        self._loans[id(loan)] = loan
+        if self._closed:  # perhaps since then
+            self._loans.pop(id(loan), None)
         return torch.from_numpy(root).view(dtype).view(shape)
 
     def limit(self, limit_bytes: int) -> None:
@@ -102,34 +121,54 @@ class BatchMemory:
         with self._lock:
             # Lent blocks are as many as before: the limit may be exceeded until they come back.
             self.limit_bytes = limit_bytes
-            while self._free and self._held() > limit_bytes:
-                self._free.popleft()  # the one idle longest
+            self._take_back()
+            while self._held() > limit_bytes and self._longest_idle() is not None:
+                pass  # unmapped here
 
     def close(self) -> None:
         """Return free blocks to the system. Tensors stay valid, and free their memory when they go."""
         with self._lock:
-            # No block returns to the list any more.
+            # No block returns any more.
             self._closed = True
+            self._loans.clear()
+            self._returned.clear()
             self._free.clear()
 
-    def _give_back(self, block: _Block) -> None:
-        if not self._closed:
-            self._free.append(block)
+    def _take_back(self) -> None:
+        """Count blocks as free whose tensors have gone."""
+        while self._returned:
+            loan = self._loans.pop(id(self._returned.popleft()), None)
+            if loan is None:  # of the time before `close`
+                continue
+            block, self._turns = loan.block, self._turns + 1
+            block.turn = self._turns
+            self._free.setdefault(block.num_bytes, deque()).append(block)
+
+    def _taken(self, num_bytes: int, most_bytes: int) -> _Block | None:
+        """Return the smallest free block of such a size, no longer free.
+
+        Of equal ones it is the one that returned last: its pages are likely in a cache.
+        """
+        sizes = [size for size, blocks in self._free.items() if blocks and num_bytes <= size <= most_bytes]
+        return self._free[min(sizes)].pop() if sizes else None
+
+    def _longest_idle(self) -> _Block | None:
+        """Return the free block that has been idle longest, no longer free; None: there is none."""
+        idle = [blocks for blocks in self._free.values() if blocks]
+        return min(idle, key=lambda blocks: blocks[0].turn).popleft() if idle else None
 
     def _block_for(self, num_bytes: int) -> _Block | None:
         """Return a free or a new block for one tensor; None: there is no room for one."""
         size = _rounded(num_bytes)
         with self._lock:
-            # A block is either in the list of free ones, or this caller's alone.
-            fitting = [one for one in self._free.copy() if num_bytes <= one.num_bytes <= _MOST_WASTE * size]
-            if fitting:
-                # The smallest, and of these the one that returned last: its pages are likely in a cache.
-                block = min(reversed(fitting), key=lambda one: one.num_bytes)
-                self._free.remove(block)
+            # A block is either free, or this caller's alone.
+            self._take_back()
+            if (block := self._taken(num_bytes, _MOST_WASTE * size)) is not None:
                 return block
             surplus = self._held() + size - self.limit_bytes
-            while surplus > 0 and self._free:
-                surplus -= self._free.popleft().num_bytes  # the one idle longest; unmapped here
+            while surplus > 0 and (idle := self._longest_idle()) is not None:
+                surplus -= idle.num_bytes
+                del idle  # unmapped here
             if surplus > 0 or self._closed or len(self._blocks) >= _MOST_BLOCKS:
                 self._tell_of_limit(num_bytes)
                 return None

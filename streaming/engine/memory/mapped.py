@@ -27,7 +27,6 @@ from streaming.engine.memory.arena import PAGE_BYTES, Arena
 from streaming.errors import ChecksumError
 from streaming.fetch.read import FetchRange, checked_range
 from streaming.plan.memory import LEAST_MAPPED_BYTES
-from streaming.platforms import will_need
 from streaming.storage import Checked, local_path
 
 LEAST_BYTES = LEAST_MAPPED_BYTES
@@ -137,7 +136,6 @@ class FileMaps:
         skew = start - first
         offset, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
         try:
-            will_need(file.descriptor, offset, num_bytes)  # starts reading all of it before the first page fault
             self._arena.map_file(first, num_bytes, file.descriptor, offset)
             found = checked_range(wanted, data)
             checked = found if found.is_summed else None
