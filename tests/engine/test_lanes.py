@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -142,7 +143,7 @@ DECODERS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", DECODERS, ids=str)
+@pytest.mark.parametrize("spec", DECODERS, ids=lambda spec: re.sub(r"<.*>", "function", str(spec)))
 def test_use_does_not_change_what_processes_are_sent(spec: Any) -> None:
     """Otherwise they would start anew at the second epoch."""
     decoders = resolve_decoders(spec)
