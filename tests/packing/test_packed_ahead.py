@@ -16,6 +16,7 @@ from streaming import Mixture, Packed, StreamingDataset
 from streaming.batches.items.packs import TokenPacks
 from streaming.catalog import packed as catalog
 from streaming.catalog.packed import PackedSource
+from streaming.engine.delivery import Haste
 from streaming.lru_cache import LruCache
 from streaming.packing.fit import Fit, fit
 from streaming.packing.rules import PackRules
@@ -95,7 +96,11 @@ def test_groups_that_are_fetched_are_packed_before_they_are_asked_for(folder: Pa
         until(lambda: has_packs(groups, np.zeros_like(groups), packed.seed), "all groups are packed")
 
 
-def test_batches_lie_in_page_locked_memory_from_when_it_is_asked_for(folder: Path) -> None:
+@pytest.mark.parametrize("is_great", [False, True], ids=["one by one", "groups"])
+def test_batches_lie_in_page_locked_memory_from_when_it_is_asked_for(
+    folder: Path, is_great: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Haste, "asks", lambda haste: setattr(haste, "is_great", is_great))
     given: list[torch.Tensor] = []
 
     class Locker:
@@ -109,7 +114,7 @@ def test_batches_lie_in_page_locked_memory_from_when_it_is_asked_for(folder: Pat
         def unlock(self, memory: object) -> None:
             raise AssertionError
 
-    with loader_of(packed_of(folder)) as loader:
+    with loader_of(packed_of(folder), num_threads=0) as loader:  # none are built ahead
         batches = iter(loader)
         for _ in range(3):  # the rest is cut out of one group, or of few
             next(batches)
