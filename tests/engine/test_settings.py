@@ -199,7 +199,7 @@ CASES = [
     Case("decoders by extension and name", add_decoder, lambda: ""),  # the field says it
     Case("the warning filters", lambda: warnings.simplefilter("ignore"), lambda: raised(warned)),
 ]  # fmt: skip
-NAMES = [one.row for one in CASES]
+NAMED = [pytest.param(one, id=one.row) for one in CASES]
 SOME = [one for one in CASES if one.row in {"the environment", "torch's default dtype", "Pillow's flags"}]
 OTHERS = [one for one in CASES if one not in SOME and not one.row.startswith("decoders")]  # these are chosen once
 
@@ -253,7 +253,9 @@ def test_the_page_lists_every_row_that_is_carried() -> None:
 
 
 @pytest.mark.parametrize("moment", first_here([3, 0, 1, 7], 1))
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    "case", first_here([pytest.param(one, id=name) for one, name in zip(CASES, NAMES, strict=True)], 10)
+)
 def test_a_setting_holds_in_every_batch_whoever_builds_it(url: str, held: Held, case: Case, moment: int) -> None:
     """In threads, in this process until workers are up, and in workers; these are up after ``moment`` batches."""
 

@@ -79,7 +79,7 @@ def test_options_of_the_file_reach_the_loop(
     ):
         assert settings(loader) == VALUES
         config: Any = loader._loop.config  # type: ignore[attr-defined]
-        assert (config.num_workers, config.num_threads, config.depth) == (2, 3, 10)
+        assert (config.num_workers, config.num_threads, config.depth) == (2, 3, 3 * 5)
         assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (2, 5, True)
     (line,) = lines(caplog, logging.INFO)
     assert all(f"{name}={value!r}" in line for name, value in VALUES.items())

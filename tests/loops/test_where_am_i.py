@@ -148,6 +148,9 @@ def test_ranks_that_open_a_set_for_themselves_say_so(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     samples.open()
+    assert "for itself" not in caplog.text, "the first one says it"
+    monkeypatch.setenv("RANK", "0")
+    samples.open()
     assert "each of 3 ranks opens this data set for itself" in caplog.text
 
 
