@@ -244,7 +244,7 @@ def builders(batches: list[dict[str, Any]]) -> set[int]:
 
 def test_every_row_that_is_carried_has_a_case_here() -> None:
     without = {"torchvision's image backend"}  # it is not installed here
-    assert {one.name for one in SETTINGS if one.reach != "here"} - without == set(NAMES)
+    assert {one.name for one in SETTINGS if one.reach != "here"} - without == {one.row for one in CASES}
 
 
 def test_the_page_lists_every_row_that_is_carried() -> None:
@@ -253,9 +253,7 @@ def test_the_page_lists_every_row_that_is_carried() -> None:
 
 
 @pytest.mark.parametrize("moment", first_here([3, 0, 1, 7], 1))
-@pytest.mark.parametrize(
-    "case", first_here([pytest.param(one, id=name) for one, name in zip(CASES, NAMES, strict=True)], 10)
-)
+@pytest.mark.parametrize("case", first_here(NAMED, 10))
 def test_a_setting_holds_in_every_batch_whoever_builds_it(url: str, held: Held, case: Case, moment: int) -> None:
     """In threads, in this process until workers are up, and in workers; these are up after ``moment`` batches."""
 
