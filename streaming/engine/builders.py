@@ -68,7 +68,7 @@ class Builder(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """Whether a batch costs less than handing it from thread to thread, so that who is in a hurry builds it."""
+        """Whether a consumer that is in haste had better build it: a hand-over, or its memory, would cost more."""
 
     @property
     def in_consumer(self) -> bool:
@@ -163,7 +163,7 @@ class LocalBuilder:
         """See ``Builder``; not ``watched``: no function that might draw from generators of the process is called."""
         if not self._only_copies:
             self._only_copies = is_trivial(self._recipe, rows.fields)
-        self.is_quick = self._only_copies and bytes_of(rows) <= _QUICK_BYTES
+        self.is_quick = self._only_copies and (bytes_of(rows) <= _QUICK_BYTES or makes_bytes(self._recipe, rows.fields))
         thread = threading.get_ident()
         work = self._under_way[thread] = BatchWork(batch, rows.keys, rows.urls)
 
@@ -439,6 +439,16 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
     return all(decoder in (raw, view, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
+
+
+def makes_bytes(recipe: Recipe, fields: Iterable[str]) -> bool:
+    """Tell whether batches hold bytes of Python, or views.
+
+    These are made fastest in the thread that lets go of them: the C library keeps what a thread frees for that thread,
+    and the interpreter's lock, which making them needs, stays where it is.
+    """
+    names = [name for name in fields if name not in recipe.jagged]
+    return any(part.decoders.decoder_for(name) in (raw, view) for part in recipe.parts for name in names)
 
 
 def bytes_of(rows: Rows) -> int:
