@@ -34,6 +34,7 @@ from tests.support.processes.children import in_child
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets import packed_sets
+from tests.support.tiers import first_here
 
 NUM_SAMPLES, SAMPLE_BYTES, PER_SHARD, BATCH = 120, 40_000, 20, 4
 VIEW = {"bin": "view"}
@@ -422,7 +423,7 @@ def test_a_copy_from_before_another_thread_restored_the_chunk_is_made_again(
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
 @pytest.mark.parametrize("wrong", [0, 1, MOST_WRONG, 10**6], ids=["right", "once", "often", "for good"])
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
-@pytest.mark.parametrize("transform", [None, dict], ids=["columns", "samples"])
+@pytest.mark.parametrize("transform", first_here([None, dict], 1), ids=["columns", "samples"])
 def test_a_chunk_that_is_fetched_again_is_checked_as_at_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any, wrong: int, transform: Any, kept: bool
 ) -> None:

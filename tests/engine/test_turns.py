@@ -84,7 +84,7 @@ def told(loader: DataLoader, num_epochs: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("threads", first_here([2, 0], 1))
-@pytest.mark.parametrize("kind", first_here(["set", "packs", "fields", "mixture"], 2))
+@pytest.mark.parametrize("kind", first_here(["set", "packs", "fields", "mixture"], 1))
 def test_the_least_limit_that_is_accepted_reads_every_epoch_on_every_rank(
     kind: str, threads: int, folders: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +113,7 @@ def test_the_least_limit_that_is_accepted_reads_every_epoch_on_every_rank(
 
 
 @pytest.mark.parametrize("threads", first_here([2, 0], 1))
-@pytest.mark.parametrize("kind", first_here(["set", "endless", "fields", "mixture"], 2))
+@pytest.mark.parametrize("kind", first_here(["endless", "set", "fields", "mixture"], 1))
 def test_in_turns_batches_are_the_same_however_little_room_there_is(
     kind: str, threads: int, folders: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -604,7 +604,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", first_here(CASES, 40), ids=str)
+@pytest.mark.parametrize("case", first_here(CASES, 24), ids=str)
 def test_each_row_is_its_key(
     case: Case,
     folders: Callable[..., Path],

@@ -35,6 +35,7 @@ from streaming.storage import Storage
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import HttpServer, MiniS3Server, fresh_name
+from tests.support.tiers import first_here
 
 COUNT, PER_SHARD = 40, 8
 MOMENTS = ("first", "mid", "unindexed", "indexed", "unmarked")
@@ -166,7 +167,7 @@ ALL_CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "moment", "store"), ALL_CELLS)
+@pytest.mark.parametrize(("verb", "moment", "store"), first_here(ALL_CELLS, 8))
 def test_killed_refused_and_gone_on_with(
     forked: Forked, scene: Scene, place: tuple[str, Mapping[str, Any]], verb: str, moment: str
 ) -> None:

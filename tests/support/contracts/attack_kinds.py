@@ -524,7 +524,13 @@ def gigabytes(folder: Path) -> Happened:
 
 ATTACKS.append(Attack("store", "redirects a signed URL: its query is sent as `Referer` to the next host", None))
 ATTACKS.append(Attack("store", "answers with a listing, or an error, without end", None))
-ATTACKS.append(Attack("store", "an error text of 100,000 letters without a blank costs seconds of every thread", None))
+
+
+@attack("store", "answers with an error text of 100,000 letters without a blank, to be searched by every thread")
+def long_error(_: Path) -> Happened:
+    text = str(ShardstreamError("x" * 100_000))
+    assert len(text) < 3_000
+    return told_in(BOUNDED, text, "characters left out")
 
 
 # --------------------------------------------------------------------------------------------------------------- page
