@@ -37,6 +37,7 @@ import torch
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draw_watch import DrawWatch
 from streaming.batches.draws import ALL_GENERATORS, BatchDraws, seed_generators
+from streaming.batches.jagged import fresh
 from streaming.batches.rows import DecodedRow, Rows
 from streaming.decode import use_one_thread
 from streaming.engine.workers.channel import Channel, ChannelClosedError
@@ -46,7 +47,7 @@ from streaming.engine.workers.ring import Slot, SlotWriter
 from streaming.engine.workers.surroundings import lay
 from streaming.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
-from streaming.forks import leave_signals_to_the_job
+from streaming.forks import leave_signals_to_the_job, signals_held_back
 from streaming.platforms import trim_heap
 from streaming.types import ReadBuffer
 
@@ -170,8 +171,16 @@ class BeginProcess:
         """Begin in worker process ``number``."""
         leave_signals_to_the_job({signal.SIGTERM})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        _start_manager()
         if self.then is not None:
             self.then(number)
+
+
+def _start_manager() -> None:
+    """Start torch's manager of shared files now, if tensors travel by them: signals to the group then spare it."""
+    if torch.multiprocessing.get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
+        with signals_held_back():
+            fresh((1,), torch.uint8).share_memory_()
 
 
 class Descriptor:
