@@ -180,7 +180,7 @@ def _start_manager() -> None:
     """Start torch's manager of shared files now, if tensors travel by them: signals to the group then spare it."""
     if torch.multiprocessing.get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
         with signals_held_back():
-            fresh((1,), torch.uint8).share_memory_()
+            fresh((1,), torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
 
 
 class Descriptor:
