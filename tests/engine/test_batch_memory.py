@@ -220,8 +220,6 @@ HANDS = [{"num_threads": 1}, {"num_workers": 2, "num_threads": 0}, {"num_workers
 
 
 @pytest.mark.parametrize("hands", HANDS, ids=str)
-    "hands", [{"num_threads": 1}, {"num_workers": 2, "num_threads": 0}, {"num_workers": 2}], ids=str
-)
 @pytest.mark.parametrize(
     "options", [{}, {"jagged": ("npy",)}, {"pin_memory": True}], ids=["stacked", "jagged", "pinned"]
 )
