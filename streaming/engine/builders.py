@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -128,7 +129,8 @@ class LocalBuilder:
         self._under_way: dict[int, BatchWork] = {}
         self._memory = memory
         self.allocate: Allocate = memory.allocate
-        self.is_quick = self._only_copies = False
+        self.is_quick = False
+        self._costs = Costs(recipe)
         self._functions = recipe.functions_of_user
         self._watch = DrawWatch(self._functions)
         self._is_watching = bool(self._functions)  # until it is known that they draw no random numbers
@@ -161,16 +163,15 @@ class LocalBuilder:
         watched: bool = True,
     ) -> Any:
         """See ``Builder``; not ``watched``: no function that might draw from generators of the process is called."""
-        if not self._only_copies:
-            self._only_copies = is_trivial(self._recipe, rows.fields)
-        self.is_quick = self._only_copies and (bytes_of(rows) <= _QUICK_BYTES or makes_bytes(self._recipe, rows.fields))
+        cost = self._costs.of(rows)
+        self.is_quick = cost.is_copy and (cost.makes_objects or bytes_of(rows) <= _QUICK_BYTES)
         thread = threading.get_ident()
         work = self._under_way[thread] = BatchWork(batch, rows.keys, rows.urls)
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
             draws = BatchDraws(seed or 0, rows.positions, seeds, self._watch.own)
             builder = BatchBuilder(self._recipe, substitutes, report, self.allocate, work.row, draws)
-            if self._only_copies or self._surroundings is None:
+            if cost.is_copy or self._surroundings is None:
                 return builder.build(rows, valid)
             with self._surroundings.in_thread():
                 return builder.build(rows, valid)
@@ -274,7 +275,7 @@ class WorkerBuilder:
         self._has_users_code = bool(recipe.functions_of_user)
         self._lanes = Lanes(pool.num_workers, num_threads)
         self._is_trivial = self._stands_in = self._in_parallel = False
-        self._copied: dict[tuple[str, ...], bool] = {}  # by the fields of a batch
+        self._costs = Costs(recipe)
         self._begun_s = self._told_before = 0.0
         self._first_s = math.inf
         self.allocate: Allocate = memory.allocate
@@ -335,7 +336,7 @@ class WorkerBuilder:
         seed: int | None = None, batch: int = -1,
     ) -> Any:  # fmt: skip
         """See ``Builder``."""
-        if self._is_only_copied(rows):
+        if self._costs.of(rows).is_copy:
             self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
         if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
@@ -356,13 +357,14 @@ class WorkerBuilder:
             return built
         if self._has_users_code or not self._helps:
             self._tell_of_before()
-            self._memory.close()  # from here on batches lie in the ring
+            self._share_memory(0.0)
             return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
         in_parallel, threads_first = is_parallel(self._recipe, rows), self._pace.threads_first
         self._in_parallel = self._in_parallel or in_parallel
         num_up = self._num_up(in_parallel=in_parallel)
         with self._lanes.one(num_up, in_parallel=in_parallel, threads_first=threads_first) as here:
-            self._share_memory(self._lanes.share_here(in_parallel=in_parallel, threads_first=threads_first))
+            if self._lanes.all_up:
+                self._share_memory(self._lanes.share_here(in_parallel=in_parallel, threads_first=threads_first))
             if not here:
                 self._tell_of_before()
                 return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
@@ -382,20 +384,12 @@ class WorkerBuilder:
         return self._pool.num_up()
 
     def _share_memory(self, share_here: float) -> None:
-        """Divide the memory of batches between those built here and the ring, once all processes are up."""
-        if self._lanes.all_up and share_here != self._share_here:
+        """Divide the memory of batches between those built here and the ring."""
+        if share_here != self._share_here:
             self._share_here = share_here
             here_bytes = int(self._memory_bytes * share_here)
             self._memory.limit(here_bytes)
             self._pool.limit_ring(self._memory_bytes - here_bytes)
-
-    def _is_only_copied(self, rows: Rows) -> bool:
-        """Tell whether this batch is only copied: a later one may have a field, to be decoded, that others lack."""
-        names = tuple(rows.fields)
-        known = self._copied.get(names)
-        if known is None:
-            known = self._copied[names] = is_trivial(self._recipe, names)
-        return known
 
     def _patience_s(self) -> float:
         return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
@@ -441,14 +435,37 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
     return all(decoder in (raw, view, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
 
 
-def makes_bytes(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Tell whether batches hold bytes of Python, or views.
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the fields of a batch say of building it.
 
-    These are made fastest in the thread that lets go of them: the C library keeps what a thread frees for that thread,
-    and the interpreter's lock, which making them needs, stays where it is.
+    Attributes:
+        is_copy: It is only copied from memory.
+        makes_objects: It holds bytes of Python, or views. The thread that lets go of them makes them fastest: the C
+            library keeps freed memory for the thread that freed it, and making them needs the interpreter's lock.
     """
-    names = [name for name in fields if name not in recipe.jagged]
-    return any(part.decoders.decoder_for(name) in (raw, view) for part in recipe.parts for name in names)
+
+    is_copy: bool
+    makes_objects: bool
+
+
+class Costs:
+    """Know the cost of batches by their fields: a later batch may have a field, to be decoded, that others lack."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._known: dict[tuple[str, ...], Cost] = {}
+
+    def of(self, rows: Rows) -> Cost:
+        """Return the cost of a batch of ``rows``."""
+        names = tuple(rows.fields)
+        known = self._known.get(names)
+        if known is None:
+            alone = [name for name in names if name not in self._recipe.jagged]
+            decoders = [part.decoders.decoder_for(name) for part in self._recipe.parts for name in alone]
+            known = Cost(is_trivial(self._recipe, names), any(one in (raw, view) for one in decoders))
+            self._known[names] = known
+        return known
 
 
 def bytes_of(rows: Rows) -> int:

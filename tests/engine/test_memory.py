@@ -99,6 +99,24 @@ def test_of_objects_fewer_are_built_ahead_than_of_tensors() -> None:
     assert with_tensors.now == 2, "the largest counts"
 
 
+def test_slow_batches_let_more_be_built_ahead_as_far_as_memory_and_a_factor_allow() -> None:
+    roomy, narrow = Depth(4, 1024 * MIB, 2), Depth(4, 32 * MIB, 2)
+    for depth in (roomy, narrow):
+        depth.saw(2 * MIB, 0, is_local=False)
+    assert (roomy.now, narrow.now) == (4, 4)
+    seen = []
+    for _ in range(8):
+        roomy.held_up()
+        narrow.held_up()
+        seen.append((roomy.now, narrow.now))
+    most = narrow.now
+    assert [one for one, _ in seen] == [8, 16, 32, 64, 64, 64, 64, 64]
+    assert 4 < most < 16
+    alike = Depth(16 * 4, 32 * MIB, 2)
+    alike.saw(2 * MIB, 0, is_local=False)
+    assert alike.now == most, "what memory has room for, however the bound grew"
+
+
 @pytest.mark.parametrize(("memory_limit", "is_told"), [("16MiB", True), ("160MiB", False)])
 def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, memory_limit: str, is_told: bool
