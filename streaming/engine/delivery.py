@@ -42,10 +42,8 @@ _LOCK_S = 2.0
 _SHORT_STEP_S = 0.2e-3
 """Time between two requests for batches in which no thread that has to be woken builds a batch."""
 _SHORT_STEPS = 8
-"""Number of such steps, one after the other, that show that the consumer only pulls batches."""
-_HICCUP_S = 6e-3
-"""Longest of other steps that, by itself, does not end such a row: the consumer waited for a core, or for the
-interpreter, which another thread may keep for 5 ms."""
+"""Number of such steps, one after the other, that show that the consumer only pulls batches. Eight times this number
+forgives one long step, in which the consumer waited for a core or for the interpreter."""
 _HELD_UP = 16
 """Factor by which the number of batches built ahead may grow while slow ones hold up others."""
 _MOMENT_S = 1e-3
@@ -122,15 +120,14 @@ class Haste:
         self._clock = clock
         self._left_s = -math.inf
         self._num_short = 0
-        self._has_hiccup = self.is_great = False
+        self.is_great = False
 
     def asks(self) -> None:
         """Note that the consumer asks for a batch."""
-        step_s = self._clock() - self._left_s
-        is_short = step_s < _SHORT_STEP_S
-        self._has_hiccup = not is_short and self.is_great and step_s < _HICCUP_S and not self._has_hiccup
-        if not self._has_hiccup:
-            self._num_short = self._num_short + 1 if is_short else 0
+        if self._clock() - self._left_s < _SHORT_STEP_S:
+            self._num_short = min(self._num_short + 1, _SHORT_STEPS**2)
+        else:
+            self._num_short //= _SHORT_STEPS
         self.is_great = self._num_short >= _SHORT_STEPS
 
     def leaves(self) -> None:
