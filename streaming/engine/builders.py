@@ -130,7 +130,7 @@ class LocalBuilder:
         self._memory = memory
         self.allocate: Allocate = memory.allocate
         self.is_quick = False
-        self._costs = Costs(recipe)
+        self._costs = BuildCosts(recipe)
         self._functions = recipe.functions_of_user
         self._watch = DrawWatch(self._functions)
         self._is_watching = bool(self._functions)  # until it is known that they draw no random numbers
@@ -275,7 +275,7 @@ class WorkerBuilder:
         self._has_users_code = bool(recipe.functions_of_user)
         self._lanes = Lanes(pool.num_workers, num_threads)
         self._is_trivial = self._stands_in = self._in_parallel = False
-        self._costs = Costs(recipe)
+        self._costs = BuildCosts(recipe)
         self._begun_s = self._told_before = 0.0
         self._first_s = math.inf
         self.allocate: Allocate = memory.allocate
@@ -436,7 +436,7 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class BuildCost:
     """What the fields of a batch say of building it.
 
     Attributes:
@@ -449,21 +449,21 @@ class Cost:
     makes_objects: bool
 
 
-class Costs:
+class BuildCosts:
     """Know the cost of batches by their fields: a later batch may have a field, to be decoded, that others lack."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._known: dict[tuple[str, ...], Cost] = {}
+        self._known: dict[tuple[str, ...], BuildCost] = {}
 
-    def of(self, rows: Rows) -> Cost:
+    def of(self, rows: Rows) -> BuildCost:
         """Return the cost of a batch of ``rows``."""
         names = tuple(rows.fields)
         known = self._known.get(names)
         if known is None:
             alone = [name for name in names if name not in self._recipe.jagged]
             decoders = [part.decoders.decoder_for(name) for part in self._recipe.parts for name in alone]
-            known = Cost(is_trivial(self._recipe, names), any(one in (raw, view) for one in decoders))
+            known = BuildCost(is_trivial(self._recipe, names), any(one in (raw, view) for one in decoders))
             self._known[names] = known
         return known
 

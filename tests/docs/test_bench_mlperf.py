@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from shard_tools.convert import open_source
 from streaming.storage import Storage
 from tests.support.code.folders import ROOT
+from tests.support.code.script_modules import script_modules
 
 FOLDER = str(ROOT / "benchmarks" / "mlperf_storage")
 MODULES = ("contestants", "workloads", "search", "table")
@@ -19,14 +19,7 @@ MODULES = ("contestants", "workloads", "search", "table")
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The benchmark's modules, which are no package, taken away again afterwards."""
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    found = {name: __import__(name) for name in MODULES}
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name)
-    return found
+    return script_modules(monkeypatch, FOLDER, MODULES)
 
 
 def searched(module: Any, make_s: float, kept_s: float, goal: float, hiccup: int = 0) -> tuple[Any, int]:

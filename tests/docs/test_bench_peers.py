@@ -14,6 +14,7 @@ import pytest
 
 from streaming.storage import Storage
 from tests.support.code.folders import ROOT
+from tests.support.code.script_modules import script_modules
 from tests.support.servers.mini_s3 import KEY, REGION, SECRET
 
 FOLDER = str(ROOT / "benchmarks" / "peers")
@@ -22,14 +23,7 @@ MODULES = ("sets", "contestant", "report")
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The benchmark's modules, which are no package, taken away again afterwards."""
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    found = {name: __import__(name) for name in MODULES}
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name)
-    return found
+    return script_modules(monkeypatch, FOLDER, MODULES)
 
 
 def run(samples: int, seconds: float, **more: object) -> dict[str, object]:

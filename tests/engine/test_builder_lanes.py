@@ -73,13 +73,6 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held = Held(monkeypatch)
-    yield held
-    held.let_go.set()
-
-
 def shown(batches: list[dict[str, Any]]) -> list[Any]:
     return [(batch["__key__"], batch["cls"].tolist(), batch["jpg"].numpy().tobytes()) for batch in batches]
 

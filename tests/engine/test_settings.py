@@ -63,13 +63,6 @@ def put_back() -> Iterator[None]:
         Image.ID[:] = [name for name in Image.ID if name != "MINE"]
 
 
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held = Held(monkeypatch)
-    yield held
-    held.let_go.set()
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("settings")

@@ -9,7 +9,6 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,13 +37,6 @@ def numbers(tmp_path: Path) -> Path:
         for number in range(80):
             writer.write({"__key__": f"{number:03d}", "json": {"number": number}})
     return tmp_path
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held = Held(monkeypatch)
-    yield held
-    held.let_go.set()
 
 
 def where(sample: dict[str, Any]) -> dict[str, Any]:

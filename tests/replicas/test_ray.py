@@ -608,10 +608,8 @@ def until_error(loader: DataLoader, keys: Callable[[Any], list[str]]) -> tuple[l
     raise AssertionError("no error came")
 
 
-def test_a_killed_reader_is_replaced_and_nothing_is_lost_or_doubled(
-    nodes: TwoNodes, samples: SampleSet, tmp_path: Path
-) -> None:
-    url, place = samples.url, tmp_path / "pid"
+def widened(url: str, place: Path) -> Callable[[], StreamingDataset]:
+    """Return what makes a set with samples of 32 KiB more, and writes there in which process."""
 
     def create() -> StreamingDataset:
         def widen(sample: dict[str, Any]) -> dict[str, Any]:
@@ -620,6 +618,14 @@ def test_a_killed_reader_is_replaced_and_nothing_is_lost_or_doubled(
         place.write_text(str(os.getpid()))
         return StreamingDataset(url, transform=widen)
 
+    return create
+
+
+def test_a_killed_reader_is_replaced_and_nothing_is_lost_or_doubled(
+    nodes: TwoNodes, samples: SampleSet, tmp_path: Path
+) -> None:
+    place = tmp_path / "pid"
+    create = widened(samples.url, place)
     kept = []
     with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=AWAY) as loader:
         for number, batch in enumerate(loader):
@@ -638,15 +644,8 @@ def test_a_node_that_dies_with_its_reader_costs_nothing_but_time(
     nodes: TwoNodes, samples: SampleSet, tmp_path: Path
 ) -> None:
     """Ray repeats the call many times before it knows of the death. Another node with the same resource comes."""
-    url, place = samples.url, tmp_path / "pid"
-
-    def create() -> StreamingDataset:
-        def widen(sample: dict[str, Any]) -> dict[str, Any]:
-            return {**sample, "big": np.zeros(32 << 10, np.uint8)}
-
-        place.write_text(str(os.getpid()))
-        return StreamingDataset(url, transform=widen)
-
+    place = tmp_path / "pid"
+    create = widened(samples.url, place)
     kept, mortal = [], RemoteGroup(name="readers", num_cpus=0.5, resources={"mortal": 0.01})
     node = nodes.add("mortal")
     with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=mortal) as loader:

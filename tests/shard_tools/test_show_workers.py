@@ -62,8 +62,8 @@ def test_a_process_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", "very-secret")
     made = _Worker()
     try:
-        environment = Path(f"/proc/{made._process.pid}/environ").read_bytes()
         assert made.ask({"kind": "image", "pixels": 8}, b"none", PATIENCE_S).facts["error"]
+        environment = Path(f"/proc/{made._process.pid}/environ").read_bytes()  # empty until the program has begun
     finally:
         made.kill()
     assert b"very-secret" not in environment

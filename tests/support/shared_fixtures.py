@@ -21,6 +21,7 @@ from streaming.storage import Storage
 from streaming.storage.requests import traffic
 from tests.support.processes.forked import IMPORTS, Forked
 from tests.support.processes.forked import SHARED as SHARED_ORIGIN
+from tests.support.processes.held_workers import Held
 from tests.support.servers import browser
 from tests.support.servers.on_loopback import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
@@ -40,7 +41,7 @@ def _no_waiting_for_disks() -> Iterator[None]:
 def _no_lingering() -> Iterator[None]:
     """The fork server of this process ends with its last user, so that a test sees what it has left behind.
 
-    It starts at once, also for loaders whose threads could do without it for a while. test_lanes.py has the rest.
+    It starts at once, also for loaders whose threads could do without it for a while. test_builder_lanes.py has the rest.
     """
     before, SHARED.linger_s = SHARED.linger_s, 0
     with pytest.MonkeyPatch.context() as patch:
@@ -222,3 +223,11 @@ def tab(chromium: Any) -> Iterator[Callable[..., browser.Tab]]:
 def pictures(request: pytest.FixtureRequest) -> browser.Pictures:
     """Compares pages with the pictures of the docs; with ``--pictures`` takes them anew."""
     return browser.Pictures(renew=request.config.getoption("--pictures"))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Worker processes start, but say nothing until they are let go."""
+    held = Held(monkeypatch)
+    yield held
+    held.let_go.set()
