@@ -168,7 +168,7 @@ def leave_signals_to_the_job(numbers: Iterable[int] = JOB_SIGNALS) -> None:
     for number in numbers:
         signal.signal(number, signal.SIG_IGN if number in _IGNORED else _leave_it)
         if number not in _IGNORED:
-            signal.siginterrupt(number, False)  # noqa: FBT003  what waits in a library of C goes on waiting
+            signal.siginterrupt(number, False)  # noqa: FBT003  waits in C libraries are not interrupted
 
 
 def hear_signals_in_children() -> None:

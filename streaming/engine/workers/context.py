@@ -281,7 +281,7 @@ class _Popen:
         return error
 
     def terminate(self) -> None:
-        """Send SIGKILL, since the process ignores SIGTERM."""
+        """Send SIGKILL, since SIGTERM does not end the process."""
         self._send(signal.SIGKILL)
 
     def kill(self) -> None:

@@ -159,7 +159,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BeginProcess:
-    """The ``worker_init_fn`` of torch's loader: makes the process ignore SIGTERM, which torch's loop handles.
+    """The ``worker_init_fn`` of torch's loader: replaces torch's handler of SIGTERM, which ends the process.
 
     Args:
         then: The user's ``worker_init_fn``, called after that.

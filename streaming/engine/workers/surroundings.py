@@ -366,7 +366,7 @@ def _pillow_flags() -> dict[str, Any]:
 
 
 @cache
-def _flags(module: str, size: int) -> list[str]:  # noqa: ARG001  a module that has grown is looked at anew
+def _flags(module: str, size: int) -> list[str]:  # noqa: ARG001  the size keys the cache: a grown module is read anew
     known = list(vars(sys.modules[module]).items())
     return [name for name, value in known if name.isupper() and (type(value) in _PLAIN or isinstance(value, Enum))]
 
