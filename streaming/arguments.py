@@ -27,7 +27,7 @@ _FACTORS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*+([0-9]++(?:\.[0-9]++)?+)\s*+([a-zA-Z]*+)\s*+")
-DEFAULT_MEMORY_LIMIT = "4GiB"  # of a rank, unless a control group allows less; what `plan` computes with, too
+DEFAULT_MEMORY_LIMIT = "4GiB"  # per rank, unless a control group allows less; `plan` uses it, too
 _LEAST_DEFAULT_BYTES = 64 << 20
 MAX_COUNT = 2**62
 """Limit on samples, rows and epochs: sums of two stay within 64 bits."""
@@ -64,7 +64,7 @@ def checked_int(name: str, value: object, low: int, high: int) -> int:
 
 
 def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object, and refuse duplicate names, of which all but one would silently be lost.
+    """Make a JSON object, and refuse duplicate names: ``dict`` would silently drop all but one.
 
     Raises:
         ValueError: A name comes twice.
@@ -144,10 +144,10 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 
 def check_worker_init_fn(given: object, num_workers: int) -> None:
-    """Reject what cannot be called, or never would be.
+    """Reject a ``worker_init_fn`` that cannot be called, or never would be.
 
     Raises:
-        ConfigError: It is no function, or there are no worker processes.
+        ConfigError: It is not callable, or there are no worker processes.
     """
     if given is None:
         return
@@ -339,10 +339,10 @@ def checked_memory_limit(memory_limit: int | str) -> int:
 
 
 def default_memory_limit(group_bytes: int | None, ranks_here: int) -> int:
-    """Return the ``memory_limit`` of a loader that is given none, in bytes.
+    """Return the default ``memory_limit`` of a loader, in bytes.
 
     Args:
-        group_bytes: Memory that the control group of this process allows; None: it does not limit it.
+        group_bytes: Memory limit of this process's control group; None: unlimited.
         ranks_here: Processes of the job on this machine.
     """
     usual = parse_bytes(DEFAULT_MEMORY_LIMIT)
@@ -350,7 +350,7 @@ def default_memory_limit(group_bytes: int | None, ranks_here: int) -> int:
 
 
 def loaders_share(memory_bytes: int, ranks_here: int) -> int:
-    """Return what a loader may take of memory: half is for loaders, an equal part for that of each rank; whole MiB."""
+    """Return a loader's share of memory, in whole MiB: loaders get half, divided equally among ranks."""
     return max(memory_bytes // 2 // ranks_here >> 20 << 20, _LEAST_DEFAULT_BYTES)
 
 

@@ -53,7 +53,7 @@ class Observer:
 
 
 WAITS = frozenset(("wait_for_fetch_s", "wait_for_build_s", "wait_for_batch_s", "exchange_s"))
-"""What is timed under these names is waiting for others: for bytes, builders, readers, and other ranks."""
+"""Timers of waits for others: for bytes, builders, readers, and other ranks."""
 
 
 class _Here(threading.local):
@@ -65,7 +65,7 @@ _here = _Here()
 
 
 def waited_here_s() -> float:
-    """Return the seconds that this thread has spent on ``WAITS`` so far, of any loader."""
+    """Return the seconds that this thread has spent in ``WAITS`` so far, over all loaders."""
     return _here.waited_s
 
 

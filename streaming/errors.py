@@ -35,8 +35,8 @@ translated in one place, the adapter that called them, and remain available as `
 
 No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
 Control characters are spelled out then, too, and the middle of long keys and values is left out.
-Names within a command that a message suggests are words of a shell (:func:`shell_place`, :func:`shell_word`), so that a
-name cannot be a command.
+Names in a command that a message suggests are quoted for the shell (:func:`shell_place`, :func:`shell_word`), so a name
+cannot be a command.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _URL = re.compile(r"(?<![a-zA-Z0-9+.\-])([0-9+.\-]*+)([a-zA-Z][a-zA-Z0-9+.\-]++://[^\s'\"`]++)")
-"""What a scheme cannot begin with, and a URL. It is looked for once in each run of letters of a scheme, from its start:
-messages repeat keys of strangers, of any length."""
+"""A URL, after a character that cannot belong to its scheme. So each run of scheme letters is tried once, from its
+start: messages repeat keys of strangers, of any length."""
 _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000
@@ -94,14 +94,14 @@ def redact_text(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control characters spelled out, which could steer a terminal; lines and tabs stay."""
+    """Return ``text`` with control characters, which could steer a terminal, spelled out; lines and tabs stay."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shell_word(text: str) -> str:
-    """Return a name that data may have chosen as one word of a shell, for commands that a message suggests.
+    """Quote a name, which data may have chosen, as one word of a shell, for commands that a message suggests.
 
-    Whatever it holds, the shell takes it for this name. Control characters are spelled, as bash and zsh read them.
+    The shell reads any content as this name. Control characters are spelled in the form that bash and zsh read.
     """
     if not _CONTROL.search(text) and not set("\n\t") & set(text):
         return shlex.quote(text)
@@ -111,26 +111,26 @@ def shell_word(text: str) -> str:
 def shell_place(url: str) -> str:
     """Return a URL or path without secrets as one word of a shell; see :func:`shell_word`."""
     shown = redact(url) or "."
-    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # else it would be an option
+    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # otherwise it would be an option
 
 
 def _spelled(letter: str) -> str:
-    """Return a character as it stands within ``$'…'``."""
+    """Return the spelling of a character within ``$'…'``."""
     if letter in "\\'":
         return f"\\{letter}"
     if not _CONTROL.match(letter) and letter not in "\n\t":
         return letter
     code = ord(letter)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no text
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8
         code -= 0xDC00
         return f"\\x{code:02x}"
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
 
 
 def readable(text: str) -> str:
-    """Return a message without the middle of words, and of itself, that are too long for a reader.
+    """Return a message in which the middle of long words, and of a long message, is left out.
 
-    Keys and values of samples have any length. The beginning says what they are, and the end of a message its cure.
+    Keys and values of samples have any length. Their beginning identifies them, and the end of a message is its cure.
     """
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _MOST_OF_A_WORD), text)
     return text if len(text) <= _MOST_OF_A_MESSAGE else _without_middle(text, _MOST_OF_A_MESSAGE)

@@ -8,9 +8,8 @@ writes to shared memory or an open file. So each of our objects is of one of thr
 - it belongs to its maker: ``Maker.check`` rejects every other process, by name and with the cure;
 - it shares memory with the child: ``before_forks`` lets it record what the child will hold.
 
-Processes of ours that serve this one also get every signal that is sent to the group of its processes, such as the one
-with which a scheduler announces the end of the job. What is to happen then is up to this process: see
-``leave_signals_to_the_job``.
+Helper processes of this one also receive every signal to its process group, such as a scheduler's announcement of the
+job's end. Only this process may decide how to react: see ``leave_signals_to_the_job``.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CURE = (
 )
 
 _NOT_OF_THE_JOB = frozenset({
-    "SIGKILL", "SIGSTOP",  # nobody can handle them
+    "SIGKILL", "SIGSTOP",  # no process can handle them
     "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP",  # the process's own faults
     "SIGPIPE", "SIGXFSZ",  # the interpreter ignores them
     "SIGCHLD", "SIGCONT", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH",  # they end no process
@@ -47,7 +46,7 @@ JOB_SIGNALS: frozenset[int] = frozenset(signal.valid_signals()) - {
 }
 """Signals that end a process unless it handles them, and that a person or a scheduler may send to a whole group."""
 _IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
-"""Of these, what a program need not hear that a function of the user's starts, and that would fail a sample."""
+"""Those of them that are also ignored by programs that a user's function starts; otherwise a sample would fail."""
 
 _numbers = count()
 _before: _Hooks = {}
@@ -162,24 +161,24 @@ def _run(hooks: _Hooks) -> None:
 
 
 def leave_signals_to_the_job(numbers: Iterable[int] = JOB_SIGNALS) -> None:
-    """Have this process do nothing at these signals. For a process that ends with the one that it serves.
+    """Make this process do nothing at these signals. For a process that ends with the process it serves.
 
-    Programs that it starts inherit what is ignored, so SIGTERM is handled instead: ``terminate`` has to end them.
+    Programs that it starts inherit ignored signals. SIGTERM must end them (``terminate``), so a handler receives it.
     """
     for number in numbers:
         signal.signal(number, signal.SIG_IGN if number in _IGNORED else _leave_it)
         if number not in _IGNORED:
-            signal.siginterrupt(number, False)  # noqa: FBT003  what waits in a library of C goes on waiting
+            signal.siginterrupt(number, False)  # noqa: FBT003  waits in C libraries are not interrupted
 
 
 def hear_signals_in_children() -> None:
-    """Have children that are forked from this process end at signals again, unless it has handlers of its own."""
+    """Make forked children of this process end at signals again, unless it has handlers of its own."""
     os.register_at_fork(after_in_child=_hear)
 
 
 @contextmanager
 def signals_held_back(numbers: Iterable[int] = JOB_SIGNALS) -> Iterator[None]:
-    """Start a program inside the block that gets no such signal until it asks for them, and this thread none either."""
+    """Block these signals in this thread, and in a program started within, until the program unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

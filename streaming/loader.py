@@ -83,7 +83,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         num_threads: Threads that decode and collate when ``num_workers`` is 0. None: one per core, up to 4; 0: the
             calling thread. With ``num_workers``: 0 means that this process builds nothing; by default it builds the
             first batches, with copies of your functions, until a worker process is up. Images, without a function of
-            yours, are decoded by as many threads and processes as the larger of the two numbers says.
+            yours, are decoded by threads and processes together, as many as the larger of the two numbers.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it from torch.distributed, or
             else from the launcher. Detection is repeated until the first iteration (see ``infra.MeshFinder``).
         last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"pad"`` fills
@@ -100,14 +100,14 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             form: ``{"audio": "nested"}`` gives torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
             several axes. Arrays of unequal shape in other fields stay a list.
         prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch. Up to 16 times
-            as many where slow batches hold up others that are built, as far as ``memory_limit`` allows.
+            as many if slow batches hold up finished ones, as far as ``memory_limit`` allows.
         pin_memory: Page-lock the tensors of each batch (needs CUDA).
         memory_limit: Upper bound on everything this rank buffers. A run that needs more is refused when it starts.
-            None: 4 GiB, or, in a control group that limits memory, this rank's part of half of that if it is less.
+            None: 4 GiB, or, in a control group with a memory limit, this rank's part of half that limit if it is less.
         tuned: A file of options that `shard_tools bench URL --tune` found on this machine: a path or URL. It may set
-            ``num_workers``, ``num_threads``, ``prefetch_factor``, ``memory_limit`` and ``pin_memory``, where you do not
-            give these here (None counts as not given). One INFO line says what it sets, and what of yours is kept; a
-            WARNING, that it was measured with other cores or another version.
+            ``num_workers``, ``num_threads``, ``prefetch_factor``, ``memory_limit`` and ``pin_memory`` if you do not
+            give these here (None counts as not given). One INFO line names the options it sets, and yours that are
+            kept; a WARNING says if it was measured with other cores or another version.
         stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.epochs.watch`` that says
             what every stage is waiting for, and again each time the wait has doubled; None: never.
         remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the dataset and read it. ``dataset`` must
@@ -135,9 +135,9 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             True). Those of a ``StreamingDataset`` always are.
         timeout: Seconds that a batch from torch worker processes may take (default 0: no limit); see also
             ``stall_report_s``.
-        worker_init_fn: Function of a worker's number, called in each worker process before it builds its first batch:
-            to set up what is not among the settings that workers get from this process (docs/settings.md). This process
-            then builds no batch until one is up. ``OrdinaryDataset`` has it too.
+        worker_init_fn: Function of a worker's number, called in each worker process before it builds its first batch.
+            It sets up anything that workers do not get from this process (docs/settings.md). This process then builds
+            no batch while no worker is up. ``OrdinaryDataset`` has it too.
         generator: Refused: use ``seed``.
         sampler: Refused, because this loader deals out the samples itself; ``DeviceMeshSampler`` is for torch's loader.
         batch_sampler: Refused, like ``sampler``.

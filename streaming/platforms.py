@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 """Python has its name since 3.12; the number is Linux's."""
 _SPARE_FILES = 24
-"""Open files for all that goes on beside what was counted: shards, connections, a process that starts."""
+"""Open files beside the counted ones: shards, connections, a starting process."""
 _NO_LIMIT = 1 << 60
 """Version 1 of control groups writes "no limit" as the largest number of whole pages."""
 
@@ -152,21 +152,21 @@ def boot_id() -> bytes:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel has killed on this machine for lack of memory; None: it does not say.
+    """Return the number of processes that the kernel has killed here for lack of memory; None: unknown.
 
-    A limit of a control group counts, too.
+    Kills at the limit of a control group count, too.
     """
     lines = (_told("/proc", "vmstat") or "").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def how_it_ended(name: str, code: int, oom_kills_before: int | None = None) -> str:
-    """Say how the process called ``name`` ended, by its exit code; below 0 that is a signal.
+    """Return words for how the process called ``name`` ended.
 
     Args:
         name: The process.
-        code: Its exit code.
-        oom_kills_before: What ``oom_kills`` was when it ran; None: not known.
+        code: Its exit code; below 0, a signal.
+        oom_kills_before: ``oom_kills()`` while it ran; None: not known.
     """
     if code >= 0:
         return f"{name} exited with code {code}"
@@ -187,16 +187,16 @@ def _perhaps_for_memory(oom_kills_before: int | None) -> str:
 
 
 def check_open_files(option: str, count: int, each: int, *, beside: int = 0) -> None:
-    """Check that this process may open the files that ``count`` things need: ``each`` of them, and ``beside`` once.
+    """Check that this process may open ``each`` files for each of ``count`` things, and ``beside`` files once.
 
     Args:
-        option: The option that says how many things, for the message.
+        option: The option that sets the number of things, for the message.
         count: Its value.
         each: Files for each of them.
         beside: Files for all of them together.
 
     Raises:
-        ConfigError: It may not; the message has what is needed, the limit, and the largest value that fits.
+        ConfigError: It may not; the message has the number needed, the limit, and the largest value that fits.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     beside += _SPARE_FILES + len(os.listdir("/dev/fd"))
@@ -268,7 +268,7 @@ def remove_pages(memory: mmap.mmap, start: int = 0, num_bytes: int | None = None
 
 
 def trim_heap() -> None:
-    """Return memory to the system that the C library keeps of freed objects, in the part of each thread."""
+    """Return to the system the memory of freed objects that the C library keeps for each thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

@@ -107,8 +107,8 @@ class BadFile:
     """Append records to a file that several processes of one machine may share. Thread-safe.
 
     A record is one ``write`` with O_APPEND, under a lock (flock, if the file system supports it), so that lines never
-    interleave. Whoever can read the file can hold its lock: it is waited for briefly, and then done without. A sample
-    that the file already lists for the same epoch is not added again, so restarts and replicas add nothing. A
+    interleave. Any user who can read the file can hold its lock, so the wait is short; then lines are added without it. A
+    sample that the file already lists for the same epoch is not added again, so restarts and replicas add nothing. A
     failing disk costs the record and, once, a warning; never the run.
 
     Args:
@@ -155,7 +155,7 @@ class BadFile:
             os.close(file)
 
     def _locks(self, file: int) -> bool:
-        """Lock the file if possible and tell whether that worked; closing it unlocks."""
+        """Lock the file if possible, and return whether it is locked; closing it unlocks."""
         try:
             locked = lock_open(file, 0 if self._goes_without else _LOCK_S)
         except OSError:  # a file system without locks

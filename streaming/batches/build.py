@@ -355,8 +355,8 @@ class Recipe:
         portion: What this rank uses of a batch; taken where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
         jagged: Fields of the default batch whose values are concatenated, and the form of each.
-        worker_init_fn: Called with the worker's number in each worker process, before its first batch; or None. It
-            travels with the functions, so that they share what it sets up.
+        worker_init_fn: Called with the worker's number in each worker process, before its first batch; or None. It is
+            pickled with the functions, so that they share its globals.
     """
 
     parts: tuple[Part, ...]

@@ -52,7 +52,7 @@ def default_collate(
 
     Args:
         samples: Decoded samples; without any, the batch has no fields.
-        allocate: Where the memory of tensors comes from; default: fresh memory.
+        allocate: Allocates the memory of tensors; default: fresh memory.
         jagged: Fields whose values are laid end to end, and the form of each.
 
     Raises:

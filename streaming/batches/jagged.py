@@ -25,16 +25,16 @@ Form: TypeAlias = Literal["values", "nested", "flat"]
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
-    """Allocate a tensor of arbitrary content in the memory of the host, wherever torch's default device puts others.
+    """Allocate an uninitialized tensor in host memory, whatever torch's default device is.
 
-    Tensors of ours come from here, or from NumPy: a script that trains under ``torch.set_default_device`` means those
-    that it makes itself.
+    This package allocates tensors here, or by NumPy. ``torch.set_default_device`` of a script is meant for the script's
+    own tensors.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def int64s(values: Iterable[int | Sequence[int]]) -> torch.Tensor:
-    """Make a tensor of integers in the memory of the host; see ``fresh``."""
+    """Make an int64 tensor in host memory; see ``fresh``."""
     return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 

@@ -81,8 +81,8 @@ class CachePaths:
     def check_owner(self) -> None:
         """Check that our directory is missing, or ours alone to write: anyone else who could might feed us bytes.
 
-        Whoever may rename it could put another in its place, so the directory around it must be ours or root's, too.
-        Others may write to that one only if it is sticky, as /tmp is.
+        A user who may rename it could replace it, so its parent directory must be ours or root's, too. Others may
+        write to the parent only if it is sticky, as /tmp is.
 
         Raises:
             PermissionError: One of them belongs to another user (except root), or others may write into it.

@@ -439,7 +439,7 @@ class ChunkSource(OfTable):
 
     @property
     def _is_read_whole(self) -> bool:
-        """Whether every range is read completely, whatever its samples are."""
+        """Whether every range is read as a whole, for any choice of samples."""
         return self.fields is None and not self.selection.filter and self.distant is None
 
     def _facts_of(self, url: str) -> ShardFacts:

@@ -216,13 +216,13 @@ class Mixture(MixedSet[MixedSource]):
             transforms: Functions, which a file cannot hold: the ``transform`` of sources by name (``"text/en"`` for a
                 source of a nested mixture).
             storage_options: For reading the file, and for sources that do not give their own.
-            trust: What the file may set beside the data, which may come from a stranger: names of options such as
-                ``["endpoint_url", "bad_samples_file"]``, or True: everything. Otherwise files that are written, keys
-                and the server that gets yours are yours alone to give (docs/security.md).
+            trust: Options that the file may set beside those of data: names such as ``["endpoint_url",
+                "bad_samples_file"]``, or True: all. A file may come from a stranger; without trust it sets no keys, no
+                server that receives yours, and no file to be written (docs/security.md).
 
         Raises:
-            ConfigError: The file is not a valid description, or sets what it is not trusted with; the message names
-                the source and what is wrong.
+            ConfigError: The file is not a valid description, or sets an option it is not trusted with; the message
+                names the source and the fault.
             NotFoundError: There is no such file.
         """
         content = read_description(path, storage_options, trust)

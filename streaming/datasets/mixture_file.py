@@ -9,8 +9,8 @@
      "weights": {"web": 0.6, "code": 0.2, "text": 0.1, "cats": 0.1}, "shuffle": {"lanes": 64}, "seed": 1}
 
 A set is ``{"url": …}`` with options of ``StreamingDataset``, and at most one of ``packed``, ``balanced`` and
-``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. What
-does not describe data, such as ``endpoint_url``, is refused unless the caller trusts the file with it (``trust.py``).
+``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. Options that
+do not describe data, such as ``endpoint_url``, are refused unless the caller trusts the file with them (``trust.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_description(
     """Return the content of a file that describes a mixture. Every source is a dict; a URL becomes ``{"url": …}``.
 
     Raises:
-        ConfigError: The file is not JSON, does not describe a mixture, or sets what it is not trusted with.
+        ConfigError: The file is not JSON, does not describe a mixture, or sets an option it is not trusted with.
         NotFoundError: There is no such file.
     """
     where, trusted = fspath(path), checked_trust(trust)

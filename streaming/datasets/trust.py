@@ -1,7 +1,7 @@
 """Decide which options a file may set: those that describe data; others only if the caller trusts the file with them.
 
-A description of a mixture may come from a stranger, with the shards. What it says of the data is checked like the
-shards. What it says of this machine (which server gets your keys, which file is written) is refused.
+A description of a mixture may come from a stranger, with the shards. Its options of data are checked like the shards.
+Its options of this machine (the server that gets your keys, a file to write) are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streaming.errors import ConfigError
 from streaming.storage import STORAGE_OPTIONS, storage_option_name
 
 Trust: TypeAlias = "bool | Iterable[str]"
-"""True: a file may set all; else the names of the options that it may set beside those that describe data."""
+"""True: a file may set all options; otherwise the names of those it may set beside options that describe data."""
 
 DATA_OF_STORES: Final[Mapping[str, re.Pattern[str]]] = {
     "anon": re.compile("True|False|None"),
@@ -23,7 +23,7 @@ DATA_OF_STORES: Final[Mapping[str, re.Pattern[str]]] = {
     "region": re.compile(r"[a-z0-9-]{1,40}"),
     "account_name": re.compile(r"[a-z0-9]{3,24}"),
 }
-"""Storage options that describe data, and their values that do: a region with a slash would be another server."""
+"""Storage options that describe data, with their safe values: a region with a slash would be another server."""
 OF_THE_MACHINE: Final = {
     "bad_samples_file": "lines are appended to this file",
     "cache_dir": "files are written and deleted there",
@@ -47,7 +47,7 @@ def checked_trust(trust: Trust) -> frozenset[str] | None:
     """Return the options that a file is trusted with; None: all.
 
     Raises:
-        ConfigError: One of them is no option that needs trust.
+        ConfigError: A name is not an option that needs trust.
     """
     if isinstance(trust, bool):
         return None if trust else frozenset()
@@ -69,7 +69,7 @@ def refusable() -> frozenset[str]:
 
 
 def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] | None) -> None:
-    """Refuse a description that sets more than data, unless it is trusted with that.
+    """Refuse a description that sets options beside those of data, unless it is trusted with them.
 
     Args:
         content: The description of a mixture; each source is a dict.
@@ -77,7 +77,7 @@ def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] 
         trust: See :func:`checked_trust`.
 
     Raises:
-        ConfigError: It does; the message names key, file and cure.
+        ConfigError: It sets such an option; the message names key, file and cure.
     """
     if trust is None:
         return
@@ -93,7 +93,7 @@ def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] 
 
 
 def _beyond_data(content: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, str]]:
-    """Yield source, name, and name as the file has it, of all that a description sets beside data."""
+    """Yield source, name, and name in the file, of all options in a description that are not of data."""
     for name, value in content.items():
         if name == "sources":
             for inner, one in value.items():
@@ -107,7 +107,7 @@ def _beyond_data(content: Mapping[str, Any], place: str) -> Iterator[tuple[str, 
 
 
 def _of_store(options: Any) -> Iterator[tuple[str, str]]:
-    """Yield those storage options that are not data, with the names that the file gives them."""
+    """Yield the storage options that are not of data, with their names in the file."""
     for shown, value in options.items() if isinstance(options, Mapping) else ():
         name = storage_option_name(shown)
         if name == "mirrors":

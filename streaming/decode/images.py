@@ -508,7 +508,7 @@ def _by_pillow(pixels: npt.NDArray[Any], size: tuple[int, int], method: Image.Re
 def opencv() -> Any | None:
     """Return the module ``cv2``, or None without the extra ``images``.
 
-    Its import adds to the library path of programs that this process starts, which are not meant: that is put back.
+    Its import changes the library path (``LD_LIBRARY_PATH``) for programs that this process starts; that is undone.
     """
     before = os.environ.get(_LIBRARY_PATH)
     try:

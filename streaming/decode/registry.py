@@ -126,7 +126,7 @@ class AutoFields:
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to make an equal one. What it has looked up is left out, so use does not change its pickle."""
+        """Return how to make an equal one. Cached look-ups are left out, so use does not change its pickle."""
         return _auto_fields, (self.given, self.image, self.described, self.renumbered)
 
     def decoder_for(self, field: str, /) -> Decoder:

@@ -6,8 +6,8 @@ Life cycle of a batch k::
 
 Units are requested strictly in the order of their first use. So batch k can be built as soon as every unit with a
 ``first_batch`` of at most k is there: a single number, the *frontier*, expresses this. A unit is released once all
-batches up to its ``last_batch`` are built. Where those that are held leave no room for what the next batch needs, units
-are from then on held only while batches use them (``ChunksInTurns``), and some are fetched again.
+batches up to its ``last_batch`` are built. If held units leave no room for those of the next batch, units are from then
+on held only while batches use them (``ChunksInTurns``), and some are fetched again.
 
 Nobody but the arena limits how far the reader runs ahead. Whoever changes a state under the lock (a fetch that ends, a
 batch that is built or handed out) also starts what has become possible; there is no thread that only coordinates.
@@ -78,8 +78,8 @@ class Pipeline(Delivery):
         settings: Settings.
         metrics: Where to count waits.
         report: Called for every bad sample; may raise to stop the run.
-        in_turns: Called once, when ``units`` that are held leave no room for those of the next batch; returns other
-            ones, of which those of one batch fit. None: there are none.
+        in_turns: Called once, when held ``units`` leave no room for those of the next batch; returns units such that
+            those of any one batch fit. None: there are none.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Pipeline(Delivery):
     def _obstacle(self) -> BaseException | None:
         """Return the error that stops the frontier for good, if there is one.
 
-        If only units of later batches are in the way, they are given up.
+        If only units of later batches are in the way, they are released.
         """
         if self._coming:
             return self._coming[0][1].failure
@@ -235,9 +235,9 @@ class Pipeline(Delivery):
         )
 
     def _read_in_turns(self, make: Callable[[], ChunksInTurns]) -> None:
-        """Read from the next batch on what each batch needs, and hold nothing for later ones.
+        """Read, from the next batch on, the units that each batch needs, and hold none for later ones.
 
-        All batches that were begun are built, so nobody uses what is released; it stays as long as there is room.
+        All begun batches are built, so released units have no user; they stay as long as there is room.
         """
         self._in_turns, first = None, self._num_built
         self._store.retain, self._store.limit_bytes = True, self._store.arena.budget_bytes
@@ -245,7 +245,7 @@ class Pipeline(Delivery):
             self._store.release(unit)
         self._releases.clear()
         self._blocks.clear()
-        # Invariant: no unit has a user, no batch from first on is planned, and the next need is the first one of it.
+        # Invariant: no unit has a user, no batch from `first` on is planned, and the next need is the first of `first`.
         units = make()
         self._units, self._needs, self._planned = units, units.needs(first), first
         self._look_ahead()

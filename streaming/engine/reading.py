@@ -55,8 +55,8 @@ class Machinery(Generic[_Contents]):
     Attributes:
         crew: The builders; None until ``open``, and after ``drop``.
         contents: What lies in their arena; likewise.
-        surroundings: The settings with which batches are built, set by the loop that begins a run; None: those of
-            the process.
+        surroundings: Settings under which batches are built, set by the loop that begins a run; None: those of the
+            process.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -164,14 +164,14 @@ class PlanReader:
         self.is_accepted = False
 
     def accept(self, plans: Iterable[Plan], *, resumed: bool) -> None:
-        """Refuse a run that needs more memory than there is.
+        """Refuse a run that needs more memory than it has.
 
         Args:
-            plans: Plans of the run: one for each size of batches that is to come.
+            plans: Plans of the run: one for each batch size to come.
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
 
         Raises:
-            MemoryLimitError: What is needed at once does not fit; on all ranks alike.
+            MemoryLimitError: The units needed at once do not fit; raised on all ranks.
         """
         with self._metrics.timed("plan_s"):
             for plan in plans:
@@ -179,7 +179,7 @@ class PlanReader:
         self.is_accepted = True
 
     def prepared(self, plan: Plan) -> Callable[[], Pipeline]:
-        """Return a function that begins to read a plan of a run that was accepted."""
+        """Return a function that begins to read a plan of an accepted run."""
         with self._metrics.timed("plan_s"):
             demand = self.rooms.demand(plan, self.dp_rank)
         return lambda: self._read(plan, demand)
@@ -212,7 +212,7 @@ class PlanReader:
         return self._machinery.serves(pipeline)
 
     def _in_turns(self, plan: Plan, demand: Demand) -> ChunksInTurns:
-        """Return the chunks of a plan that needs more at once than there is room for, and log that."""
+        """Return units in turns for a plan that needs more at once than there is room for, and log it."""
         _log.warning("%s", demand.shortage())
         return ChunksInTurns(
             plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=self.rooms.most_bytes,

@@ -158,12 +158,12 @@ class BatchSlices:
 
 
 class ChunksInTurns:
-    """Units are chunks, each in memory only while batches use it; of chunks that one batch has no room for, samples.
+    """Units are chunks, each in memory only while batches use it, or single samples of chunks too large for a batch.
 
     For plans that need more at once than there is room for. A chunk's uses in consecutive batches are one need. Between
-    others it may leave memory, and is then fetched again: what must be there at the same time are the units of one
-    batch, and these fit. Chunks that do not fit beside the others of their batch are read sample by sample, the largest
-    first, as far as the source has slices.
+    needs it may leave memory and be fetched again. So only the units of one batch must be in memory together, and these
+    fit. If the chunks of a batch do not fit together, the largest are read sample by sample, as far as the source has
+    slices.
 
     Args:
         plan: The plan.
@@ -214,7 +214,7 @@ class ChunksInTurns:
         return self._source.slice(chunk, sample, sample + 1)
 
     def _crowded(self, rows: RankBatches) -> list[int]:
-        """Return the batches of these rows, by number among them, whose chunks do not fit."""
+        """Return the batches of these rows whose chunks do not fit, by their number among the rows' batches."""
         if not self._has_slices:
             return []
         batches = np.repeat(np.arange(len(rows.row_splits) - 1), np.diff(rows.row_splits))
@@ -223,7 +223,7 @@ class ChunksInTurns:
         return np.flatnonzero(taken > self._room_bytes).tolist()
 
     def _cut(self, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the unit of each row of one batch, and its place there, such that the units fit."""
+        """Return the unit of each row of one batch, and the row's place in it, such that the units fit."""
         units, within = chunk_ids.copy(), inside.copy()
         different = np.unique(chunk_ids)
         left = int(self._sizes[different].sum()) - self._room_bytes
@@ -239,7 +239,7 @@ class ChunksInTurns:
         return units, within
 
     def _slice_of_sample(self, chunk: int, sample: int) -> int:
-        """Return the unit of a sample inside a chunk that is read by itself; the same one always gets the same."""
+        """Return the unit of a single sample of a chunk; a sample always gets the same unit."""
         number = self._slice_of.setdefault((chunk, sample), len(self._samples))
         if number == len(self._samples):
             self._samples.append((chunk, sample))

@@ -51,7 +51,7 @@ def weigh(batch: Any) -> int:
         return _weigh_all([batch])
     kinds = set(map(type, batch))
     own = sys.getsizeof(batch)
-    if kinds in ({bytes}, {memoryview}):  # a view counts for its part, whatever it is a view of
+    if kinds in ({bytes}, {memoryview}):  # a view counts only its own bytes
         sizes = map(len, batch) if kinds == {bytes} else (view.nbytes + _HEADER_BYTES for view in batch)
         return own + sum(sizes) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
     at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT

@@ -233,9 +233,9 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 def narrowed(
     storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None, *, tells: bool = True
 ) -> Selection | None:
-    """Return the samples that are asked for; None: all of shards without an index.
+    """Return the samples that a filter keeps; None: all, of shards without an index.
 
-    With ``tells``, one INFO line says how many these are, which is the same on all ranks.
+    With ``tells``, one INFO line has their number, which is the same on all ranks.
 
     Raises:
         IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.

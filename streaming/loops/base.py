@@ -66,7 +66,7 @@ class LoopConfig:
 
     @property
     def num_builders(self) -> int:
-        """Background threads that build batches, or have worker processes build them."""
+        """Background threads that build batches, or send them to worker processes."""
         return num_lanes(self.recipe, self.num_workers, self.num_threads)
 
 

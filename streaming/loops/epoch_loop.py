@@ -326,9 +326,9 @@ class EpochLoop(BaseLoop[ChunkStore]):
         )  # fmt: skip
 
     def _plans_to_come(self, plan: Plan) -> Iterator[Plan]:
-        """Yield a plan, and one of the same samples for each size that later batches have.
+        """Yield a plan, and one of the same samples for each size of later batches.
 
-        There is none where a run without an end goes on: nobody can plan its start, where it was accepted, again.
+        Yield none if an endless run resumes: its start, at which it was accepted, cannot be planned again.
         """
         if self._is_resumed and plan.orders.is_endless:
             return
@@ -363,7 +363,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """Start reading this rank's share.
 
         Raises:
-            MemoryLimitError: The run, which begins here, needs more at once than there is room for.
+            MemoryLimitError: The run begins here, and needs more at once than there is room for.
         """
         if not self._reader.is_accepted:
             self._reader.accept(self._plans_to_come(plan), resumed=self._is_resumed)

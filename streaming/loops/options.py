@@ -137,7 +137,7 @@ def refuse_tuned_elsewhere(options: Mapping[str, Any]) -> None:
     """Refuse a file of tuned options for a loop in actors, which may run on any machine.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: ``tuned`` is given.
     """
     if options["tuned"] is not None:
         raise ConfigError(
@@ -239,7 +239,7 @@ def streaming_config(
 
 
 def _memory_limit(memory_limit: int | str | None, mesh: DeviceMesh) -> int:
-    """Return ``memory_limit`` in bytes; of None, log what a control group makes of the default."""
+    """Return ``memory_limit`` in bytes; if a control group lowers the default, log it."""
     if memory_limit is not None:
         return checked_memory_limit(memory_limit)
     group_bytes, ranks = group_limits().memory_bytes, ranks_here()

@@ -25,7 +25,7 @@ from streaming.types import VERSION
 FORMAT = 1
 """Version of what is answered."""
 _ANSWER_S = 2.0  # for a reader that stops reading
-_LOCK_S = 10.0  # of another process that makes the same file, which asks who answers there
+_LOCK_S = 10.0  # longest wait for another process that makes the same file
 _MOST_TEXT = 20_000  # characters of describe()
 _log = logging.getLogger(__name__)
 
@@ -157,11 +157,11 @@ def _listening(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with locked(f"{path}.lock", _LOCK_S):  # so that two do not replace the same file
+        with locked(f"{path}.lock", _LOCK_S):  # so that two processes do not replace the same file
             try:
                 _make_way(path)
                 made.bind(path)
-                os.chmod(path, 0o600)  # before it listens: until then nobody can connect
+                os.chmod(path, 0o600)  # before it listens: no client can connect until then
                 made.listen()
             finally:
                 os.unlink(f"{path}.lock")

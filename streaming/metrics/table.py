@@ -55,7 +55,7 @@ OF_LOADERS = (
         consumer_s="time between two batches: your own work",
         in_loader_s="time that the training thread spent inside the loader: waits, building, hand-over",
         first_batch_s="the part of it spent on the first batches of iterations",
-        unhidden_s="the part of it, after first batches, that was no wait: what the training thread did itself, "
+        unhidden_s="the part of `in_loader_s`, after first batches, that was no wait: the training thread's own work, "
         "which no prefetching hides",
         consumer_thread_s="CPU time of the training thread inside the loader",
         copy_s="with DevicePrefetcher: time that the training thread spent starting copies to the device",
@@ -80,7 +80,7 @@ OF_SHARDS = (
         mapped_bytes="the part of them that was mapped from local files, not read",
         worker_restarts="worker processes that died or had to be killed, and were replaced",
         batches_before_workers="batches built in this process while the first worker processes started",
-        batches_beside_workers="batches built by threads of this process beside worker processes that were up",
+        batches_beside_workers="batches built by threads of this process while worker processes were up",
         changed_lengths="documents of a Packed dataset whose number of tokens differs from their column",
         dropped_samples="samples that your transform dropped",
         exchange_s='time for redistributing packs over the ranks (balance="exchange"), including waits for other ranks',

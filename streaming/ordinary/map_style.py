@@ -173,7 +173,7 @@ class MapLoop(Loop):
         self.workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
-        """Return one loader for all epochs, so that its worker processes are kept while they have our settings."""
+        """Return one loader for all epochs, so that worker processes are kept while settings stay the same."""
         if self._loader is not None and self.workers.lag_behind():
             _log.info("settings of this process have changed: worker processes start anew with them")
             shut_down(self._loader._iterator)

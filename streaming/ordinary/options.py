@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 _PRELOAD = "streaming.ordinary.map_style"
 """Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
 _FILES_OF_WORKER = 4
-"""Files that this process has open for each worker: its connection, its end, and both ends of its queue. Each tensor on
-its way is one more, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
+"""Files that this process opens for each worker: its connection, its sentinel, and both ends of its queue. Each tensor
+in transit is one more, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
 _FEEDER_S = 5.0  # for a daemon thread that has finished its work
 
 
@@ -238,7 +238,7 @@ class Workers:
                 self._context = ServerContext(
                     (one for one in shared if one is not None), preload=_PRELOAD, surroundings=self._surroundings
                 )
-            except Exception as error:  # whatever a user's object raises
+            except Exception as error:  # a user's object may raise anything
                 if cure := cure_of_refusal(error):  # it is not the object's fault
                     error.add_note(cure)
                     raise
@@ -260,16 +260,16 @@ class Workers:
         }
 
     def lag_behind(self) -> bool:
-        """Tell whether settings of this process have changed since workers were started, or this was last asked."""
+        """Return whether settings of this process have changed since workers were started, or since the last call."""
         before, now = self._surroundings, Surroundings.taken()
-        if before is None or self._context is None:  # workers come about in other ways, such as a fork
+        if before is None or self._context is None:  # another context, such as fork, starts the workers
             return False
         self._surroundings = self._context.surroundings = now
         return bool(now.changed_since(before))
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Raise, in place of torch's error that a worker process has ended, one that says how; and name cures."""
+        """Replace torch's error over an ended worker process by one that says how it ended, with cures."""
         try:
             yield
         except OSError as error:  # of this process, at the start of workers; their own errors arrive without a number
@@ -313,7 +313,7 @@ def _give_back(server: ForkServer | None) -> None:
 
 
 class TorchLoader(DataLoader[Any]):
-    """torch's loader, which works under another default device, too: it draws a seed where its generator is not."""
+    """torch's loader, made to work under any default device: torch draws its seed there, with a CPU generator."""
 
     def __iter__(self) -> Any:
         """Begin an iteration."""

@@ -6,10 +6,10 @@ The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is de
     ranks share an order    SlicesDemand    a rank reads its slices of chunks, which saves bytes
     otherwise               LiveDemand      chunks come when they are needed, and go
 
-Chunks differ in size, so each epoch, rank and start needs another amount at once. Whether a ``memory_limit`` is refused
-depends on none of them (``Rooms.check``): on what some ranks, the same for all, need in epoch 0. A plan that needs more
-than there is room for is read all the same (``ChunksInTurns``): its chunks stay only while batches use them, and some
-are fetched again.
+Chunks differ in size, so each epoch, rank and start needs another amount at once. The check of ``memory_limit``
+(``Rooms.check``) depends on none of them: it uses the needs of fixed ranks in epoch 0. A plan that later needs more
+than there is room for is still read (``ChunksInTurns``): its chunks stay only while batches use them, and some are
+fetched again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streaming.plan.plan import Plan
 from streaming.types import Int64Array, override
 
 RANKS_LOOKED_AT = 16
-"""How many ranks decide whether a run is refused, evenly spaced; a millisecond each. Of more, the rest is alike."""
+"""Number of ranks, evenly spaced, that decide whether a run is refused; a millisecond each. Others are similar."""
 
 
 class Chunks(Protocol):
@@ -95,7 +95,7 @@ class Rooms:
 
     @cached_property
     def span_rooms(self) -> Int64Array:
-        """int64 [n], the most memory that a sample takes that is read without the rest of its chunk, by span.
+        """int64 [n], the most memory of a sample read without the rest of its chunk, by span.
 
         Reads all sample tables.
         """
@@ -103,18 +103,18 @@ class Rooms:
         return budget.whole_pages(np.diff(begins, append=self.all_bytes) + self.align_bytes - 1)
 
     def slice_room(self, num_bytes: int) -> int:
-        """Return the most memory that a slice of a chunk takes, given its bytes."""
+        """Return the most memory that a slice of this many bytes takes."""
         return int(budget.whole_pages(num_bytes + self.align_bytes - 1))
 
     def demand(self, plan: Plan, dp_rank: int) -> Demand:
-        """Return what a rank demands for a plan; the latest is kept, because a run that begins is checked by it."""
+        """Return the demand of a rank for a plan; the latest is cached, because the start of a run checks it."""
         found = self._latest
         if found is None or found.plan is not plan or found.dp_rank != dp_rank:
             self._latest = found = self._kind(plan)(self, plan, dp_rank)
         return found
 
     def check(self, plan: Plan, *, resumed: bool = False) -> None:
-        """Refuse a run whose memory limit is too small, alike on all ranks, in every epoch, at every resume.
+        """Refuse a run whose memory limit is too small; the same on all ranks, in every epoch, at every resume.
 
         Args:
             plan: Any plan of the run.
@@ -126,7 +126,7 @@ class Rooms:
         self.first_demand(plan).check(resumed=resumed)
 
     def first_demand(self, plan: Plan) -> Demand:
-        """Return what the neediest of some ranks demands at the start of the run of a plan."""
+        """Return the largest demand of the deciding ranks at the start of a plan's run."""
         start = plan.from_the_start()
         first = self.demand(start, 0)
         if not first.differs_by_rank:
@@ -146,7 +146,7 @@ class Demand(ABC):
 
     Attributes:
         is_sliced: Slices of chunks are read, not whole chunks.
-        is_short: More is needed at once than there is room for, as far as that is known beforehand.
+        is_short: The plan needs more at once than there is room for, as far as that is known beforehand.
         differs_by_rank: Ranks need different amounts at once.
     """
 
@@ -178,29 +178,29 @@ class Demand(ABC):
 
     @property
     def sizes(self) -> Int64Array:
-        """int64 [C], memory that each chunk takes, as it is read."""
+        """int64 [C], memory that each chunk takes in the way it is read."""
         return self.rooms.room_bytes
 
     @property
     def retains(self) -> bool:
-        """Whether chunks stay in memory when they are no longer needed, as long as there is room."""
+        """Whether chunks that are no longer needed stay in memory as long as there is room."""
         return False
 
     @property
     def least_bytes(self) -> int:
-        """Memory for chunks that ``check`` does not refuse.
+        """Memory for chunks that ``check`` accepts.
 
-        The least, or, if there is as much, the least that is known without a look at sample tables.
+        The least, or, if the limit allows it, the least that can be computed without reading sample tables.
         """
         return 0
 
     def shortage(self) -> str:
-        """Say that there is too little room for all that is needed at once, what follows from that, and what helps."""
+        """Return words for too little room for the chunks needed at once, with consequences and cures."""
         return f"memory_limit: {format_bytes(self.rooms.memory.limit_bytes)} is too little for this plan"
 
     @abstractmethod
     def check(self, *, resumed: bool = False) -> None:
-        """Refuse a run that begins with this and needs more at once than there is room for.
+        """Refuse a run that begins with this demand and needs more at once than there is room for.
 
         Args:
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
@@ -273,7 +273,7 @@ class LiveDemand(Demand):
 
     @cached_property
     def _live(self) -> tuple[int, dict[int, int], Int64Array]:
-        """Bytes needed at once, the sizes of the chunks of which only parts are read, and the memory of each chunk."""
+        """Bytes needed at once, sizes of chunks that are read in part, and the memory of each chunk."""
         rooms, plan, dp_rank = self.rooms, self.plan, self.dp_rank
         num_bytes = plan.live_bytes(rooms.room_bytes, dp_rank)
         if num_bytes <= rooms.memory.chunks_bytes:
@@ -323,9 +323,9 @@ class LiveDemand(Demand):
 
     @cached_property
     def _batch_bytes(self) -> int:
-        """The most that a batch of this size can need in any order, where only what it uses is in memory.
+        """The most that a batch of this size can need in any order, if only its own units are in memory.
 
-        Chunks that do not fit are not read whole, if that is possible.
+        Chunks that do not fit are read in part, if possible.
         """
         num_bytes = budget.most_of_a_batch(self.plan, self.sizes)
         if num_bytes <= self.rooms.memory.chunks_bytes or not self.rooms.chunks.has_sample_tables():

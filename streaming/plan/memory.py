@@ -106,15 +106,15 @@ def enough_for_batches_mib(batches_bytes: int) -> int:
 
 
 def least_mib(chunks_bytes: int) -> int:
-    """Return the least ``memory_limit``, in MiB, of which chunks get this many bytes."""
+    """Return the least ``memory_limit``, in MiB, that gives chunks this many bytes."""
     return math.ceil(chunks_bytes / CHUNKS_SHARE / (1 << 20))
 
 
 def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
     """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
 
-    It is that of :func:`most_of_rows`. Where whole chunks are laid end to end, rows come from a run of samples in each
-    lane, which the window makes longer: no more chunks than that touches.
+    It is that of :func:`most_of_rows`. If whole chunks are laid end to end, rows come from one run of samples per lane,
+    extended by the window. Then only the chunks that these runs touch count.
 
     Args:
         plan: The plan.
@@ -126,7 +126,7 @@ def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
     there = plan.chunk_samples > 0
     sizes, counts = sizes[there], plan.chunk_samples[there]
     num_runs, num_samples = _runs_of_a_batch(plan)
-    # The chunks at both ends of a run may lie in it with a single sample; of those between, all samples do.
+    # The first and last chunk of a run may have a single sample in it; chunks between have all of theirs in it.
     left = max(num_samples - 2 * num_runs, 0)
     densest = np.argsort(-sizes / counts, kind="stable")
     inside = np.clip(left - sums(counts[densest])[:-1], 0, counts[densest]) / counts[densest]
@@ -139,7 +139,7 @@ def most_of_rows(plan: Plan, sizes: Int64Array) -> int:
 
     Args:
         plan: The plan.
-        sizes: int64 [n], memory of each piece: of chunks, or of the spans that samples lie in.
+        sizes: int64 [n], memory of each piece: a chunk, or the span of a sample.
     """
     return _largest(sizes, plan.shape.most_rows)
 
@@ -151,7 +151,7 @@ def _largest(sizes: Int64Array, count: int) -> int:
 
 
 def _runs_of_a_batch(plan: Plan) -> tuple[int, int]:
-    """Return of how many runs of samples, as chunks are laid, a rank's share of a batch is part, and their samples."""
+    """Return the number of runs of samples that contain a rank's share of a batch, and the samples in these runs."""
     lanes, window, size, rows = plan.settings.lanes, plan.settings.window, plan.global_batch_size, plan.shape.most_rows
     is_even = size % lanes == 0 and lanes % plan.dp_world_size == 0
     num_lanes = min(-(-rows * lanes // size) + (not is_even), lanes)
@@ -222,7 +222,7 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
 
 
 def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int, *, whole: bool) -> str:
-    """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does.
+    """Recommend fewer lanes than the plan's that fit with a margin for other epochs; "" if none do.
 
     Args:
         plan: The plan.

@@ -202,7 +202,7 @@ class Plan:
         return made
 
     def from_the_start(self) -> Plan:
-        """Return the plan of epoch 0 in the same order, all of it; of an order without passes, this plan itself."""
+        """Return the whole plan of epoch 0 in the same order; if the order has no passes, this plan itself."""
         if self.orders.is_endless or (self.epoch, self.start) == (0, 0):
             return self
         return Plan.of(self.shape, self.chunk_samples, self.settings, orders=self.orders)

@@ -13,7 +13,7 @@ MAX_RETRIES = 3
 """Readers that may die from one batch, as for decode workers (``streaming.engine.workers.pool``)."""
 _CONTROL, _WATCH = "control", "watch"
 GROUPS = {_CONTROL: 1, _WATCH: 1}
-"""Threads of a reader beside the one that reads: for other calls, and for ``process_of``, which waits for neither."""
+"""Threads of a reader beside the reading one: for other calls, and for ``process_of``, which must not wait."""
 _WHY = "Ray's logs say why; often it is memory: give it more with RemoteGroup(memory=…), or use smaller batches"
 
 
@@ -35,8 +35,8 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
     """Start an actor of class ``reader`` for each of ``arguments``.
 
     They end with the driver, or with the last reference. Ray restarts a dead one, and repeats the calls that it had not
-    answered: calls must be repeatable. It repeats them without a limit, because it does so several times a second until
-    it notices that a node has died; the caller counts deaths (``process_of``).
+    answered: calls must be repeatable. It repeats them without a limit, since it retries several times a second
+    until it notices that a node has died. The caller counts deaths (``process_of``).
     """
     import ray
     from ray.util.placement_group import get_placement_group
@@ -81,7 +81,7 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
     """Return the value of a reference, or of each in a list. An exception raised in an actor is raised unchanged.
 
     Raises:
-        WorkerDiedError: The actor died, and is not restarted.
+        WorkerDiedError: The actor died and is not restarted.
         WorkerError: An exception that cannot be sent from the actor unchanged.
         TimeoutError: It took longer than ``timeout_s``.
     """
@@ -101,7 +101,7 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
 
 
 def wait(refs: list[Any], *, timeout_s: float) -> bool:
-    """Wait until all are ready, including errors, or for ``timeout_s``; return whether they are."""
+    """Wait for ``timeout_s`` at most until all are ready, including errors; return whether they are."""
     import ray
 
     if not refs or not ray.is_initialized():
@@ -111,7 +111,7 @@ def wait(refs: list[Any], *, timeout_s: float) -> bool:
 
 
 def process_of(actor: Any) -> Any:
-    """Return a reference to what identifies the process that a reader runs in: another one after each death."""
+    """Return a reference to the identity of a reader's process: another one after each death."""
     return actor.process.options(concurrency_group=_WATCH).remote()
 
 

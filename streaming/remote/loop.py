@@ -34,7 +34,7 @@ from streaming.types import override
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0
 _LOOK_S = 1.0
-"""How long an answer is waited for until the readers are asked, again and again, whether they have died meanwhile."""
+"""Interval, while waiting for an answer, at which readers are asked whether they have died."""
 _CLOSE_S = 5.0  # Ray logs a warning if an actor is killed while it works
 _Refs: TypeAlias = list[tuple[Any, ...]]
 """References of one step, by reader: to its note, and to the batch of each data rank that it serves."""
@@ -158,11 +158,11 @@ class _Ahead:
 
 
 class _Lives:
-    """The processes in which a reader was while one call was waited for.
+    """Counts the processes of a reader during one call.
 
     Args:
         actor: The reader.
-        process: Its process when it answered last; None: it has not answered yet.
+        process: Its process at its last answer; None: it has not answered yet.
     """
 
     def __init__(self, actor: Any, process: str | None) -> None:
@@ -171,7 +171,7 @@ class _Lives:
         self._asked: Any = None
 
     def look(self) -> None:
-        """Note the process in which it is now, if it answers.
+        """Record its current process, if it answers.
 
         Raises:
             WorkerDiedError: It died too often.
@@ -376,10 +376,10 @@ class RemoteLoop(Loop):
         return answer
 
     def _awaited(self, refs: list[Any]) -> list[Any]:
-        """Return the values of references, of the first readers, one each; see ``cluster.get``.
+        """Return the values of references, one for each of the first readers; see ``cluster.get``.
 
         Raises:
-            WorkerDiedError: A reader died too often meanwhile. Ray would repeat the call for ever.
+            WorkerDiedError: A reader died too often meanwhile. Ray would repeat the call forever.
         """
         lives = [_Lives(actor, self._processes.get(number)) for number, actor in enumerate(self._actors[: len(refs)])]
         while not cluster.wait(refs, timeout_s=_LOOK_S):

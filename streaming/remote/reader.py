@@ -100,7 +100,7 @@ class RemoteReader:
         )
 
     def process(self) -> str:
-        """Return what identifies this process: another one after a restart."""
+        """Return the identity of this process, which changes with a restart."""
         return self._process
 
     def length(self) -> int:

@@ -44,7 +44,7 @@ BEAT_S = 0.5
 MOST_WAITING = 4
 """Maximum number of batches that wait on a rank that falls behind the reading one."""
 _BATCH_BYTES = 1 << 30
-"""Limit on the memory of received batches that is used again, where no ``memory_limit`` says another."""
+"""Limit on reused memory of received batches, unless ``memory_limit`` sets another."""
 _NO_MORE = 2**62  # number of batches read: no more will follow
 _GRACE_S = 10.0  # for a thread that only has to answer what is in progress
 
@@ -67,12 +67,12 @@ class Sharing:
         option: See ``ReplicaGroup``.
         of: See ``ReplicaGroup``.
         reads_inline: On the reading rank, the thread that asks for batches reads; else a separate thread.
-        metrics: Where the consumer's waits are counted; None: nowhere.
-        batch_bytes: Limit on the memory of received batches that is used again.
+        metrics: Counts the consumer's waits; None: they are not counted.
+        batch_bytes: Limit on reused memory of received batches.
 
     Attributes:
         ranks: All ranks; the first one reads.
-        metrics: Where the consumer's waits are counted.
+        metrics: Counts the consumer's waits.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class _Consumer(ABC):
         raise StopIteration
 
     def _has_answer(self) -> bool:
-        """Tell whether the consumer knows what it gets: a batch, or the end."""
+        """Return whether the consumer can know its next item: a batch, or the end."""
         return bool(self._waiting) or self._ended or self._left
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class SampleSource(ChunkSource, SampleRows):
         self._recent = RandomAccess()
 
     def _narrow(self, asked: Filter | None, peers: Peers | None, *, tells: bool) -> None:
-        """Keep the samples that are asked for; ``tells`` logs how many."""
+        """Apply the filter; ``tells`` logs the number of samples it keeps."""
         self._asked = "" if asked is None else asked.words
         if asked is not None and asked.where is not None:
             self.meaning.check_condition(asked.where.names, asked.where.text)

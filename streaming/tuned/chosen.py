@@ -1,4 +1,4 @@
-"""Put the options of a tuned file beside those that a program gives, and warn where they may not hold."""
+"""Merge the options of a tuned file with those that a program gives, and warn where they may not fit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from streaming.storage import redact
 from streaming.tuned.file import Tuned, read_tuned
 from streaming.types import VERSION
 
-_log = logging.getLogger("streaming.loader")  # by the name that users filter by
+_log = logging.getLogger("streaming.loader")  # the name that users filter by
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
 def takes_tuned(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Make a constructor take ``tuned=``, a file, for those of its options that are not given, or are None.
+    """Make a constructor take ``tuned=``, a file, for its options that are not given, or are None.
 
-    Only here it is known which options a program gives, and which have the default of the signature.
+    Only here can given options be told from defaults of the signature.
     """
 
     @functools.wraps(init)
@@ -37,7 +37,7 @@ def takes_tuned(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 
 def with_tuned(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a program gives, and those of the file ``tuned`` that it does not give.
+    """Return the options that a program gives, and the options of the file ``tuned`` that it does not give.
 
     Raises:
         ConfigError: See :func:`read_tuned`.
@@ -57,11 +57,11 @@ def with_tuned(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def doubts(tuned: Tuned, taken: Mapping[str, Any]) -> list[str]:
-    """Say in which ways this machine or package is not the one that was measured.
+    """Return words for differences between this machine and package and the measured ones.
 
     Args:
-        tuned: What the file says.
-        taken: Those of its options that are used.
+        tuned: Content of the file.
+        taken: Its options that are used.
     """
     found, ranks = [], ranks_here()
     cores = min(num_cores(), max(1, (cpu_count() or 1) // ranks))
@@ -81,7 +81,7 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 
 def _overridden(kept: Mapping[str, Any], tuned: Tuned) -> str:
-    """Name the options that a program gives against the file, with both values."""
+    """Name the options in which a program overrides the file, with both values."""
     if not kept:
         return ""
     said = ", ".join(f"{name}={value!r} (in the file {tuned.options[name]!r})" for name, value in kept.items())

@@ -1,4 +1,4 @@
-"""Read and write files of tuned options: what they may set, and on which machine it was measured.
+"""Read and write files of tuned options, with the machine that they were measured on.
 
 ::
 
@@ -7,7 +7,7 @@
      "options": {"num_workers": 0, "num_threads": 4, "prefetch_factor": 2, "memory_limit": "4096MiB"},
      "measured": {"urls": ["s3://bucket/train/"], "batch_size": 256, "tried": […]}}
 
-``measured`` is for people, and is not looked into.
+``measured`` is for people, and is not checked.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ MACHINERY: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "memory_limit": _size,
     "pin_memory": checked_flag,
 }
-"""Options that a file may set, and what checks their values: none changes which samples are trained on, or how."""
+"""Options that a file may set, with the checks of their values: none changes the samples, or their processing."""
 _PARTS = ("shardstream", "machine", "options", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """Options that were measured, and where.
+    """Measured options, and their machine.
 
     Attributes:
-        options: Options of ``DataLoader`` about how batches are made ready, by name.
+        options: Options of ``DataLoader`` about how batches are prepared, by name.
         cores: Cores that the measuring process could use.
         memory_bytes: Memory that it could use; None: the file does not say.
         version: Version of this package then.
-        measured: What was read, and all that was tried, for people.
+        measured: The data that was read, and all tried settings, for people.
     """
 
     options: Mapping[str, Any]
@@ -89,7 +89,7 @@ def read_tuned(path: str | PathLike[str]) -> Tuned:
     """Read and validate a file of tuned options.
 
     Raises:
-        ConfigError: ``path`` is no path, or the file is damaged, or sets what such a file may not set.
+        ConfigError: ``path`` is not a path, or the file is damaged, or sets an option that it may not set.
         NotFoundError: There is no such file.
     """
     if not isinstance(path, (str, PathLike)) or not fspath(path):
@@ -100,14 +100,14 @@ def read_tuned(path: str | PathLike[str]) -> Tuned:
 
 
 def stored(storage: Storage, where: str) -> Tuned:
-    """Return what the file at ``where`` says, after checking all of it that is used.
+    """Return the checked content of the file at ``where``.
 
     Raises:
-        ConfigError: It is damaged, or sets what it may not set.
+        ConfigError: It is damaged, or sets an option that it may not set.
         NotFoundError: There is no such file.
     """
     size_bytes = storage.info(where).size_bytes
-    if size_bytes > _MOST_BYTES:  # a shard, perhaps, which nobody wants in memory
+    if size_bytes > _MOST_BYTES:  # perhaps a shard, too large to read into memory
         raise _damaged(where, f"it has {format_bytes(size_bytes)}, and such a file at most {format_bytes(_MOST_BYTES)}")
     content = _object(bytes(storage.read(where)), where)
     machine, options, version = (content[part] for part in ("machine", "options", "shardstream"))
@@ -122,10 +122,10 @@ def stored(storage: Storage, where: str) -> Tuned:
 
 
 def _object(data: bytes, where: str) -> dict[str, Any]:
-    """Return the content as an object that has all its parts, and no others."""
+    """Return the content as an object with exactly the expected parts."""
     try:
         content = json.loads(data, object_pairs_hook=json_object)
-    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # also for text that is not UTF-8
         raise _damaged(where, f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise _damaged(where, f"expected an object, got {type(content).__name__}")
@@ -148,7 +148,7 @@ def _kind_of(content: Mapping[str, Any], part: str) -> str:
 
 
 def _check_option(where: str, name: str, value: Any) -> None:
-    """Refuse an option that is not about machinery, or whose value cannot be."""
+    """Refuse an option that such a file may not set, or an invalid value."""
     if name not in MACHINERY:
         hint = did_you_mean(name, MACHINERY)
         raise ConfigError(
@@ -162,7 +162,7 @@ def _check_option(where: str, name: str, value: Any) -> None:
 
 
 def _damaged(where: str, why: str) -> ConfigError:
-    """Make the error for a file that does not hold what the command writes."""
+    """Make the error for a file that the command has not written."""
     return ConfigError(
         f"{redact(where)}: not a file of tuned options, or damaged: {redact_text(why)}. Move it away, and measure "
         f"anew: `shard_tools bench URL --tune --out {shell_place(where)}`"

@@ -41,7 +41,7 @@ def _no_waiting_for_disks() -> Iterator[None]:
 def _no_lingering() -> Iterator[None]:
     """The fork server of this process ends with its last user, so that a test sees what it has left behind.
 
-    It starts at once, also for loaders whose threads could do without it for a while. test_builder_lanes.py has the rest.
+    It starts at once, also for loaders whose threads could do without it for a while (the rest: test_builder_lanes.py).
     """
     before, SHARED.linger_s = SHARED.linger_s, 0
     with pytest.MonkeyPatch.context() as patch:

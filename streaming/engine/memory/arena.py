@@ -215,8 +215,8 @@ class Arena:
     def map_file(self, start: int, num_bytes: int, fd: int, offset: int) -> None:
         """Map the bytes of a file from ``offset`` on in place of allocated memory, and read them; whole pages.
 
-        Only for a private arena. Writes to the range do not reach the file. What is in the page cache is only mapped:
-        whoever reads it next brings in its pages, sixteen at a time, which takes half as long as asking for them.
+        Only for a private arena. Writes to the range do not reach the file. Pages in the page cache are only mapped.
+        The next reader faults them in, sixteen at a time, in half the time that ``madvise`` takes.
 
         Raises:
             OSError: A page cannot be read or is past the end of the file, or the system does not support it. Call
@@ -226,7 +226,7 @@ class Arena:
         size = _pages(num_bytes)
         if _is_cached(self.address + start, size):
             return
-        will_need(fd, offset, num_bytes)  # starts reading all of it before the first page is waited for
+        will_need(fd, offset, num_bytes)  # starts reading the whole range before waiting for the first page
         if _libc().madvise(self.address + start, size, _MADV_POPULATE_READ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -307,10 +307,10 @@ def map_privately(address: int, num_bytes: int, fd: int) -> None:
 
 
 def _is_cached(address: int, num_bytes: int) -> bool:
-    """Tell whether all of a mapped range of a file is in the page cache, so that no touch of it can fail; whole pages.
+    """Return whether a mapped range of whole pages is in the page cache, so that no access to it can fail.
 
-    The system always says yes to those who may not know what others have read: they own no such file, so that nearly
-    all of them get no lease of it either.
+    The kernel answers yes to users who may neither write nor own the file, to hide what others have read. Nearly all of
+    those get no lease on the file either.
     """
     num_pages = num_bytes // mmap.PAGESIZE
     found = ctypes.create_string_buffer(num_pages)

@@ -1,4 +1,4 @@
-"""Share batches out between worker processes and threads of this process: who builds the next one."""
+"""Assign batches to worker processes or threads of this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from streaming.forks import in_children, renew_lock
 
 
 class Lanes:
-    """Say, batch by batch, whether the calling thread builds it or a worker process. Thread-safe.
+    """Decide, for each batch, whether the calling thread or a worker process builds it. Thread-safe.
 
-    For batches that need no code of the user. As many threads ask as the loader would have without processes, and at
-    least one for each process. A thread asks a process as long as one is free, and builds the batch itself otherwise:
-    while processes start, and where there are more threads than processes. So a loader with processes has no fewer
-    cores at work than one without.
+    For batches without user code. There are as many calling threads as a loader without processes has, and at least one
+    for each process. A thread hands its batch to a process if one is free, and builds it itself otherwise: while
+    processes start, and if there are more threads than processes. So a loader with processes uses at least as many
+    cores as one without.
 
     Args:
         num_workers: Worker processes.
@@ -34,7 +34,7 @@ class Lanes:
         in_children(self, Lanes._leave_behind)
 
     def share_here(self, *, in_parallel: bool, threads_first: bool) -> float:
-        """Return the share of batches that is built here once all processes are up, were all lanes as fast."""
+        """Return the share of batches built here once all processes are up, if all lanes are equally fast."""
         if not in_parallel:
             return 0.0
         here = self._num_threads if threads_first else self._num_lanes - self._num_workers
@@ -42,19 +42,19 @@ class Lanes:
 
     @contextmanager
     def one(self, num_up: int, *, in_parallel: bool, threads_first: bool) -> Iterator[bool]:
-        """Give out one batch; the context lasts until it is built.
+        """Assign one batch; the context lasts until it is built.
 
         Args:
-            num_up: Processes that are up; 0: none can be asked.
-            in_parallel: Threads build as many such batches at once as there are cores. Otherwise they would wait for
-                each other, and for the training, so they build none once a process is up.
-            threads_first: A thread is faster than a process, so processes get what is beyond the threads.
+            num_up: Processes that are up; 0: none is available.
+            in_parallel: Threads can build such batches in parallel, one per core. Otherwise they would wait for each
+                other and for the training, so they build none once a process is up.
+            threads_first: A thread is faster than a process, so processes get only batches that find no free thread.
 
         Returns:
             Whether the calling thread builds it.
         """
         with self._lock:
-            # Counted as building from here on, in one place.
+            # From here on one lane counts this batch.
             self.all_up = self.all_up or num_up >= self._num_workers
             if not in_parallel:
                 here = num_up == 0
@@ -77,6 +77,6 @@ class Lanes:
             self._there += change
 
     def _leave_behind(self) -> None:
-        """Begin anew in a forked child, which has none of the threads that were building."""
+        """Reset the counts in a forked child, where no building thread exists."""
         renew_lock(self)
         self._here = self._there = 0

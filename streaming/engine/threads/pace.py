@@ -33,7 +33,7 @@ Lap = tuple[float, float]
 class WorkerPace:
     """Say once, in the log, if a loader's worker processes are slower than its threads would be. Thread-safe.
 
-    Where threads may go on building (``acts``), it says so, and they do.
+    If threads may continue to build (``acts``), the line says that they do.
 
     What threads would build is what those of the first batches did, on as many cores as there are; functions that may
     hold the interpreter's lock count as one thread, however many there are. CPU time alone would not see what waits,
@@ -44,11 +44,11 @@ class WorkerPace:
         num_workers: Worker processes.
         num_threads: Threads that would build without them; 0: nothing is built here, and nothing compared.
         num_cores: Cores that all of them share.
-        acts: Threads may go on building where they are faster: batches need no code of the user.
+        acts: Threads may continue to build if they are faster, since batches need no user code.
 
     Attributes:
         is_open: Whether batches are still compared. Each costs some microseconds until then, and nothing afterwards.
-        threads_first: Whether threads go on building, because processes are slower.
+        threads_first: Whether threads continue to build, because processes are slower.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class WorkerPace:
         self._seen.add_each({who: samples, f"{who}_s": wall_s, f"{who}_cpu_s": cpu_s})
 
     def _conclude(self, seen: dict[str, float]) -> None:
-        """Log that processes are slower, if that is clear, and matters, and have threads go on if they may."""
+        """Log that processes are slower, if that is clear and matters; let threads continue if they may."""
         begun_s, before_s = self._since
         waited_s = self._metrics.get("wait_for_build_s") - before_s
         few_waits = waited_s < WAITS * (time.perf_counter() - begun_s)
         threads_each_s, workers_each_s = seen["here"] / seen["here_s"], seen["there"] / seen["there_s"]
-        if self._acts:  # threads build beside processes in any case: a thread is compared with a process
+        if self._acts:  # threads build beside processes in any case, so one thread is compared with one process
             lanes, workers, cores = 1, 1, 1
         else:
             lanes, workers, cores = self._lanes, self._num_workers, min(self._num_workers, self._num_cores)

@@ -3,9 +3,9 @@
 The start method "fork" copies the training process with all that its threads leave half done: a child that reads from
 an object store, or copies a large tensor, may hang forever. "forkserver" and "spawn" run the user's script again in
 every worker and pickle the dataset anew for each. Here a worker starts in milliseconds from a process without threads,
-never runs the script (see ``portable``), shares the dataset's memory with all others, and ends with its parent, and at
-no signal that the parent handles. What goes wrong in it arrives here as an error: a dataset that does not load, a batch
-that cannot be sent.
+never runs the script (see ``portable``) and shares the dataset's memory with all others. It ends with its parent, and
+ignores signals that the parent handles. Its failures arrive here as errors: a dataset that does not load, a batch that
+cannot be sent.
 
 This is the parent's end; the child's is ``main.run_process``.
 """
@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
-from torch._utils import ExceptionWrapper  # what torch's loader raises where it finds it in place of a batch
+from torch._utils import ExceptionWrapper  # torch's loader raises it when it arrives in place of a batch
 
 from streaming.engine.workers import portable
 from streaming.engine.workers.channel import Channel, ChannelClosedError
@@ -44,7 +44,7 @@ from streaming.platforms import how_it_ended
 
 _SHM = "/dev/shm"  # noqa: S108  only named
 _PICKLED = (
-    "The data set or collate_fn puts something into it that cannot be pickled: return tensors, arrays, numbers and "
+    "The data set or collate_fn puts an object into it that cannot be pickled: return tensors, arrays, numbers and "
     "text, or use num_workers=0"
 )
 
@@ -55,7 +55,7 @@ class ServerContext(BaseContext):
     Args:
         shared: Objects that many processes receive, such as a dataset: they are pickled once.
         preload: Name of a module of ours that all processes need.
-        surroundings: The settings that processes start with; None: those that the thread has which starts one.
+        surroundings: Settings that processes start with; None: those of the thread that starts one.
 
     Raises:
         Exception: Whatever pickling one of them raised.
@@ -70,7 +70,7 @@ class ServerContext(BaseContext):
         self.sent: list[SentOnce] = []
         self._server: ForkServer | None = None
         self._started: list[weakref.ref[_Popen]] = []
-        with signals_held_back():  # multiprocessing's tracker of semaphores handles two of them, the others end it
+        with signals_held_back():  # multiprocessing's resource tracker handles only two; the others would end it
             resource_tracker.ensure_running()
         try:
             for thing in shared:
@@ -102,7 +102,7 @@ class ServerContext(BaseContext):
         return _Process(self, *args, **options)
 
     def Queue(self, maxsize: int = 0) -> _Queue:  # noqa: N802  multiprocessing's name
-        """Return a queue, as ``multiprocessing.Queue``, of batches: see ``_Queue``."""
+        """Return a queue of batches, like ``multiprocessing.Queue``; see ``_Queue``."""
         return _Queue(maxsize, ctx=self.get_context())
 
     def started(self, popen: _Popen) -> None:
@@ -110,7 +110,7 @@ class ServerContext(BaseContext):
         self._started = [one for one in self._started if one() is not None] + [weakref.ref(popen)]
 
     def why_ended(self) -> Exception | None:
-        """Return an error that says how processes have ended which nobody has ended; None: none has."""
+        """Return an error that says how processes have ended by themselves; None: none has."""
         ended = [popen for one in self._started if (popen := one()) is not None and popen.poll()]
         for popen in ended:
             error = popen.said()
@@ -148,7 +148,7 @@ class _Process(BaseProcess):
 
 
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no argument
-    """A queue of batches. Where one cannot be sent, the receiver gets the cause: else it would wait forever."""
+    """A queue of batches. If one cannot be sent, the receiver gets the cause; otherwise it would wait forever."""
 
     @property
     def _on_queue_feeder_error(self) -> Callable[[Exception, Any], None]:
@@ -158,9 +158,9 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no
 def _send_error(
     of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], None], error: Exception, sent: Any
 ) -> None:
-    """Send ``error`` in place of a numbered batch, before what waits behind it: torch drops what comes after an end.
+    """Send ``error`` in place of a numbered batch, first in line: torch drops batches after an iterable's end.
 
-    Runs in the queue's own thread, which then sends what comes first.
+    Runs in the queue's own thread, which sends the first item next.
     """
     queue = of()
     if queue is None or not isinstance(sent, tuple):
@@ -184,7 +184,7 @@ class _Unsent(ExceptionWrapper):
 
 
 def cure_of_refusal(error: Exception) -> str:
-    """Return what helps where the system refuses to send a batch; empty where it is not the system that does."""
+    """Return a cure if the operating system refused to send a batch; "" for other errors."""
     said = str(error)
     if "path too long" in said:
         folder = tempfile.gettempdir()
@@ -265,7 +265,7 @@ class _Popen:
         return self.returncode
 
     def said(self) -> ConfigError | None:
-        """Return why the process, which has ended, could not begin; None: it could."""
+        """Return why the ended process could not begin; None: it could."""
         if not self._end.alive or not connection.wait([self._socket], 0):
             return None
         try:
@@ -281,7 +281,7 @@ class _Popen:
         return error
 
     def terminate(self) -> None:
-        """Send SIGKILL: SIGTERM is for the parent alone."""
+        """Send SIGKILL, since SIGTERM does not end the process."""
         self._send(signal.SIGKILL)
 
     def kill(self) -> None:

@@ -5,8 +5,8 @@ pools of torch or OpenMP. Why not ``multiprocessing``'s fork server: it runs the
 which breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
 
 The server has one thread, has imported what workers need, and never uses torch. It ends, and all workers with it, when
-its control socket is closed or its parent is gone, whichever is first. Signals that reach the whole group of processes
-end neither: they are for the training process alone.
+its control socket is closed or its parent is gone, whichever is first. Signals to the process group end neither server
+nor workers; only the training process handles them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_REQUEST_BYTES = 256
 _REPLY = struct.Struct("<?i")  # known, its wait status
 _READY = b"ready"
 LINGER_S = 60.0
-"""Time for which a server without users is kept: its start takes 1.3 s of CPU, and its memory is 160 MB (2026-11)."""
+"""Time to keep a server without users: it takes 1.3 s of CPU to start, and 160 MB of memory (2026-11)."""
 _GRACE_S = 0.5
 """Time for workers to end by themselves after their socket: idle ones take milliseconds, busy ones are killed."""
 _EXIT_WAIT_S = 2.0
@@ -187,7 +187,7 @@ class ForkServer:
 
 
 def _flags() -> list[str]:
-    """Return flags of this interpreter that change what code does, so that workers have them, too."""
+    """Return this interpreter's flags that change how code behaves, for the workers."""
     flags = ["-O"] * sys.flags.optimize + ["-b"] * sys.flags.bytes_warning
     return [*flags, "-X", f"utf8={sys.flags.utf8_mode}"]
 
@@ -198,10 +198,10 @@ def _flags() -> list[str]:
 class SharedServer:
     """One fork server for all pools of this process, because importing torch dominates its start. Thread-safe.
 
-    When nobody uses it any more, it is kept for a while, so that workers of the next loader start in milliseconds.
+    A server without users is kept for a while, so that workers of the next loader start in milliseconds.
 
     Attributes:
-        linger_s: For how long; None: until this process ends. Read when the last user gives the server back.
+        linger_s: Seconds to keep it; None: until this process ends. Read when the last user returns the server.
     """
 
     def __init__(self) -> None:
@@ -214,13 +214,13 @@ class SharedServer:
         self._knows_forks = False
 
     def borrow(self) -> ForkServer:
-        """Return the server, started if necessary; anew if it has died."""
+        """Return the server; start it if necessary, or if it has died."""
         if not self._knows_forks:
             self._knows_forks = True
             in_children(self, SharedServer._leave_behind)
             atexit.register(self._exit)
         with self._lock:
-            lingering, self._lingering = self._lingering, None  # it ends no server that has a user
+            lingering, self._lingering = self._lingering, None  # the timer must not end a server in use
             before, is_over = self._server, self._server is not None and not self._server.is_alive()
             if before is None or is_over:
                 server = self._server = ForkServer()
@@ -235,12 +235,12 @@ class SharedServer:
         return server
 
     def is_up(self) -> bool:
-        """Tell whether there is a server that has imported what workers need."""
+        """Return whether there is a server that has finished its imports."""
         server = self._server
         return server is not None and server.is_alive() and not server.is_starting()
 
     def give_back(self, server: ForkServer) -> bool:
-        """Remove one user; after the last one the server lingers. One that was replaced is ended at once.
+        """Remove one user; after the last one the server lingers. A replaced server is ended at once.
 
         Returns:
             Whether the server keeps running.
@@ -248,7 +248,7 @@ class SharedServer:
         with self._lock:
             is_shared = server is self._server
             if is_shared:
-                self._users -= 1  # with 0 it lingers, and may be borrowed all the same
+                self._users -= 1  # at 0 it lingers, and can be borrowed again
                 if self._users:
                     return True
         if not is_shared:
@@ -257,7 +257,7 @@ class SharedServer:
         return self._lingers() or not self.close()
 
     def _lingers(self) -> bool:
-        """Keep a server without users for a while; tell whether it is kept."""
+        """Keep a server without users for a while; return whether it is kept."""
         if self._exits or self.linger_s == 0:
             return False
         if self.linger_s is None:
@@ -265,13 +265,13 @@ class SharedServer:
         timer = threading.Timer(self.linger_s, self._end_lingering)
         timer.name, timer.daemon = "shardstream-fork-server", True
         with self._lock:
-            # Only the timer that stands here ends the server.
+            # Only the timer recorded here ends the server.
             before, self._lingering = self._lingering, timer
         if before is not None:
             before.cancel()
         try:
             timer.start()
-        except RuntimeError:  # the interpreter is about to end, or there can be no more threads
+        except RuntimeError:  # the interpreter is shutting down, or no thread can be started
             return False
         return True
 
@@ -280,7 +280,7 @@ class SharedServer:
             self.close()
 
     def _exit(self) -> None:
-        """End with the process, which whoever still uses the server does not keep from that."""
+        """End the server at the exit of the process, even if it has users."""
         self._exits = True
         self.close()
 
@@ -295,7 +295,7 @@ class SharedServer:
             server.leave_behind()
 
     def close(self) -> bool:
-        """End the server if nobody uses it; tell whether none is left."""
+        """End the server if it has no users; return whether there is none now."""
         with self._lock:
             if self._users or self._server is None:
                 return self._server is None

@@ -125,7 +125,7 @@ def run(sock: socket.socket, server_pid: int) -> int:
 def run_process(sock: socket.socket, server_pid: int) -> int:
     """Run the ``multiprocessing`` process that the parent sends (see ``context``); return its exit code.
 
-    SIGTERM is held back until ``BeginProcess``: torch's loop installs a handler that ends the process.
+    SIGTERM is blocked until ``BeginProcess``, because torch's loop installs a handler that ends the process.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     die_with(server_pid)
@@ -135,7 +135,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
         channel.send((os.getpid(),))
     except ChannelClosedError:
         return 1
-    lay(settings)  # the server's date from its start
+    lay(settings)  # the server has those of its start
     tracker: Any = resource_tracker
     tracker._resource_tracker._fd = fds[len(sent)]
     _inherited[:] = fds
@@ -159,10 +159,10 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BeginProcess:
-    """The ``worker_init_fn`` of torch's loader: has what torch has set up in the process follow the parent again.
+    """The ``worker_init_fn`` of torch's loader: replaces torch's handler of SIGTERM, which ends the process.
 
     Args:
-        then: The user's, called after that.
+        then: The user's ``worker_init_fn``, called after that.
     """
 
     then: Callable[[int], None] | None
@@ -177,7 +177,7 @@ class BeginProcess:
 
 
 def _start_manager() -> None:
-    """Start torch's manager of shared files now, if tensors travel by them: signals to the group then spare it."""
+    """Start torch's shared-memory manager, if it is needed, while signals are blocked, so that they do not end it."""
     if torch.multiprocessing.get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
         with signals_held_back():
             fresh((1,), torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
@@ -311,7 +311,7 @@ class _Worker:
             self._channel.send(answer)
             made_objects = answer[0] == DONE and answer[1].body is None
             del answer
-            if made_objects:  # as much again as half of a batch; decoding them took a hundred times as long
+            if made_objects:  # costs half of a batch's bytes again; decoding them took a hundred times as long
                 trim_heap()
 
     def _begin(self, worker_init_fn: Callable[[int], object], place: int) -> None:

@@ -156,7 +156,7 @@ class WorkerPool:
             replaced=partial(self._metrics.add, "worker_restarts"), num_slots=ring.num_slots,
         )  # fmt: skip
         self._stand_in: StandInWorker | None = None
-        self._may_stand_in = recipe.worker_init_fn is None  # what that sets up is not undone
+        self._may_stand_in = recipe.worker_init_fn is None  # its changes could not be undone
         self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -180,7 +180,7 @@ class WorkerPool:
         self._processes.start()
 
     def limit_ring(self, limit_bytes: int) -> None:
-        """Have free slots of the ring return their pages where all slots hold more than this."""
+        """Set the bytes of all slots above which free slots of the ring return their pages."""
         self._ring.limit_bytes = limit_bytes
 
     def renew(self) -> bool:
@@ -214,11 +214,11 @@ class WorkerPool:
         return self._processes.when_up(tell)
 
     def starts_quickly(self) -> bool:
-        """Tell whether a process is up milliseconds after its start, which takes seconds of CPU time otherwise."""
+        """Return whether a process would start in milliseconds, rather than seconds of CPU time."""
         return self._processes.starts_quickly()
 
     def num_up(self) -> int:
-        """Return how many processes can be asked for batches; all of them if none ever will be up: asking says why."""
+        """Return the number of processes that take batches; all of them if none can start, so a request raises why."""
         return self._processes.num_up()
 
     def is_up(self, patience_s: float = 0.0) -> bool:
@@ -228,8 +228,8 @@ class WorkerPool:
     def can_stand_in(self) -> bool:
         """Tell whether the calling thread can build, with functions of its own, what a process of the pool would.
 
-        Only the main one: beside any other, the training may draw from the generators of the process. Never where
-        functions have changed the process.
+        Only the main thread may: while another one builds, the training may draw from the generators of the process.
+        No thread may after functions have changed settings of the process.
         """
         if not self._may_stand_in or threading.current_thread() is not threading.main_thread():
             return False
@@ -260,7 +260,7 @@ class WorkerPool:
                 slot = self._ring.take()
                 try:
                     parcel = stand_in.build(rows, valid, substitutes, report, seed=seed, batch=batch, slot=slot)
-                except BaseException:  # what its frames hold may lie in the slot
+                except BaseException:  # its frames may hold memory of the slot
                     self._ring.discard(slot)
                     raise
                 try:
@@ -273,12 +273,12 @@ class WorkerPool:
         return self._recipe.finished(unpacked)
 
     def _never_again(self, changed: list[str]) -> None:
-        """Have functions that changed the process called in worker processes only, and say so."""
+        """Call functions only in worker processes from here on, because they changed this one, and log it."""
         self._may_stand_in = False
         _log.warning(
-            "transform, decode or collate_fn changed what the whole process has, while this process built a batch "
-            "because no worker process was up: %s. It was put back, so that training has what it had, and from here "
-            "on worker processes alone call them. Set up in worker_init_fn= what they need",
+            "transform, decode or collate_fn changed settings of the whole process, while this process built a batch "
+            "because no worker process was up: %s. They were put back, so that training keeps its own, and from here "
+            "on worker processes alone call the functions. Set up in worker_init_fn= what they need",
             ", ".join(changed),
         )  # fmt: skip
 

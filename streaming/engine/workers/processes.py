@@ -26,9 +26,9 @@ MAX_DEATHS = 3
 """Workers that may die from one batch, or before they are up, one after the other: allows for a stray kill and a moment
 of low memory, but not for a habit."""
 _OWN_FILES = 2
-"""Files that this process has open for each worker: its connection, and its progress."""
+"""Files that this process opens for each worker: its connection, and its progress."""
 _FILES_OF_SLOT = 2
-"""A slot has its file, of which ``mmap`` keeps another."""
+"""Files that it opens for each slot: the slot's own, and a duplicate that ``mmap`` keeps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Worker:
         number: Its number at the fork server.
         channel: The connection to it.
         slots: Ring slots that it has mapped.
-        place: Which of the pool's workers it is, in [0, num_workers); one that replaces another has its place.
+        place: Its number in the pool, in [0, num_workers); a replacement has the number of the worker it replaces.
         surroundings: The settings that it has.
         pid: None until its first answer.
         work: The batch it builds; None while it is free.
@@ -78,7 +78,7 @@ class Processes:
         arena_bytes: Size of its address range.
         server: A fork server shared with others, which the caller closes; None: the one that all pools share.
         replaced: Called, in any thread, for each worker that is replaced.
-        num_slots: Number of ring slots that this process will open: as many for each worker, and one.
+        num_slots: Number of ring slots that this process will open: an equal number for each worker, and one.
 
     Attributes:
         surroundings: The settings that workers are to have.
@@ -124,7 +124,7 @@ class Processes:
         """Start all workers that are not running, without waiting until they are ready.
 
         Raises:
-            ConfigError: This process may not open the files that they need.
+            ConfigError: This process may not open enough files for them.
             RuntimeError: The pool is closed.
         """
         with self._changed:
@@ -146,13 +146,13 @@ class Processes:
             self.retire(worker)
 
     def surround(self, surroundings: Surroundings) -> None:
-        """Have workers build with these settings, from their next batch on."""
+        """Set the settings under which workers build, from their next batch on."""
         with self._changed:
-            # Who starts from here on gets them at once, who is there by ``follow``.
+            # Workers that start from here on get them at once; others get them in ``follow``.
             self.surroundings = surroundings
 
     def follow(self, worker: Worker) -> None:
-        """Lay the settings in a worker that was taken, as far as it has others.
+        """Lay the settings in a taken worker, as far as its own differ.
 
         Raises:
             ChannelClosedError: The worker has died.
@@ -186,17 +186,17 @@ class Processes:
             return self._changed.wait_for(self._is_up, patience_s)
 
     def starts_quickly(self) -> bool:
-        """Tell whether a worker is up milliseconds after its start, because the fork server is up."""
+        """Return whether a worker would start in milliseconds, because the fork server is up."""
         server = self._server
         return SHARED.is_up() if server is None else not server.is_starting()
 
     def num_up(self) -> int:
-        """Return how many can be asked for batches: the most that were up together; all of them if none ever will be.
+        """Return the number of workers that take batches: the most that were up together; all if none can start.
 
-        So one that has died, and is being replaced, counts: whoever asks waits for the one in its place.
+        So a dead worker that is being replaced counts: a request waits for its replacement.
         """
         with self._changed:
-            # It only grows, until `renew`, or until the failure is told.
+            # It only grows, until `renew`, or until the failure is raised.
             return self._num_workers if self._failure is not None else self._most_up
 
     def take(self, is_wanted: Callable[[], bool] = lambda: True) -> Worker | None:
@@ -369,9 +369,9 @@ class Processes:
             tell()
 
     def _tell_of(self, lost: list[str]) -> None:
-        """Log, once each, the settings that workers do not have."""
+        """Log, once each, the settings that workers lack."""
         with self._changed:
-            # Each is told by whoever adds it.
+            # The thread that adds a problem logs it.
             new = sorted(set(lost) - self._told)
             self._told |= set(new)
         for one in new:
@@ -381,7 +381,7 @@ class Processes:
             )  # fmt: skip
 
     def _warn(self, ended: str, doing: str) -> None:
-        """Log that a worker has died by itself: the first time, and each time that twice as many have."""
+        """Log that a worker has died by itself: the first time, and whenever the number of deaths has doubled."""
         with self._changed:
             self._num_deaths += 1  # each death has a number of its own
             count = self._num_deaths

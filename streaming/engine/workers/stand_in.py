@@ -28,7 +28,7 @@ from streaming.engine.workers.transport import Parcel
 _MOST_COPIED_BYTES = 64 << 20
 """Functions that hold more than this are not copied: memory for seconds, which ``memory_limit`` does not count."""
 _IMPORTS = ("cloudpickle.cloudpickle", "subimport")
-"""With this, cloudpickle has a function's modules imported where it is loaded."""
+"""Makes cloudpickle import a function's modules when it is loaded."""
 _log = logging.getLogger(__name__)
 
 
@@ -81,9 +81,9 @@ class StandInWorker:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Load what this process has pickled, unless another one could not: from a module that is only in memory here.
+    """Load a pickle of this process, but fail as a worker would over modules that exist only in memory here.
 
-    So a worker process says at the first batch what it cannot import, not when it is up, some epochs later.
+    So an import that fails in worker processes is an error at the first batch, not some epochs later, when one is up.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -100,10 +100,10 @@ def _imported(name: str) -> Any:
 
 
 def _check_importable(name: str) -> None:
-    """Check that a new process with the same import path finds a module, which is not imported for that.
+    """Check, without importing it, that a new process with the same import path would find a module.
 
     Raises:
-        ModuleNotFoundError: It does not.
+        ModuleNotFoundError: It would not.
     """
     package, _, _ = name.rpartition(".")
     where = None
@@ -111,7 +111,7 @@ def _check_importable(name: str) -> None:
         _check_importable(package)
         where = getattr(sys.modules.get(package), "__path__", None)
         if where is None:
-            return  # no package: a module that makes others, such as ``os.path``
+            return  # not a package: a module that defines submodules, such as ``os.path``
     if not any(finder.find_spec(name, where) for finder in sys.meta_path):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

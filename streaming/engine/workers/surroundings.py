@@ -1,8 +1,8 @@
-"""Carry the settings of the training process to where its batches are built, and put back what functions change here.
+"""Apply the settings of the training process wherever its batches are built, and undo changes that functions make here.
 
-A script says ``ImageFile.LOAD_TRUNCATED_IMAGES = True`` at its top, and means every batch. Worker processes never run
-the script, and threads have some settings of their own; so they are taken at the beginning of a run and laid wherever
-one of its batches is built. ``SETTINGS`` is the table: docs/settings.md lists its rows, and what is not among them.
+A script sets ``ImageFile.LOAD_TRUNCATED_IMAGES = True`` at its top, and means every batch. Worker processes never run
+the script, and threads have some settings of their own. So settings are taken at the beginning of a run and laid
+(applied) wherever one of its batches is built. docs/settings.md lists the rows of the table ``SETTINGS`` and its gaps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from streaming.decode import registry
 from streaming.engine.workers.portable import dumps
 
 Reach = Literal["process", "thread", "here"]
-"""Who shares a setting: all threads of a process; nobody, each thread has its own; or it is not carried to workers,
-which have their own, but is put back where a function changes it here."""
+"""Scope of a setting: ``process``, shared by its threads; ``thread``, one for each thread; ``here``, not carried to
+workers, which have their own, but restored when a function changes it in this process."""
 Laid = tuple[tuple[str, bytes], ...]
 """Names of settings, and their pickled values."""
 _GONE: Final = object()
-"""Stands for the value of a setting whose library is not imported, so that nobody has set it."""
+"""The value of a setting whose library is not imported, so that it cannot have been set."""
 _PLAIN: Final = (type(None), bool, int, float, str)
 
 
@@ -53,7 +53,7 @@ def _never(name: str, before: Any, after: Any) -> list[str]:  # noqa: ARG001  se
 
 
 def _each(template: str, name: str, before: Any, after: Any, *, may_grow: bool = False) -> list[str]:  # noqa: ARG001
-    """Name the entries that differ; new ones, if it ``may_grow``, come from an import and are no change."""
+    """Name the entries that differ; with ``may_grow``, new entries come from an import and are no change."""
     names = sorted(before if may_grow else before.keys() | after.keys())
     return [template.format(one) for one in names if before.get(one, _GONE) != after.get(one, _GONE)]
 
@@ -63,13 +63,13 @@ class Setting:
     """One row of the table.
 
     Attributes:
-        name: What people call it.
+        name: Its name for people.
         read: Returns its value, or ``_GONE``.
-        lay: Makes a value, or what ``sent`` made of it, hold.
-        reach: Who shares it.
-        sent: Returns what is pickled of a value.
-        changes: Names what differs between two values, such that a function was seen to change it.
-        hold: Makes a value hold in this thread for as long as a context lasts; None: by ``lay``.
+        lay: Applies a value, or the result of ``sent`` for it.
+        reach: Its scope.
+        sent: Returns the picklable form of a value.
+        changes: Names the differences between two values that count as changes by a function.
+        hold: Applies a value in this thread for the duration of a context; None: ``lay`` does.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Setting:
 
     @contextmanager
     def held(self, value: Any) -> Iterator[None]:
-        """Make ``value`` hold for as long as the context lasts."""
+        """Apply ``value`` for the duration of the context."""
         if self.hold is not None:
             with self.hold(value):
                 yield
@@ -97,17 +97,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The values that carried settings have at one moment, by name."""
+    """The values of the carried settings at one moment, by name."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def taken(cls, *, of_threads: bool = False) -> Surroundings:
-        """Take them now, as this thread has them; of ``of_threads`` those that each thread has for itself."""
+        """Take the current values in this thread; with ``of_threads``, only those of per-thread settings."""
         return cls(_now(_OF_THREADS if of_threads else _CARRIED))
 
     def to_lay(self, but: Surroundings | None = None) -> tuple[Laid, list[str]]:
-        """Return what another process needs that has the settings of ``but``, and in words what cannot be sent."""
+        """Return the settings to send to a process that has those of ``but``, and words for the rest."""
         laid, lost = [], []
         for one in _CARRIED:
             value = self.values[one.name]
@@ -120,14 +120,14 @@ class Surroundings:
         return tuple(laid), lost
 
     def changed_since(self, before: Surroundings) -> list[str]:
-        """Name what a process that had the settings of ``before`` has changed; not what imports add."""
+        """Name the changes since ``before``, except for those of imports."""
         return [
             name for one in _CARRIED for name in one.changes(one.name, before.values[one.name], self.values[one.name])
         ]
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
-        """Make hold, in this thread, what each thread has for itself."""
+        """Apply the per-thread settings in this thread."""
         differing = [one for one in _OF_THREADS if one.read() != self.values[one.name]]
         if not differing:  # as in most programs, for each batch
             yield
@@ -139,9 +139,9 @@ class Surroundings:
 
     @contextmanager
     def in_process(self, changed: list[str]) -> Iterator[None]:
-        """Make all hold in this process; in the main thread, while the training waits.
+        """Apply all settings in this process; in the main thread, while the training waits.
 
-        What is changed meanwhile is put back at the end, and named in ``changed``.
+        Changes made meanwhile are undone at the end, and named in ``changed``.
         """
         with ExitStack() as stack:
             before = _now(SETTINGS)
@@ -158,12 +158,12 @@ class Surroundings:
                     names = one.changes(one.name, before[one.name], after[one.name])
                     if names:
                         changed += names
-                        with suppress(Exception):  # as far as it can be: it is named in any case
+                        with suppress(Exception):  # as far as possible: it is named in any case
                             one.lay(before[one.name])
 
 
 def lay(settings: Laid) -> list[str]:
-    """Make settings hold in this process; say of which it cannot be done, and why."""
+    """Apply settings in this process; return words for those that cannot be applied, with the reason."""
     problems = []
     for name, value in settings:
         try:
@@ -179,7 +179,7 @@ def _now(settings: Iterable[Setting]) -> dict[str, Any]:
     return {one.name: one.read() for one in settings}
 
 
-# --- the process: where it looks for things ---
+# --- the process ---
 
 
 def _lay_path(path: Iterable[Any]) -> None:
@@ -211,7 +211,7 @@ def _lay_zone(wanted: Any) -> None:
 
 
 def _umask() -> Any:
-    """Return it without setting it, which would let other threads make files with another one meanwhile."""
+    """Return the umask without setting it; otherwise another thread could create files with the wrong one."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -224,7 +224,7 @@ def _umask() -> Any:
 
 def _lay_filters(wanted: Iterable[tuple[Any, ...]]) -> None:
     """Replace the filters; a category may be given by module and name, so that nothing is imported for it."""
-    warnings.resetwarnings()  # so that what was decided by the earlier ones is decided again
+    warnings.resetwarnings()  # drops decisions cached under the earlier filters
     warnings.filters[:] = [  # type: ignore[index]
         (action, text, _named(*category) if isinstance(category, tuple) else category, module, line)
         for action, text, category, module, line in wanted
@@ -243,7 +243,7 @@ def _full_name(one: type) -> tuple[str, str]:
 
 
 class _ByName(type):
-    """Take for a subclass whatever descends from a class of this name, once somebody has imported that."""
+    """Count a class as a subclass if it descends from a class of this name, once that class is imported."""
 
     of: tuple[str, str]
 
@@ -264,7 +264,7 @@ def _decimal() -> tuple[Any, ...]:
 
 
 def _lay_decimal(wanted: tuple[Any, ...]) -> None:
-    now = decimal.getcontext()  # changed in place: the training may hold it
+    now = decimal.getcontext()  # changed in place: the training may hold the object
     now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, traps = wanted
     for one in now.traps:
         now.traps[one] = one in traps
@@ -280,7 +280,7 @@ def _signals() -> dict[str, Any]:
 def _lay_signals(wanted: Mapping[str, Any]) -> None:
     for name, handler in wanted.items():
         number = _SIGNALS[name]
-        if handler is not None and signal.getsignal(number) != handler:  # None: not Python's, and not to be put back
+        if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python; cannot be restored
             signal.signal(number, handler)
 
 
@@ -343,12 +343,12 @@ def _deterministic() -> tuple[int, bool]:
 
 
 def _lay_deterministic(wanted: tuple[int, bool]) -> None:
-    torch.set_deterministic_debug_mode(wanted[0])  # the other function of torch imports its compiler: seconds
+    torch.set_deterministic_debug_mode(wanted[0])  # torch's other function takes seconds to import its compiler
     _fills.fill_uninitialized_memory = wanted[1]
 
 
 def _flushes_tiny() -> bool:
-    """Tell whether this thread takes numbers close to zero for zero; torch only says how to set that."""
+    """Return whether this thread flushes denormals to zero; torch can set that but not read it."""
     half = float(np.float64(sys.float_info.min)) / 2
     return half * 1.0 == 0.0
 
@@ -357,7 +357,7 @@ _PILLOW: Final = ("PIL.Image", "PIL.ImageFile", "PIL.ImageFont")
 
 
 def _pillow_flags() -> dict[str, Any]:
-    """Return what modules of Pillow that read have in capitals, and may be set: limits, and what is tolerated."""
+    """Return the settable names in capitals of Pillow's reading modules: limits and tolerances."""
     found: dict[str, Any] = {}
     for module in [name for name in sys.modules if name in _PILLOW or (name[:4] == "PIL." and name[-6:] == "Plugin")]:
         known = vars(sys.modules[module])
@@ -366,7 +366,7 @@ def _pillow_flags() -> dict[str, Any]:
 
 
 @cache
-def _flags(module: str, size: int) -> list[str]:  # noqa: ARG001  a module that has grown is looked at anew
+def _flags(module: str, size: int) -> list[str]:  # noqa: ARG001  the size keys the cache: a grown module is read anew
     known = list(vars(sys.modules[module]).items())
     return [name for name, value in known if name.isupper() and (type(value) in _PLAIN or isinstance(value, Enum))]
 
@@ -380,7 +380,7 @@ def _lay_pillow_flags(wanted: Mapping[str, Any]) -> None:
 
 
 def _pillow_plugins() -> Any:
-    """Return how far Pillow has loaded its own plugins, in which order all are asked, and those of others."""
+    """Return how far Pillow has loaded its own plugins, the order of all plugins, and the plugins of others."""
     image: Any = sys.modules.get("PIL.Image")
     if image is None:
         return _GONE
@@ -489,8 +489,8 @@ SETTINGS: Final = (
     Setting(name="the standard streams", read=_streams, lay=_lay_streams, reach="here"),
     Setting(name="the root logger", read=_logging, lay=_lay_logging, reach="here"),
 )  # fmt: skip
-"""The table. A row that others rely on comes before them: a plugin is found by ``sys.path``, the time zone by the
-environment; and filters last, since imports add some."""
+"""The table. A row comes after rows that it depends on: a plugin after ``sys.path``, the time zone after the
+environment. Filters come last, since imports add some."""
 _CARRIED: Final = tuple(one for one in SETTINGS if one.reach != "here")
 _OF_THREADS: Final = tuple(one for one in SETTINGS if one.reach == "thread")
 _BY_NAME: Final = {one.name: one for one in SETTINGS}

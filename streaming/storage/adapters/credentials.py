@@ -24,7 +24,7 @@ from streaming.storage.base.urls import checked_endpoint
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
 """Variables that an obstore client may read when it is made."""
 _SPARED = "NO_PROXY"
-"""Names the hosts that are reached without a proxy; like the others, in letters of either case."""
+"""Variable of hosts that are reached without a proxy; like the others, in either case."""
 _CURE_OF_PROFILES = "run `aws configure` or `aws sso login`, or mend the program that makes its keys"
 _MOST_QUOTED = 1_000
 _ANON = "no credentials (anon=True)"
@@ -33,7 +33,7 @@ _TOKEN = "the storage option token"  # noqa: S105 (words)
 _ACCOUNT_KEY = "the storage option account_key"
 _SAS_TOKEN = "the storage option sas_token"  # noqa: S105 (words)
 GIVEN = frozenset({_ANON, _KEY_PAIR, _TOKEN, _ACCOUNT_KEY, _SAS_TOKEN})
-"""Sources that say the same however often they are asked; all others may have another key later."""
+"""Sources whose key never changes; all others may have another key later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,7 @@ def s3_endpoint_of_process(options: StorageOptions) -> str | None:
 
 
 def ca_bundle(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return the file of further certificate authorities, and what named it; both "" if there is none."""
+    """Return the file of further certificate authorities, and the option that names it; both "" if there is none."""
     environ = os.environ if environ is None else environ
     if options.ca_file is not None:
         return options.ca_file, "storage option ca_file"
@@ -234,7 +234,7 @@ def ca_bundle(options: StorageOptions, environ: Mapping[str, str] | None = None)
 
 
 def proxy_of(url: str, environ: Mapping[str, str] | None = None) -> tuple[str, str] | None:
-    """Return the variable that asks for a proxy before the server of an http(s) URL, and the proxy; None: none does."""
+    """Return the proxy for the server of an http(s) URL, after the variable that sets it; None: there is none."""
     environ = os.environ if environ is None else environ
     parts = urlsplit(url)
     set_here = {name.lower(): (name, value) for name, value in environ.items() if value}

@@ -48,7 +48,7 @@ from streaming.types import override
 _EXPIRED_WORDS = ("expiredtoken", "token has expired", "token is expired", "request has expired")
 _KEY_WORDS = (*_EXPIRED_WORDS, "401", "unauthorized", "invalidtoken", "invalidaccesskeyid", "signaturedoesnotmatch",
               "the access key", "(400) when calling the headobject", "(403) when calling the headobject")  # fmt: skip
-"""The key itself is refused, not what it may do; or that is not said, as in answers to HEAD, which have no body."""
+"""Words for a refused key, not a missing permission; or for neither, as in responses to HEAD, which have no body."""
 _DENIED_WORDS = (*_KEY_WORDS, "403", "forbidden", "access denied", "nocredentials", "unable to locate credentials")
 _MISSING_WORDS = ("nosuchbucket", "nosuchkey", "404", "does not exist", "not found")
 _REGION_WORDS = ("authorizationheadermalformed", "permanentredirect", "is wrong; expecting")
@@ -172,9 +172,9 @@ class FsspecAdapter:
         return system, str(system._strip_protocol(url))
 
     def _forget(self, scheme: str, system: Any) -> None:
-        """Let the next call connect, and look up keys, anew, unless another one did so since ``system`` was made."""
+        """Make the next call reconnect and look up keys again, unless another call did so since ``system`` was made."""
         with self._lock:
-            # Of all calls whose key was refused, the first one removes the file system; others find its heir.
+            # The first call whose key was refused removes the file system; others find its successor.
             if system is not None and self._systems.get(scheme) is system:
                 del self._systems[scheme]
 
@@ -191,7 +191,7 @@ class FsspecAdapter:
     def _errors(self, url: str, doing: str, system: Any = None) -> Iterator[None]:
         """Translate errors of fsspec and its file systems, which may be of any type; the only place that does so.
 
-        ``system`` is what is asked, if it is connected: another one takes its place if its keys are refused.
+        ``system`` is the connected file system, if any; another one replaces it if its keys are refused.
         """
         try:
             yield
@@ -287,7 +287,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
 
 
 def _has_keys(options: StorageOptions) -> bool:
-    """Tell whether the options hold keys themselves, which stay what they are."""
+    """Return whether the options hold keys themselves, which never change."""
     given = (options.key, options.token, options.account_key, options.sas_token, options.connection_string)
     return options.anon or any(given)
 

@@ -83,7 +83,7 @@ class ObjectAdapter:
         self._ranged: set[str] = set()
         """Endpoints that have answered a range."""
         self._forgot = False
-        """Whether a client was left for its keys since the last one was made."""
+        """Whether a client was dropped over its keys since the last one was made."""
 
     def way(self, url: str) -> Way:
         """See :class:`Adapter`."""
@@ -191,7 +191,7 @@ class ObjectAdapter:
             found = self._stores.get((root, patient))
             if found is None:
                 store, place = self._connect(scheme, root, patient=patient)
-                if self._forgot:  # a client reads all certificates, on any thread: 1 MB stays with each of them
+                if self._forgot:  # a client parses all certificates; the C library keeps 1 MB of that for each thread
                     trim_heap()
                     self._forgot = False
                 found = self._stores[root, patient] = store, replace(place, proxy=_proxy_before(place.endpoint))
@@ -205,13 +205,13 @@ class ObjectAdapter:
         return store, key, replace(place, url=url, secrets=self._secrets, forget=forget)
 
     def _forget(self, name: tuple[str, bool], store: Any) -> None:
-        """Let the next request look up the keys anew, unless another one did so since ``store`` was made."""
+        """Make the next request look up the keys again, unless another one did so since ``store`` was made."""
         with self._lock:
-            # Of all requests whose key was refused, the first one removes the store that has it; others find its heir.
+            # The first request whose key was refused removes the store; others find its successor.
             if name in self._stores and self._stores[name][0] is store:
                 del self._stores[name]
                 self._forgot = True
-            for shared in _clients.valuerefs():  # a list, whatever other adapters do meanwhile
+            for shared in _clients.valuerefs():  # a copy, so other adapters may change it meanwhile
                 if shared() is store:
                     _clients.pop(getattr(shared, "key"), None)  # noqa: B009 (a KeyedRef, which typeshed hides)
 
@@ -333,7 +333,7 @@ def without_user(root: str) -> tuple[str, str]:
 
 
 def _proxy_before(endpoint: str) -> str:
-    """Return the proxy before an endpoint, and the variable that names it, in words; "": there is none."""
+    """Return words for the proxy of an endpoint, and the variable that sets it; "": there is none."""
     found = proxy_of(endpoint if "://" in endpoint else f"https://{endpoint}")
     return "" if found is None else f"{redact(found[1])} of {found[0]}"
 

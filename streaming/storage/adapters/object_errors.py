@@ -44,28 +44,28 @@ _KEY_CODES = {
     "AuthenticationRequired",
     "InvalidAuthenticationInfo",
 }
-"""The key itself is refused, not what it may do: of S3, of Google and, the last ones, of Azure."""
+"""Codes for a refused key, not for a missing permission: of S3, Google and Azure, in this order."""
 _DENIED_CODES = {"AccessDenied", *_KEY_CODES}
 _IS_EXPIRED = re.compile(r"\bexpired\b", re.IGNORECASE)
 _OUTSIDE_TIME = "not valid in the specified time frame"
-"""What Azure says of a signature that has ended, behind its message."""
+"""Azure's words for an expired signature, after its message."""
 _NOT_RENEWED = re.compile(r"External \w{1,20} credential provider: ([^\n]{1,500})")
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _PASSING_STATUS = {408, 409, 425, 429}
 _BUSY_STATUS = {429, 503}
 _BUSY_CODES = ("SlowDown", "Throttling", "ServerBusy", "TooManyRequests")
 _MOST_LOOKED_AT = 4096
-"""Characters of an answer in which words are looked for."""
+"""Characters of a response that are searched for words."""
 _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlace:
-    """The target of a request, in words for messages, and what must not be told of it.
+    """The target of a request, in words for messages, and its secrets.
 
     Attributes:
         forget: Makes the next request look up its keys again; None: there is nowhere to look.
-        proxy: What stands between, and the variable that names it; "": nothing.
+        proxy: The proxy, and the variable that sets it; "": none.
     """
 
     url: str = field(repr=False)
@@ -163,14 +163,14 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         )
     if status == 416:
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
-    if isinstance(error, ValueError) or doing == CONNECTING:  # where nothing is sent yet
+    if isinstance(error, ValueError) or doing == CONNECTING:  # nothing has been sent yet
         return ConfigError(f"{where}: {hidden_in(head.strip()[:300], place.secrets)}")
     return _transfer_error(where, place, status, said, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What the store answered: its status, its code, both with its message in short, and everything."""
+    """A store's response: its status, its code, both with its message in short, and the full text."""
 
     status: int
     code: str
@@ -179,7 +179,7 @@ class _Answer:
 
     @property
     def is_expired(self) -> bool:
-        """Whether it says that a key has expired; the URL, which is repeated, may hold any word."""
+        """Whether it says that a key has expired. It repeats the URL, which may hold any word."""
         return self.code in _EXPIRED_CODES or bool(_IS_EXPIRED.search(self.said)) or _OUTSIDE_TIME in self.text
 
 
@@ -202,7 +202,7 @@ def _denied(place: RequestPlace, doing: str, said: str, again: str = "") -> str:
 
 
 def _key_refused(place: RequestPlace, doing: str, answer: _Answer) -> str:
-    """Return the message for a key that is refused itself, after it was looked up again, if there is where to look."""
+    """Return the message for a refused key, after a second look-up if its source allows one."""
     again = "" if place.forget is None else ", and were looked up there once more"
     if not answer.is_expired:
         then = "If the key was good before, it has expired or was replaced: renew it, then start again"
@@ -230,9 +230,9 @@ def _status_of(error: Exception, head: str) -> int:
 
 
 def _undeleted(head: str) -> tuple[str, str] | None:
-    """Return message and code of one key that a bulk delete failed on; None: that is not what ``head`` says.
+    """Return message and code for a key that a bulk delete failed on; None: ``head`` is another message.
 
-    It ends with ``KEY: MESSAGE (code: CODE)``, and anything may be in the key.
+    It ends with ``KEY: MESSAGE (code: CODE)``; the key may hold any characters.
     """
     begun, _, code = head.rstrip().rpartition(" (code: ")
     _, found, rest = begun.partition(_DELETE_FAILED)
@@ -272,7 +272,7 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
 
 
 def _why_final(status: int, head: str, debug: str) -> str:
-    """Return why asking again is in vain; "": it is not."""
+    """Return why a retry cannot succeed; "": it may."""
     if (status == 400 and _WANTS_TLS.search(head[:_MOST_LOOKED_AT])) or _NOT_HTTP.search(debug):
         return "the server answers, but not over plain HTTP: write https:// in its place"
     if status == 407:
@@ -282,14 +282,14 @@ def _why_final(status: int, head: str, debug: str) -> str:
 
 
 def _hinted(place: RequestPlace, reason: str) -> str:
-    """Return a reason, with what else it may mean of a server that is asked over plain HTTP."""
+    """Return a reason, with a hint if the server may expect TLS instead of plain HTTP."""
     ends_so = place.endpoint.startswith("http://") and reason in {_RESET, _CLOSED}
     return f"{reason} (if that port speaks TLS, write https://)" if ends_so else reason
 
 
 _RESET, _CLOSED = "the connection was reset", "the connection was closed before an answer"
 _WANTS_TLS = re.compile(r"(?:to an HTTPS server|to HTTPS port|SSL-enabled server port)", re.IGNORECASE)
-"""What Go's, nginx and Apache answer over plain HTTP at a port for TLS; others send an alert, or end the connection."""
+"""Answers of Go, nginx and Apache to plain HTTP at a TLS port; other servers send an alert, or close the connection."""
 _NOT_HTTP = re.compile(r"Parse\(\s{0,200}Version\b")
 _REASONS = (
     ("ProxyAuthRequired", "it wants a user and password"),

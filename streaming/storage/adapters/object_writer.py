@@ -21,10 +21,10 @@ class _AbortedError(Exception):
 
 
 class ObjectWriter(StoreWriter):
-    """Write one object of a store. For one thread; a second one, its own, sends parts from the first full one on.
+    """Write one object of a store. For one thread; from the first full part on, a thread of its own sends parts.
 
     Args:
-        reach: Returns the store, the key in it and the place for messages, with the keys of now.
+        reach: Returns the store, with its current keys, the object's key in it, and the place for messages.
         part_bytes: Size of the parts.
     """
 

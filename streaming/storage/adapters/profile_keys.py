@@ -1,7 +1,7 @@
-"""Give obstore the keys of an AWS profile, with the end that they really have.
+"""Give obstore the keys of an AWS profile, with their real expiry.
 
-obstore's own provider says of every key that it is good for another half an hour, so a session of an assumed role, SSO
-or ``credential_process`` that is shorter ends under requests that are signed with it.
+obstore's own provider assumes that every key is good for another half an hour. So shorter sessions of an assumed role,
+SSO or ``credential_process`` expire while requests are still signed with them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 AHEAD = timedelta(minutes=5)
-"""How long before its end a key is replaced; obstore asks from then on, at most every 0.1 s (0.12.1)."""
+"""Time before its expiry at which a key is replaced; from then on obstore asks, at most every 0.1 s (0.12.1)."""
 
 
 def _now() -> datetime:
@@ -20,10 +20,10 @@ def _now() -> datetime:
 
 
 class ProfileKeys:
-    """Return the keys of a profile in obstore's form, renewed before they end. Thread-safe.
+    """Return the keys of a profile in obstore's form, renewed before they expire. Thread-safe.
 
-    botocore makes new keys each time it is asked in the last ten minutes of a session. So it is asked only once half of
-    what is left of a short session is over, and a program that makes keys runs a few times per session.
+    In the last ten minutes of a session botocore makes new keys at every request. So it is asked only when half of the
+    rest of a short session is over, and ``credential_process`` runs only a few times per session.
 
     Args:
         credentials: botocore's.
@@ -42,10 +42,10 @@ class ProfileKeys:
         """Return the keys.
 
         Raises:
-            Exception: They have ended, and botocore cannot renew them; the error is its own.
+            Exception: They have expired, and botocore cannot renew them; the error is its own.
         """
         with self._lock:
-            # What is held is one answer of botocore's, whole, with its own end.
+            # The held keys are one whole answer of botocore, with its own expiry.
             now = self._clock()
             if not self._held or (self._renew_at is not None and now >= self._renew_at):
                 try:
@@ -58,8 +58,8 @@ class ProfileKeys:
     def _renew(self) -> None:
         frozen = self._credentials.get_frozen_credentials()
         now = self._clock()
-        told: datetime | None = getattr(self._credentials, "_expiry_time", None)  # there is no public way to it
-        end = self._end = None if told is None else told.astimezone(UTC)  # obstore takes no other zone
+        expiry: datetime | None = getattr(self._credentials, "_expiry_time", None)  # botocore has no public name for it
+        end = self._end = None if expiry is None else expiry.astimezone(UTC)  # obstore takes no other zone
         self._renew_at = None if end is None else end - min(AHEAD, max(end - now, timedelta()) / 2)
         self._held = {
             "access_key_id": frozen.access_key,

@@ -53,11 +53,11 @@ class UnreachableError(PassingError):
 
 
 RESUMED = "a job that resumes from its last state_dict loses no sample, and a command goes on where it stopped"
-"""What a new start costs, for messages."""
+"""Words for the cost of a restart, for messages."""
 
 
 class KeyRefusedError(AccessDeniedError):
-    """The store refuses the key itself: it has expired, or is not known. There may be another one by now.
+    """The store refuses the key itself: it has expired, or is unknown. There may be a new one by now.
 
     Attributes:
         forget: Makes the next attempt look the keys up again; None: there is nowhere to look.
@@ -72,10 +72,10 @@ class KeyRefusedError(AccessDeniedError):
 
 
 def with_keys_of_now(attempt: Callable[[], _T]) -> _T:
-    """Return the result of ``attempt``; if its key is refused, of another one, after the keys were looked up again.
+    """Return the result of ``attempt``; if its key is refused, look up the keys and try once more.
 
     Raises:
-        AccessDeniedError: That key is refused as well, or there is nowhere to look.
+        AccessDeniedError: The new key is refused, too, or there is nowhere to look.
     """
     try:
         try:

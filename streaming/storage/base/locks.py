@@ -1,7 +1,7 @@
 """Lock between processes with flock, which ends with its holder, and a time limit for waiting.
 
-Whoever can open a file, if only to read it, can lock it for ever. So nothing waits without a limit, and a file that is
-only there to be locked can be opened by its user alone.
+Any user who can open a file, even for reading only, can lock it forever. So every wait has a limit, and only the owner of
+lock files can open them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def try_lock(path: str, *, create: bool = True) -> int | None:
 
 
 def lock_open(fd: int, limit_s: float) -> bool:
-    """Lock a file that is open, until its last descriptor is closed; False: somebody else held it for ``limit_s``.
+    """Lock an open file until its last descriptor is closed; False: another process held it for ``limit_s``.
 
     Raises:
         OSError: The file system has no locks.
@@ -115,7 +115,7 @@ def _check_private(fd: int, path: str) -> None:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Tell whether ``path`` is the open file."""
+    """Return whether ``path`` is the open file."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -79,8 +79,8 @@ class StorageOptions:
         account_key: Key of the account (az).
         sas_token: Shared access signature (az).
         connection_string: Azure's connection string (az, fsspec client only).
-        ca_file: PEM file of certificate authorities to trust in addition to the system's; default: that of the
-            environment's AWS_CA_BUNDLE.
+        ca_file: PEM file of certificate authorities to trust in addition to the system's; default: the environment's
+            AWS_CA_BUNDLE.
         client: "fsspec" to use fsspec where obstore is the default; "obstore" to use that alone, also for large ranges
             over plain HTTP, which otherwise are received in the loader's memory.
         fsspec: Additional keyword arguments for the fsspec file system.
@@ -138,7 +138,7 @@ STORAGE_OPTIONS = frozenset((*_NAMES, *_TIMES))
 
 
 def storage_option_name(given: str) -> str:
-    """Return the name of an option that may be given by another one, such as ``"endpoint"``."""
+    """Return the name of an option, given an alias such as ``"endpoint"``."""
     return _ALIASES.get(given, given)
 
 

@@ -81,16 +81,16 @@ def join_url(base: str, *names: str) -> str:
 
 
 def checked_endpoint(name: str, url: str) -> str:
-    """Return the URL of a server that stands in for a cloud's own, if a client can ask it.
+    """Check the URL of a server to use in place of a cloud's own, and return it.
 
-    obstore ends in a panic, which is no ``Exception``, over most of what is refused here (0.12.1).
+    obstore panics, which is no ``Exception``, over most URLs that are refused here (0.12.1).
 
     Args:
-        name: What holds the URL, for the message.
+        name: Name of the option that holds the URL, for the message.
         url: The URL.
 
     Raises:
-        ConfigError: It is malformed; the message says where.
+        ConfigError: The URL is malformed; the message says where.
     """
     fault = "it begins otherwise" if not url.startswith(("http://", "https://")) else server_fault(url)
     if not fault and not (url.isascii() and url.isprintable() and " " not in url):
@@ -104,7 +104,7 @@ def checked_endpoint(name: str, url: str) -> str:
 
 
 def server_fault(url: str) -> str:
-    """Return what is wrong with host and port of an http(s) URL, in words; "" if they are right."""
+    """Return words for the fault in host and port of an http(s) URL; "" if there is none."""
     server = url.partition("://")[2].partition("/")[0].partition("?")[0].rpartition("@")[2]
     if server.count(":") > 1 and "[" not in server:
         return "an IPv6 address stands in brackets, as in http://[::1]:9000"

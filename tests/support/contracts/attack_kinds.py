@@ -487,7 +487,8 @@ def secrets_of_a_decoder(folder: Path) -> Happened:
         os.environ.pop("AWS_SECRET_ACCESS_KEY")
         if before is not None:
             os.environ["AWS_SECRET_ACCESS_KEY"] = before
-    assert b"PATH=" in environment and b"very-secret" not in environment
+    assert b"PATH=" in environment
+    assert b"very-secret" not in environment
     return Happened(NOTHING)
 
 
