@@ -107,9 +107,9 @@ class BadFile:
     """Append records to a file that several processes of one machine may share. Thread-safe.
 
     A record is one ``write`` with O_APPEND, under a lock (flock, if the file system supports it), so that lines never
-    interleave. Any user who can read the file can hold its lock, so the wait is short; then lines are added without it. A
-    sample that the file already lists for the same epoch is not added again, so restarts and replicas add nothing. A
-    failing disk costs the record and, once, a warning; never the run.
+    interleave. Any user who can read the file can hold its lock, so the wait is short; then lines are added without
+    it. A sample that the file already lists for the same epoch is not added again, so restarts and replicas add
+    nothing. A failing disk costs the record and, once, a warning; never the run.
 
     Args:
         path: The file; ``{rank}`` in it is replaced by ``rank``. It and its folder are made when first needed.

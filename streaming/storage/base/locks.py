@@ -1,7 +1,7 @@
 """Lock between processes with flock, which ends with its holder, and a time limit for waiting.
 
-Any user who can open a file, even for reading only, can lock it forever. So every wait has a limit, and only the owner of
-lock files can open them.
+Any user who can open a file, even for reading only, can lock it forever. So every wait has a limit, and only the owner
+of lock files can open them.
 """
 
 from __future__ import annotations
