@@ -14,12 +14,12 @@
 #             kinds of sets against a model, and CASES/20 against an undisturbed rank, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
-# torch), PYTEST_ARGS=… to pytest. Three processes test for every two cores, since tests also wait: JOBS=0 for one.
+# torch), PYTEST_ARGS=… to pytest. Two processes test for each core, since tests also wait: JOBS=0 for one.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) '*' 3 / 2)
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) '*' 2)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish

@@ -122,7 +122,7 @@ NOT_CHOSEN = {("step", 1), ("step", 3)}
 
 
 @every_kind
-@pytest.mark.parametrize("program", first_here(PROGRAMS, 3), ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", first_here(PROGRAMS, 2), ids=lambda program: program.__name__)
 def test_every_program_goes_on_with_the_next_batch(
     program: Program, kind: str, made: dict[str, Maker], truth: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

@@ -27,6 +27,7 @@ from tests.support.contracts.meeting_kinds import UNCHANGED
 from tests.support.sets.meanings import SCHEMA, classes_of, say, say_classes, schema_of
 from tests.support.sources.conversions import tree
 from tests.support.sources.foreign_sets import picture
+from tests.support.tiers import first_here
 
 FIRST, OTHER = ["a", "b", "c"], ["b", "c", "d"]
 
@@ -346,7 +347,7 @@ def test_columns_lifted_from_unlike_classes_are_not_chosen_by(tmp_path: Path, ki
 
 @pytest.mark.parametrize("kind", LIFTED)
 @pytest.mark.parametrize("fields", [[], ["--fields", "cls"]])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", first_here([True, False], 1))
 def test_columns_lifted_from_classes_are_written_as_the_field_is(
     tmp_path: Path, kind: str, fields: list[str], turned: bool
 ) -> None:
@@ -438,7 +439,7 @@ SILENCE = ["", "columns", "index"]
 
 @pytest.mark.parametrize("how", SILENCE)
 @pytest.mark.parametrize("classes", ["union", "own"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+@pytest.mark.parametrize("order", first_here([(0, 1, 2), (1, 0, 2), (0, 2, 1)], 1))
 def test_a_silent_set_beside_sets_that_contradict_each_other_is_refused_by_name(
     sets: tuple[Path, Path], tmp_path: Path, how: str, classes: Any, order: tuple[int, ...]
 ) -> None:

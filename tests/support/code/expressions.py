@@ -64,21 +64,26 @@ def _uses() -> dict[str, frozenset[str]]:
     return {name: frozenset(methods) for name, methods in found.items()}
 
 
-def expressions() -> Iterator[Expression]:
-    """Every call of a function of ``re`` with an expression."""
-    for name, tree in _trees().items():
-        names = {id(node.value): node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AnnAssign))}
-        above = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr=attr)) if attr in FUNCTIONS:
-                    text = _evaluated(name, node.args[0])
-                    flags = [one.value for one in node.keywords if one.arg == "flags"] + node.args[
-                        {"compile": 1, "sub": 4}.get(attr, 2) :
-                    ]
-                    given = flags and _evaluated(name, flags[0])
-                    methods = {attr} if attr != "compile" else _methods(names.get(id(node)), above.get(id(node)))
-                    yield Expression(f"{name}:{node.lineno}", text, int(given or 0), frozenset(methods))
+@cache
+def expressions() -> tuple[Expression, ...]:
+    """Every call of a function of ``re`` with an expression. It takes seconds, so tests ask when they run."""
+    return tuple(found for name, tree in _trees().items() for found in _expressions_of(name, tree))
+
+
+def _expressions_of(name: str, tree: ast.Module) -> Iterator[Expression]:
+    nodes = list(ast.walk(tree))
+    names = {id(node.value): node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign))}
+    above = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr=attr)) if attr in FUNCTIONS:
+                text = _evaluated(name, node.args[0])
+                flags = [one.value for one in node.keywords if one.arg == "flags"] + node.args[
+                    {"compile": 1, "sub": 4}.get(attr, 2) :
+                ]
+                given = flags and _evaluated(name, flags[0])
+                methods = {attr} if attr != "compile" else _methods(names.get(id(node)), above.get(id(node)))
+                yield Expression(f"{name}:{node.lineno}", text, int(given or 0), frozenset(methods))
 
 
 def _methods(assigned: ast.AST | None, above: str | None) -> frozenset[str]:
