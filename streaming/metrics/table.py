@@ -55,7 +55,7 @@ OF_LOADERS = (
         consumer_s="time between two batches: your own work",
         in_loader_s="time that the training thread spent inside the loader: waits, building, hand-over",
         first_batch_s="the part of it spent on the first batches of iterations",
-        unhidden_s="the part of `in_loader_s`, after first batches, that was no wait: the training thread's own work, "
+        unhidden_s="the part of in_loader_s, after first batches, that was no wait: the training thread's own work, "
         "which no prefetching hides",
         consumer_thread_s="CPU time of the training thread inside the loader",
         copy_s="with DevicePrefetcher: time that the training thread spent starting copies to the device",
