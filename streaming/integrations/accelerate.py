@@ -153,7 +153,7 @@ class CountedLoader:
         return of_wrapped(self, name)
 
     def __len__(self) -> int:
-        return len(self._loader) * int(self._accelerator.num_processes)
+        return len(self._loader) * _steps_of_schedule(self._accelerator)
 
     def __iter__(self) -> NoReturn:
         """Refuse to be read: the number of batches would be another one than the length.
@@ -195,9 +195,14 @@ def _streaming_loader(given: DataLoader | DevicePrefetcher) -> DataLoader | None
     return loader if isinstance(loader, DataLoader) else None
 
 
+def _steps_of_schedule(accelerator: Accelerator) -> int:
+    """Return how many steps a prepared schedule takes for each of the optimizer's: for how many batches one stands."""
+    return 1 if accelerator.split_batches else int(accelerator.num_processes)
+
+
 def _warn_of_count(accelerator: Accelerator, loader: DataLoader, line: str) -> None:
     """Warn that a script may have taken the batches of this process for those of all."""
-    processes = accelerator.num_processes
+    processes = _steps_of_schedule(accelerator)
     if processes > 1 and accelerator.is_main_process:
         _log.warning(
             "len(loader) at %s is %d, the batches of each process. Before accelerator.prepare, scripts for Accelerate "
