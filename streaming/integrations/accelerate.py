@@ -166,6 +166,8 @@ class CountedLoader:
             "prepare it first, beside accelerator.prepare: loader = prepare_loader(accelerator, loader)"
         )
 
+    with_state = __iter__
+
 
 class SkippingLoader:
     """The result of ``skip_first_batches``. All other attributes are those of the loader."""
@@ -184,9 +186,18 @@ class SkippingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of one epoch; after that, whole epochs."""
-        number, self._to_skip = self._to_skip, None
-        num_dropped = 0 if number is None else begin_at(self._own, number)
+        num_dropped = self._begin()
         return islice(iter(self._loader), num_dropped, None)
+
+    def with_state(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """See ``DataLoader.with_state``, from the first batch that is not skipped on."""
+        num_dropped = self._begin()
+        return islice(self._loader.with_state(), num_dropped, None)
+
+    def _begin(self) -> int:
+        """Move the loader, once; return how many batches must be read and dropped."""
+        number, self._to_skip = self._to_skip, None
+        return 0 if number is None else begin_at(self._own, number)
 
 
 def _streaming_loader(given: DataLoader | DevicePrefetcher) -> DataLoader | None:

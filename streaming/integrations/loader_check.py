@@ -36,7 +36,7 @@ def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
     Raises:
         ConfigError: It deals to another number of ranks; the message begins with ``what``.
     """
-    mesh, torchs = loader.device_mesh, accelerator.torch_device_mesh
+    mesh, torchs = loader.device_mesh, getattr(accelerator, "torch_device_mesh", None)
     names = () if torchs is None else torchs.mesh_dim_names or ()
     num_processes = accelerator.num_processes
     num_shares = num_processes // prod(torchs[name].size() for name in _SAME_DATA if name in names)

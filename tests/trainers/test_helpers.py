@@ -286,14 +286,25 @@ def test_batches_are_skipped_as_torchs_are(kinds: Kinds, kind: str, number: int)
             continue
         with kinds.loader(kind, rank, ranks) as loader:
             first, second, third = epochs_of(loader, 3)
-        for wrapper in ("bare", "prepared"):
+        for wrap in (WRAPPERS["bare"], WRAPPERS["prepared"], lambda loader: DevicePrefetcher(loader, "cpu")):
+            if kind == "Ray" and wrap not in WRAPPERS.values():
+                continue  # a prefetcher copies batches, and these are handles
             with kinds.loader(kind, rank, ranks) as loader:
-                whole = WRAPPERS[wrapper](loader)
+                whole = wrap(loader)
                 rest = skip_first_batches(whole, number)
                 if kind not in {"iterable", "dispatch", "Ray"}:
                     assert (len(rest), len(whole)) == (len(first) - number, len(first))
                 assert epochs_of(rest, 2) == [first[number:], second]
                 assert epochs_of(skip_first_batches(whole, number), 1) == [third[number:]]
+
+
+def test_batches_come_with_their_states_behind_what_is_skipped(kinds: Kinds) -> None:
+    for kind in ("map-style", "iterable"):
+        with kinds.loader(kind) as loader:
+            expected = [(rows_of(batch), state) for batch, state in loader.with_state()]
+        with kinds.loader(kind) as loader:
+            rest = skip_first_batches(prepare_loader(accelerator(), loader), 4).with_state()
+            assert [(rows_of(batch), state) for batch, state in rest] == expected[4:]
 
 
 def test_what_is_skipped_is_not_read(kinds: Kinds) -> None:
@@ -365,6 +376,8 @@ def test_a_schedule_counted_before_prepare_lasts_as_long_as_the_epoch(
         steps = count(counted, processes, accumulated)
         with pytest.raises(ConfigError, match=r"prepare it first.* loader = prepare_loader\(accelerator, loader\)"):
             iter(counted)
+        with pytest.raises(ConfigError, match="prepare it first"):
+            counted.with_state()
         prepared = prepare_loader(own, counted)
         assert steps == math.ceil(len(prepared) / accumulated) * processes
         assert len(prepared) == len(list(prepared)) == 6
