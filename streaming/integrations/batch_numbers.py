@@ -53,6 +53,6 @@ def begin_at(loader: DataLoader, number: int) -> int:
     can_seek = loop.state_type is LoaderState and not loader.has_ramp and loop.position.next_seed is None
     if not number or not can_seek:
         return number
-    seen = loop.samples_per_epoch if number == loop.num_batches else number * loader.global_batch_size
-    loader.load_state_dict(loop.state_at(loop.settled(replace(place, samples_seen=seen))).to_dict())
+    there = loop.settled(replace(place, samples_seen=number * loader.global_batch_size))
+    loader.load_state_dict(loop.state_at(there).to_dict())
     return 0

@@ -48,13 +48,13 @@ NUM_ROWS, SIZE = 48, 8
 
 
 class Squares:
-    """Map-style; notes which rows were read."""
+    """Map-style; notes which rows were read. The last two fill no batch."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
 
     def __len__(self) -> int:
-        return NUM_ROWS
+        return NUM_ROWS + 2
 
     def __getitem__(self, index: int) -> dict[str, int]:
         self.read.append(index)
@@ -90,6 +90,7 @@ class Kinds:
             "iterable, epoch_size": lambda **of: DataLoader(Numbers(), epoch_size=NUM_ROWS, **of),
             "StreamingDataset": lambda **of: DataLoader(dataset(), **of),
             "map-style": lambda **of: DataLoader(Squares(), **of),
+            "map-style, partial": lambda **of: DataLoader(Squares(), last_batch="partial", **of),
             "own iterator": lambda **of: DataLoader(own_iterator, epoch_size=NUM_ROWS, **of),
             "dispatch": lambda **of: DataLoader(OrdinaryDataset(Numbers(), sharding="dispatch"), **of),
             "Ray": lambda **of: DataLoader(dataset, remote_group=RemoteGroup(name="readers"), **of),
@@ -277,8 +278,8 @@ def test_a_copy_reads_what_the_loader_would(kinds: Kinds, kind: str, how: str) -
 # ------------------------------------------------------------------------------------------- skip_first_batches
 
 
-@pytest.mark.parametrize("number", [2, *(pytest.param(one, marks=pytest.mark.thorough) for one in (0, 1, 5, 6))])
-@pytest.mark.parametrize("kind", [*KINDS, "unindexed", "Packed"])
+@pytest.mark.parametrize("number", [4, *(pytest.param(one, marks=pytest.mark.thorough) for one in (0, 1, 2, 5, 6))])
+@pytest.mark.parametrize("kind", [*KINDS, "map-style, partial", "unindexed", "Packed"])
 def test_batches_are_skipped_as_torchs_are(kinds: Kinds, kind: str, number: int) -> None:
     """For each rank: the rest of the epoch, then whole ones."""
     for rank, ranks in ((0, 1), (0, 2), (1, 2)):
@@ -298,6 +299,15 @@ def test_batches_are_skipped_as_torchs_are(kinds: Kinds, kind: str, number: int)
                 assert epochs_of(skip_first_batches(whole, number), 1) == [third[number:]]
 
 
+@pytest.mark.parametrize("kind", ["map-style, partial", "map-style", "iterable, epoch_size"])
+def test_a_whole_epoch_is_skipped(kinds: Kinds, kind: str) -> None:
+    """Also where its last batch is short, or rows are left out."""
+    with kinds.loader(kind) as loader:
+        first, second = epochs_of(loader, 2)
+    with kinds.loader(kind) as loader:
+        assert epochs_of(skip_first_batches(loader, len(first)), 2) == [[], second]
+
+
 def test_batches_come_with_their_states_behind_what_is_skipped(kinds: Kinds) -> None:
     for kind in ("map-style", "iterable"):
         with kinds.loader(kind) as loader:
@@ -314,7 +324,7 @@ def test_what_is_skipped_is_not_read(kinds: Kinds) -> None:
         assert len(loader.dataset.read) == 2 * SIZE
 
 
-@pytest.mark.parametrize("kind", first_here(KINDS, 4))
+@pytest.mark.parametrize("kind", first_here([*KINDS, "map-style, partial"], 4))
 def test_a_loaded_state_and_the_number_skipped_have_to_agree(kinds: Kinds, kind: str) -> None:
     with kinds.loader(kind) as loader:
         first, second = epochs_of(loader, 2)
