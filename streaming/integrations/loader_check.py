@@ -37,9 +37,9 @@ def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
         ConfigError: It deals to another number of ranks; the message begins with ``what``.
     """
     mesh, torchs = loader.device_mesh, getattr(accelerator, "torch_device_mesh", None)
-    names = () if torchs is None else torchs.mesh_dim_names or ()
+    same = [] if torchs is None else [torchs[name].size() for name in torchs.mesh_dim_names if name in _SAME_DATA]
     num_processes = accelerator.num_processes
-    num_shares = num_processes // prod(torchs[name].size() for name in _SAME_DATA if name in names)
+    num_shares = num_processes // prod(same)
     if num_shares == mesh.data_world_size or num_processes == mesh.world_size:  # the latter with axes of its own
         return
     raise ConfigError(
