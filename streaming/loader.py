@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.context import BaseContext
 from os import PathLike
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import check_worker_init_fn, checks_names, seconds_or_none
+from streaming.arguments import check_worker_init_fn, checked_count, checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
@@ -27,6 +28,7 @@ from streaming.loops.options import (
     check_ordinary,
     check_streaming,
     given,
+    refuse_rebuilding,
     refuse_torch_names,
     refuse_tuned_elsewhere,
     streaming_config,
@@ -42,6 +44,7 @@ from streaming.replicas.options import Broadcast, Replicas
 from streaming.tuned.chosen import takes_tuned
 from streaming.types import BatchT
 
+_log = logging.getLogger(__name__)
 _BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
 _IN_ACTORS = (
     *("num_threads", "memory_limit", "replicate", "stage_fields", "sequence"),
@@ -149,6 +152,15 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             is also a ``TypeError``.
     """
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            refuse_rebuilding(name)
+            return super().__getattr__(name)
+
+    _epochs_apart = 0
+    """The loader's number of an epoch, less the trainer's; see ``EpochSampler.set_epoch``."""
+
     @takes_tuned
     def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
         self,
@@ -232,6 +244,21 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         self._loop = open_ordinary(read, config)
         self._loop.announce = Announcer(read, self._loop, self._finder)
 
+    def _set_trainers_epoch(self, epoch: int) -> None:
+        """See ``EpochSampler.set_epoch``."""
+        loop, asked = self._loop, checked_count("epoch", epoch)
+        own = asked + self._epochs_apart
+        if own != loop.epoch and not loop.is_counted and loop.position.has_first_batch_out:
+            self._epochs_apart = loop.epoch - asked
+            _log.info(
+                "set_epoch(%d) by a trainer that already holds the first batch of epoch %d: it goes on with this "
+                "epoch, and the next ones are counted from there", asked, loop.epoch,
+            )  # fmt: skip
+            return
+        if own not in {loop.epoch, loop.epoch + 1}:  # a trainer that counts anew
+            self._epochs_apart, own = 0, asked
+        self.set_epoch(own)
+
     @property
     def sampler(self) -> EpochSampler:
         """An object on which trainers call ``set_epoch``; it does not yield indices."""
@@ -279,8 +306,12 @@ class EpochSampler:
         self.drop_last = loader.drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """See ``DataLoader.set_epoch``."""
-        self._loader.set_epoch(epoch)
+        """Begin ``epoch``, by the trainer's count; see ``DataLoader.set_epoch``.
+
+        Lightning reads a batch of a loader without a length before it calls this, and counts from 0 in each ``fit``:
+        the iteration that has begun is then the trainer's ``epoch``, and the next ones are counted from there.
+        """
+        self._loader._set_trainers_epoch(epoch)
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch."""

@@ -25,6 +25,7 @@ from streaming.device.copiers import page_locked
 from streaming.elsewhere.methods import OF_LOADERS, look_elsewhere
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches, Closable, Loop
+from streaming.epochs.position import calling_line
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
@@ -116,6 +117,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         self._given = self._dataset = dataset
         self._loaded: Mapping[str, Any] | None = None
         self._generation = 0
+        self._counted_at = ""  # the line of the program that first asked for the length
         self._locker: PageLocker | None = None
         self.stall_report_s = seconds_or_none(
             "stall_report_s", options.get("stall_report_s", STALL_REPORT_S), "no reports"
@@ -266,7 +268,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         mesh, size = self.device_mesh, self.global_batch_size
         epoch = f"epoch {self.epoch}"
         with suppress(TypeError):  # of unknown length
-            epoch += f" of {len(self)} batches"
+            epoch += f" of {self._num_batches()} batches"
         workers = self._options.get("num_workers", 0)
         parts = [what_is_read(self.dataset), f"global_batch_size={size}", f"num_workers={workers}", epoch]
         parts.append(f"rank {mesh.rank} of {mesh.world_size} (found by: {self._finder.found_by})")
@@ -298,6 +300,11 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         Raises:
             TypeError: The dataset is a ``Mixture`` without an end.
         """
+        number = self._num_batches()
+        self._counted_at = self._counted_at or calling_line()
+        return number
+
+    def _num_batches(self) -> int:
         self._look_again()
         self._loop.check_ends()
         return self._loop.num_batches

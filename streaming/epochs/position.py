@@ -95,7 +95,7 @@ class Turn:
         """End the turn because another iterator is being made."""
         self._end(
             IteratorSupersededError,
-            f"this iterator was superseded: another one was made by {_caller()} before this one was exhausted. A "
+            f"this iterator was superseded: another one was made by {calling_line()} before this one was exhausted. A "
             "loader has one iterator at a time: finish or drop one before making the next. For two loops side by side "
             "make two loaders; to look at a sample use dataset[i]",
         )
@@ -104,7 +104,7 @@ class Turn:
         """End the turn because the method named ``what`` moves the loader."""
         self._end(
             IteratorSupersededError,
-            f"this iterator was superseded: {what} was called by {_caller()} before it was exhausted. Call iter() "
+            f"this iterator was superseded: {what} was called by {calling_line()} before it was exhausted. Call iter() "
             "again afterwards",
         )
 
@@ -112,7 +112,7 @@ class Turn:
         """End the turn because the loader is being closed."""
         self._end(
             IteratorEndedError,
-            f"this iterator was ended: the loader was closed by {_caller()}. Call iter() again to start the next "
+            f"this iterator was ended: the loader was closed by {calling_line()}. Call iter() again to start the next "
             "epoch, or load_state_dict() first to resume where this one was",
         )
 
@@ -220,6 +220,21 @@ class Position:
         return self._num_received == 0 or self.place.epoch != self._start.epoch
 
     @property
+    def upcoming(self) -> Place:
+        """The place at which the next iteration begins; at an end that was loaded it has no batch."""
+        place = self.place
+        if self.is_due or self.is_endless:
+            return place
+        if self._starts_again:
+            return self._beginning()
+        return replace(place, epoch=place.epoch + 1, samples_seen=0, is_end=False)
+
+    @property
+    def has_first_batch_out(self) -> bool:
+        """Whether the current iterator has handed out one batch, and nobody has closed or dropped it."""
+        return self._num_handed_out == 1 and self._turn is not None and self._turn.is_open and self._turn.has_begun
+
+    @property
     def is_iterated(self) -> bool:
         """Whether there is an iterator that has batches to hand out."""
         return self._turn is not None and self._turn.lasts
@@ -259,16 +274,9 @@ class Position:
         """
         turn.check()
         turn.has_begun = True
-        place = self.place
-        if self.is_due:
-            self._go_to(place, is_loaded=self._is_loaded and self._num_received == 0)
-        elif self.is_endless:
-            self._go_to(place, is_loaded=False)
-        elif self._starts_again:
-            self._go_to(self._beginning(), is_loaded=False)
-        else:
+        if not (self.is_due or self.is_endless or self._starts_again):
             self._warn_of_the_rest("a new iteration begins with the next epoch")
-            self._go_to(replace(place, epoch=place.epoch + 1, samples_seen=0), is_loaded=False)
+        self._go_to(self.upcoming, is_loaded=self.is_due and self._is_loaded and self._num_received == 0)
         seed = None
         if self.next_seed is not None and self._start.samples_seen == 0 and not self._start.has_begun:
             seed, self.next_seed, self.was_seeded = self.next_seed, None, True
@@ -397,11 +405,11 @@ class Position:
         if self._is_loaded and place.epoch == self._start.epoch:
             _log.warning(
                 "epoch %d, resumed at sample %d, is abandoned at sample %d: %s (by %s). The rest of it is not read",
-                place.epoch, self._start.samples_seen, place.samples_seen, why, _caller(),
+                place.epoch, self._start.samples_seen, place.samples_seen, why, calling_line(),
             )  # fmt: skip
 
 
-def _caller() -> str:
+def calling_line() -> str:
     """Return the line of the user's program, or of a trainer, that is being executed."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USERS):

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
+from streaming.arguments import checked_count
 from streaming.device.prefetcher import DevicePrefetcher
-from streaming.integrations.loader_check import expect_loader
+from streaming.epochs.position import calling_line
+from streaming.errors import ConfigError
+from streaming.integrations.batch_numbers import begin_at
+from streaming.integrations.loader_check import check_worlds, expect_loader, of_wrapped
 from streaming.loader import DataLoader
 
-__all__ = ["prepare_loader"]
+__all__ = ["count_all_ranks", "prepare_loader", "skip_first_batches"]
+
+_log = logging.getLogger(__name__)
 
 
-def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher) -> PreparedLoader:
+def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher | CountedLoader) -> PreparedLoader:
     """Prepare ``loader`` as ``accelerator.prepare`` does for torch's: device placement, gradient steps and checkpoints.
 
     ``accelerator.prepare`` itself leaves a ``streaming.DataLoader`` alone, so it is never sharded twice. ::
@@ -30,14 +38,67 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
         The loader, with three changes. Batches are on the accelerator's device. In the last step of an epoch
         ``accelerator.accumulate`` synchronizes gradients even if fewer batches were accumulated.
         ``accelerator.save_state`` saves the position after the last batch handed out, and ``load_state`` continues from
-        there on any number of ranks; do not call Accelerate's ``skip_first_batches`` then.
+        there on any number of ranks. There is nothing to skip then; a program that skips all the same calls
+        ``skip_first_batches`` of this module. Its length is that of this rank, as of a loader that Accelerate has
+        prepared; see ``count_all_ranks``.
 
     Raises:
-        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``, or is already prepared.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``, or is already prepared; or it
+            deals its batches to other ranks than those that the accelerator has.
     """
-    expect_loader("prepare_loader(accelerator, loader)", loader, DevicePrefetcher)
-    accelerator.register_for_checkpointing(loader)
-    return PreparedLoader(loader, accelerator)
+    is_counted_whole = isinstance(loader, CountedLoader)
+    given = loader._loader if isinstance(loader, CountedLoader) else loader
+    expect_loader("prepare_loader(accelerator, loader)", given, DevicePrefetcher)
+    own = _streaming_loader(given)
+    if own is not None:
+        check_worlds("prepare_loader(accelerator, loader)", own, accelerator)
+        if own._counted_at and not is_counted_whole:
+            _warn_of_count(accelerator, own, own._counted_at)
+    accelerator.register_for_checkpointing(given)
+    return PreparedLoader(given, accelerator, is_counted_whole=is_counted_whole)
+
+
+def count_all_ranks(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher) -> CountedLoader:
+    """Give ``loader`` the length that scripts for Accelerate expect before they prepare it: that of all processes.
+
+    They divide it by ``accelerator.num_processes``, as those of diffusers do, or make a schedule of that many steps,
+    because a prepared schedule takes ``num_processes`` steps for each step of the optimizer. ::
+
+        loader = count_all_ranks(accelerator, DataLoader(dataset, batch_size=32))
+        ...                                                    # the script's own lines, up to its accelerator.prepare
+        loader = prepare_loader(accelerator, loader)           # from here on len(loader) is that of this rank
+
+    Raises:
+        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``.
+    """
+    expect_loader("count_all_ranks(accelerator, loader)", loader, DevicePrefetcher)
+    return CountedLoader(loader, accelerator)
+
+
+def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, num_batches: int = 0) -> SkippingLoader:
+    """Continue at batch ``num_batches`` of the epoch that comes next, as Accelerate's function does.
+
+    The batches before it are not read, unless only reading tells where a batch begins: that is so for iterable torch
+    datasets, batches whose size changes, and readers in actors. Later epochs are whole: iterate over ``loader``, or
+    over the result again.
+
+    Args:
+        loader: A loader, prepared or not.
+        num_batches: Batches of this rank. If a state was loaded in the middle of an epoch, it must say the same.
+
+    Raises:
+        ConfigError: ``loader`` is something else. While iterating: an epoch has fewer batches, or a loaded state
+            continues at another one.
+    """
+    inner = loader._loader if isinstance(loader, PreparedLoader) else loader
+    expect_loader("skip_first_batches(loader, num_batches)", inner, DevicePrefetcher)
+    own = _streaming_loader(inner)
+    if own is None:
+        raise ConfigError(
+            "skip_first_batches(loader, num_batches): this DevicePrefetcher copies the batches of a loader that has no "
+            "position; give accelerate.skip_first_batches that loader"
+        )
+    return SkippingLoader(loader, own, num_batches)
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
@@ -45,15 +106,24 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
 
     _drop_last = True  # every row counts, so `gather_for_metrics` must not cut anything off
 
-    def __init__(self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator) -> None:
+    def __init__(
+        self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator, *, is_counted_whole: bool = False
+    ) -> None:
         self._loader, self._accelerator = loader, accelerator
+        self._is_told = is_counted_whole
         self.gradient_state = GradientState()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return of_wrapped(self, name)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        number = len(self._loader)
+        accelerator, own = self._accelerator, _streaming_loader(self._loader)
+        has_prepared = any(getattr(accelerator, name, True) for name in ("_models", "_optimizers", "_schedulers"))
+        if not (self._is_told or has_prepared or own is None):  # the script's own lines, before accelerator.prepare
+            self._is_told = True
+            _warn_of_count(accelerator, own, calling_line())
+        return number
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches on the accelerator's device."""
@@ -71,3 +141,84 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
                 yield send_to_device(batch, self._accelerator.device, non_blocking=True)
         finally:
             self.end()
+
+
+class CountedLoader:
+    """The result of ``count_all_ranks``. All other attributes are those of the loader."""
+
+    def __init__(self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator) -> None:
+        self._loader, self._accelerator = loader, accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return of_wrapped(self, name)
+
+    def __len__(self) -> int:
+        return len(self._loader) * _steps_of_schedule(self._accelerator)
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to be read: the number of batches would be another one than the length.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "count_all_ranks(accelerator, loader) counts the batches of all ranks, but a loop gets those of this one; "
+            "prepare it first, beside accelerator.prepare: loader = prepare_loader(accelerator, loader)"
+        )
+
+    with_state = __iter__
+
+
+class SkippingLoader:
+    """The result of ``skip_first_batches``. All other attributes are those of the loader."""
+
+    def __init__(
+        self, loader: DataLoader | DevicePrefetcher | PreparedLoader, own: DataLoader, num_batches: int
+    ) -> None:
+        self._loader, self._own = loader, own
+        self._to_skip: int | None = checked_count("skip_first_batches: num_batches", num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return of_wrapped(self, name)
+
+    def __len__(self) -> int:
+        return len(self._loader) - (self._to_skip or 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rest of one epoch; after that, whole epochs."""
+        num_dropped = self._begin()
+        return islice(iter(self._loader), num_dropped, None)
+
+    def with_state(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """See ``DataLoader.with_state``, from the first batch that is not skipped on."""
+        num_dropped = self._begin()
+        return islice(self._loader.with_state(), num_dropped, None)
+
+    def _begin(self) -> int:
+        """Move the loader, once; return how many batches must be read and dropped."""
+        number, self._to_skip = self._to_skip, None
+        return 0 if number is None else begin_at(self._own, number)
+
+
+def _streaming_loader(given: DataLoader | DevicePrefetcher) -> DataLoader | None:
+    """Return the loader below a prefetcher, if it is one of ours."""
+    loader = given.loader if isinstance(given, DevicePrefetcher) else given
+    return loader if isinstance(loader, DataLoader) else None
+
+
+def _steps_of_schedule(accelerator: Accelerator) -> int:
+    """Return how many steps a prepared schedule takes for each of the optimizer's: for how many batches one stands."""
+    return 1 if accelerator.split_batches else int(accelerator.num_processes)
+
+
+def _warn_of_count(accelerator: Accelerator, loader: DataLoader, line: str) -> None:
+    """Warn that a script may have taken the batches of this process for those of all."""
+    processes = _steps_of_schedule(accelerator)
+    if processes > 1 and accelerator.is_main_process:
+        _log.warning(
+            "len(loader) at %s is %d, the batches of each process. Before accelerator.prepare, scripts for Accelerate "
+            "expect those of all %d processes: they divide by num_processes, and a prepared schedule takes %d steps "
+            "for each of the optimizer's, so that the learning rate would end after 1/%d of the run. Let them count "
+            "count_all_ranks(accelerator, loader), or multiply by num_processes in the script (docs/trainers.md)",
+            line, loader._loop.num_batches, processes, processes, processes,
+        )  # fmt: skip

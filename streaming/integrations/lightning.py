@@ -10,7 +10,7 @@ import torch.utils.data
 
 from streaming.device.prefetcher import DevicePrefetcher
 from streaming.errors import ConfigError
-from streaming.integrations.loader_check import expect_loader
+from streaming.integrations.loader_check import expect_loader, of_wrapped
 from streaming.loader import DataLoader
 
 __all__ = ["for_fabric", "prepare_loader"]
@@ -65,7 +65,7 @@ class OneBehind:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return of_wrapped(self, name)
 
     def state_dict(self) -> dict[str, Any]:
         """See ``DataLoader.state_dict``."""

@@ -1,13 +1,17 @@
-"""Check that an argument is a loader, before a trainer fails on it in a less obvious way."""
+"""Check that an argument is a loader, and fits the trainer, before that fails in a less obvious way, or does not."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from streaming.errors import ConfigError
 from streaming.loader import DataLoader
 
-__all__ = ["expect_loader"]
+__all__ = ["check_worlds", "expect_loader", "of_wrapped"]
+
+_SAME_DATA = ("tp", "cp", "sp")
+"""Axes of Accelerate's mesh along which ranks get the same batch."""
 
 
 def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
@@ -22,3 +26,35 @@ def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
             f"{what}: expected a streaming.DataLoader, got a {kind.__module__}.{kind.__qualname__}; give torch's "
             "loaders, and what these functions returned, to the program as they are"
         )
+
+
+def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
+    """Check that ``loader`` deals its batches to the ranks of an ``accelerate.Accelerator``.
+
+    Otherwise each rank would get rows that others get too, or some rows would reach no rank.
+
+    Raises:
+        ConfigError: It deals to another number of ranks; the message begins with ``what``.
+    """
+    mesh, torchs = loader.device_mesh, getattr(accelerator, "torch_device_mesh", None)
+    same = [] if torchs is None else [torchs[name].size() for name in torchs.mesh_dim_names if name in _SAME_DATA]
+    num_processes = accelerator.num_processes
+    num_shares = num_processes // prod(same)
+    if num_shares == mesh.data_world_size or num_processes == mesh.world_size:  # the latter with axes of its own
+        return
+    raise ConfigError(
+        f"{what}: the trainer has {num_shares} data-parallel ranks in {num_processes} processes, but this loader deals "
+        f"its batches to {mesh.data_world_size} in {mesh.world_size}: {loader!r}. Leave device_mesh= out, or give the "
+        f"loader device_mesh=DeviceMesh.from_sizes(dp_size={num_shares}, rank=…)"
+    )
+
+
+def of_wrapped(wrapper: Any, name: str) -> Any:
+    """Return an attribute of the loader that ``wrapper`` keeps as ``_loader``.
+
+    Raises:
+        AttributeError: There is none; or ``wrapper`` is being copied, and has no loader yet.
+    """
+    if "_loader" not in vars(wrapper):
+        raise AttributeError(name)
+    return getattr(wrapper._loader, name)

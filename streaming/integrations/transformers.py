@@ -12,7 +12,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from streaming.errors import ConfigError
-from streaming.integrations.loader_check import expect_loader
+from streaming.integrations.batch_numbers import batches_seen
+from streaming.integrations.loader_check import check_worlds, expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["use_loader"]
@@ -32,10 +33,11 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
         trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))
 
     Raises:
-        ConfigError: ``loader`` is not a ``streaming.DataLoader``; or, when training resumes, the trainer and the loader
-            have not counted the same batches.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader``, or deals its batches to other ranks than those that
+            the trainer has; or, when training resumes, the trainer and the loader have not counted the same batches.
     """
     expect_loader("use_loader(trainer, loader)", loader)
+    check_worlds("use_loader(trainer, loader)", loader, trainer.accelerator)
 
     class LoaderPosition(_Position):
         def state(self) -> dict[str, Any]:
@@ -92,16 +94,8 @@ class _Resumed(IterableDataset[Any]):
         return len(self._loader._loader.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from repeat(None, _batches_seen(self._loader._loader))
+        yield from repeat(None, batches_seen(self._loader._loader))
         yield from self._loader
-
-
-def _batches_seen(loader: DataLoader) -> int:
-    """Return the number of batches of the current epoch before the loader's position."""
-    if loader.has_ramp:
-        return len(loader) - loader.batches_left
-    seen: int = -(-loader.state_dict()["samples_seen"] // loader.global_batch_size)
-    return seen
 
 
 def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
@@ -112,7 +106,7 @@ def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
         is_end = not loader.batches_left
     except TypeError:  # no length, as for an endless mixture of packs: the trainer counts one epoch of max_steps
         epoch, rest, is_end = 0, steps, False
-    here = (loader.epoch + 1, 0) if is_end else (loader.epoch, _batches_seen(loader))
+    here = (loader.epoch + 1, 0) if is_end else (loader.epoch, batches_seen(loader))
     if here != (epoch, rest * per_step):
         raise ConfigError(
             f"the checkpoint was saved at batch {here[1]} of epoch {here[0]}, but the trainer now counts {steps} steps "

@@ -87,6 +87,9 @@ _HARMLESS_THERE: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values of options that a torch dataset does not have which ask for nothing but what is done."""
 
+_OF_REBUILDERS = frozenset({"multiprocessing_context", "pin_memory_device", "in_order"})
+"""Attributes of torch's loader for which only programs ask that make another loader like the one that they got."""
+
 ELSEWHERE = {
     name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
 } | {
@@ -278,4 +281,24 @@ def refuse_what_deals(made: Any) -> None:
         raise ConfigError(
             f"{what} a {type(made).__name__} of {len(made)}; name them and mix them, by size or with weights=: "
             'Mixture({"web": web, "code": code})'
+        )
+
+
+def refuse_rebuilding(name: str) -> None:
+    """Refuse an attribute that is read only to make one of torch's loaders in place of this one, over its dataset.
+
+    Each rank would get all rows, or shares of its share, without position, ``epoch_size`` and dispatch. This is not an
+    ``AttributeError``, because such programs then take torch's default.
+
+    Raises:
+        ConfigError: ``name`` is such an attribute.
+    """
+    if name in _OF_REBUILDERS:
+        raise ConfigError(
+            f"loader.{name}: this program makes a loader of its own over loader.dataset, which would read other rows "
+            "than this one: its batches are split over the ranks already, and it resumes from a state by itself. Give "
+            "the program the loader as it is, without accelerate's prepare_data_loader and skip_first_batches. "
+            "streaming.integrations has what to use: accelerate.prepare_loader(accelerator, loader) and "
+            "accelerate.skip_first_batches(loader, number), transformers.use_loader(trainer, loader), "
+            "lightning.for_fabric(loader)"
         )

@@ -54,6 +54,34 @@ second = fit(8, f"{FOLDER}/last.ckpt")
 assert second.received == [48, 60, 0, 12], second.received
 assert second.positions == [(0, 60), (1, 0), (1, 12), (1, 24)], second.positions
 
+# A second trainer counts from 0 again; the loader, which Lightning asks for a batch first, goes on with its epochs.
+for wrap in (prepare_loader, lambda loader: loader):
+    loader = DataLoader(Numbers(), global_batch_size=12)
+    module, wrapped = Module(loader), wrap(loader)
+    for number in range(2):
+        lightning.Trainer(max_epochs=2, accelerator="cpu", enable_checkpointing=False, **QUIET).fit(module, wrapped)
+        assert (module.received, loader.epoch) == ([0, 12, 24, 36, 48, 60] * 2 * (number + 1), 2 * (number + 1))
+    look = iter(wrapped)
+    next(look)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", enable_checkpointing=False, **QUIET).fit(module, wrapped)
+    assert module.received[24:] == [0, 12, 24, 36, 48, 60]
+
+# Saved in the middle of a second fit, and continued by a third one.
+loader = DataLoader(Numbers(), global_batch_size=12)
+module = Module(loader)
+lightning.Trainer(max_epochs=1, accelerator="cpu", enable_checkpointing=False, **QUIET).fit(
+    module, prepare_loader(loader)
+)
+saver = ModelCheckpoint(f"{FOLDER}-second", filename="last", every_n_train_steps=1, enable_version_counter=False)
+trainer = lightning.Trainer(max_steps=8, accelerator="cpu", callbacks=[saver], **QUIET)
+trainer.fit(module, prepare_loader(loader))
+assert (module.received[6:], module.positions[-1]) == ([0, 12, 24, 36, 48, 60, 0, 12], (2, 24))
+loader = DataLoader(Numbers(), global_batch_size=12)
+module = Module(loader)
+trainer = lightning.Trainer(max_steps=14, accelerator="cpu", enable_checkpointing=False, **QUIET)
+trainer.fit(module, prepare_loader(loader), ckpt_path=f"{FOLDER}-second/last.ckpt")
+assert (module.received, module.positions[0]) == ([24, 36, 48, 60, 0, 12], (2, 36))
+
 sized = DataLoader(list(range(24)), 4)
 assert prepare_loader(sized) is sized
 ahead = DevicePrefetcher(sized, "cpu")

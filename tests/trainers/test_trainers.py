@@ -286,6 +286,16 @@ def test_glue_script_of_each_trainer_passes(
     assert status == 0, (tmp_path / "errors").read_text()[-6000:]
 
 
+def test_counts_under_accelerate_on_two_ranks(running: Ranks, tmp_path: Path) -> None:
+    told = {
+        "program": "counts", "url": "", "folder": str(tmp_path / "checkpoint"), "log": str(tmp_path / "log"),
+        "epochs": 1, "rendezvous": "", "ranks": 2, "quiet": NO_REPORTS, "kill_at": None, "deadline_s": DEADLINE_S,
+    }  # fmt: skip
+    environ = {"TRAINER_TEST": json.dumps(told)}
+    status = running.fork(HERE / "counts_accelerate.py", 2, tmp_path / "errors", environ)
+    assert status == 0, (tmp_path / "errors").read_text()[-6000:]
+
+
 def test_packs_under_the_trainer_of_transformers_on_two_ranks(running: Ranks, tmp_path: Path) -> None:
     write_documents(tmp_path / "checkpoint-documents", num_docs=400)
     told = {
