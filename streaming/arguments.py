@@ -365,6 +365,12 @@ def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
     return names
 
 
+def unpacked_name(field: str) -> str | None:
+    """Return the name of what a gzip field holds: ``"json"`` for ``"json.gz"``; None: its name does not end in gz."""
+    inner, _, last = field.rpartition(".")
+    return inner if last.lower() == "gz" else None
+
+
 def checked_urls(urls: Urls) -> Urls:
     """Return ``urls``, if they are text or paths."""
     listed = [urls] if isinstance(urls, (str, os.PathLike)) else urls

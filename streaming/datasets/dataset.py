@@ -31,7 +31,7 @@ from streaming.job.unsharded_loader import UnshardedWarning
 from streaming.plan.settings import ShuffleConfig
 from streaming.schema.joined import Classes, checked_classes
 from streaming.sources.samples import SampleSource, num_data_ranks
-from streaming.tar.samples import MAX_GZIP_RATIO
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 
 _AT_THE_LOADER = "it belongs to the loader; write DataLoader(dataset, {}=…)"
