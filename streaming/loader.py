@@ -94,7 +94,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             is cut by as much as it grows per sample.
         epoch_size: Samples in a virtual epoch over endless repetition of the data; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of a batch. Default: numbers and arrays of equal shape
-            become tensors, everything else a list.
+            become tensors, of the type to which torch promotes unlike ones; everything else becomes a list.
         jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes if they
             are not decoded, are concatenated into one tensor with row offsets, a ``Jagged``. A mapping chooses the
             form: ``{"audio": "nested"}`` gives torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along

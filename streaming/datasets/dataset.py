@@ -133,8 +133,8 @@ class StreamingDataset(DataSet[SampleSource]):
         allow_unfinished: Read what is there of a set that a command or a ``ShardWriter`` is still writing, or was
             interrupted at. A warning says how much that is. Such a set is refused otherwise
             (docs/reliability.md#unfinished-sets).
-        max_gzip_ratio: Refuse a ``.tar.gz`` that inflates to more than this many times its size (and to more than 64
-            MiB).
+        max_gzip_ratio: Refuse a ``.tar.gz``, and a field such as ``json.gz``, that inflates to more than this many
+            times its size (and to more than 64 MiB).
         on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor
             replaces it; ``"skip"``: likewise, but the replacement is False in ``batch["__valid__"]``; ``"raise"``:
             raise the error.
