@@ -27,12 +27,14 @@ from streaming.loops.options import (
     check_ordinary,
     check_streaming,
     given,
+    refuse_change,
     refuse_torch_names,
     refuse_tuned_elsewhere,
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
+from streaming.ordinary.as_torch import called_as_torchs, check_whole, refuse_whole
 from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
@@ -75,7 +77,9 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set, or the ``DataSet`` of a source of your own
             (CONTRIBUTING.md); a map-style or iterable torch dataset (wrapped in an ``OrdinaryDataset`` if it needs
             options of its own); or a callable that makes one of these.
-        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``.
+        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``. None, if it is written:
+            the items of a torch dataset are batches, which come as they are, as in torch; positions, ``epoch_size`` and
+            ranks count items, and ``collate_fn`` is a function of one item.
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the
             size of a batch is the value at its first row, counted in samples of the run over all ranks and epochs.
@@ -149,6 +153,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             is also a ``TypeError``.
     """
 
+    @called_as_torchs
     @takes_tuned
     def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
         self,
@@ -212,6 +217,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
+        refuse_whole(options["collate_fn"])
         worker_init_fn = ordinary.pop("worker_init_fn", None)
         check_streaming(ordinary, made)
         config = streaming_config(
@@ -226,11 +232,16 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
         self._shape.check_one_size()
+        check_whole(choices["collate_fn"], self._shape, mesh)
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
         self._loop = open_ordinary(read, config)
         self._loop.announce = Announcer(read, self._loop, self._finder)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse_change(name, value)
+        super().__setattr__(name, value)
 
     @property
     def sampler(self) -> EpochSampler:

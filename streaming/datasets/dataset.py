@@ -185,6 +185,7 @@ class StreamingDataset(DataSet[SampleSource]):
         classes: Classes = None,
     ) -> None:
         _check_given(urls, transform, on_error, duplicate_keys, storage_options)
+        checked_path("cache_dir", cache_dir)
         self._source = SampleSource(
             urls, index=checked_index(index), fields=checked_fields(fields), decode=decode, transform=transform,
             where=where, view=view, subset=subset, exclude=exclude, shuffle=shuffle, seed=seed,
