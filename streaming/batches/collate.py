@@ -316,13 +316,13 @@ def _stack_tensors(values: list[torch.Tensor], make: Allocate, name: str) -> obj
     Raises:
         ConfigError: Only the types differ, and torch has none for all of them.
     """
-    first = values[0]
-    place = (first.shape, first.device, torch.strided)
-    if any((value.shape, value.device, value.layout) != place for value in values):
-        _tell_of_lists(name, frozenset(_named(value.dtype) for value in values))
-        return values
-    dtype = first.dtype
-    if any(value.dtype != dtype for value in values):
+    first, dtype = values[0], values[0].dtype
+    layout = (first.shape, dtype, first.device, torch.strided)
+    if any((value.shape, value.dtype, value.device, value.layout) != layout for value in values):
+        place = (first.shape, first.device, torch.strided)
+        if any((value.shape, value.device, value.layout) != place for value in values):
+            _tell_of_lists(name, frozenset(_named(value.dtype) for value in values))
+            return values
         dtype = _promoted(name, frozenset(value.dtype for value in values))
         values = [value.to(dtype) for value in values]
     values = [value.detach() for value in values]
