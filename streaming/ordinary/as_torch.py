@@ -36,7 +36,8 @@ class Whole:
     def __call__(self, items: list[Any]) -> Any:
         """Return the batch that the only item is."""
         (item,) = items
-        return default_convert(item) if self.function is None else self.function(item)
+        convert: Callable[[Any], Any] = default_convert if self.function is None else self.function
+        return convert(item)
 
 
 def called_as_torchs(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
@@ -57,7 +58,7 @@ def called_as_torchs(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
         size = given[1] if len(given) > 1 else options.get("batch_size", 0)
         if size is None and options.get("global_batch_size") is None:
             given, options = given[:1], {**options, **_whole(options)}
-        return init(self, *given, **options)  # type: ignore[arg-type]
+        return init(self, *given, **options)
 
     return called  # type: ignore[return-value]
 
