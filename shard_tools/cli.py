@@ -67,7 +67,7 @@ from shard_tools.terminal.verbs import ToolGroup, emit, finish
 from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.errors import shell_word
 from streaming.storage import Storage
-from streaming.tar.samples import MAX_GZIP_RATIO
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
 
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")

@@ -15,6 +15,8 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any, ParamSpec, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
 
+import numpy as np
+
 from streaming.errors import ConfigError, OptionError
 from streaming.types import LastBatch
 
@@ -35,6 +37,8 @@ MAX_SEED = 2**64 - 1
 MOST_BUILDERS = 4096
 """Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
 _LEAST_BY_SHARE = 2  # bad samples
+_MAY_BE_ARRAYS = frozenset(("dataset", "sampler", "loader", "exclude"))
+"""Arguments that hold samples, numbers of samples, or keys."""
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 
@@ -186,7 +190,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class], _Class]:
-    """Make a class reject unknown options with a helpful message; for any class, including dataclasses.
+    """Make a class reject unknown options, and arrays as options, with a helpful message; also a dataclass.
 
     ::
 
@@ -207,6 +211,7 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **options: Any) -> None:
             _refuse_unknown(cls.__name__, options, known, known_elsewhere)
+            _refuse_arrays(options)
             init(self, *args, **options)
 
         cls.__init__ = checked  # type: ignore[misc]
@@ -239,6 +244,21 @@ def _refuse_unknown(owner: str, options: Iterable[str], known: tuple[str, ...], 
     unknown = [name for name in options if name not in known]
     if unknown:
         raise OptionError(no_option(owner, unknown[0], known, elsewhere))
+
+
+def _refuse_arrays(options: Mapping[str, object]) -> None:
+    """Refuse arrays and tensors as options: comparing one with a choice gives an array again, or an obscure error.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, value in options.items():
+        shape: Any = getattr(value, "shape", None)
+        if shape is None or name in _MAY_BE_ARRAYS or isinstance(value, np.generic) or not hasattr(value, "__array__"):
+            continue
+        one: Any = value
+        cure = f"write {one.item()!r}" if math.prod(shape) == 1 else "write plain values, as its tolist() gives them"
+        raise ConfigError(f"{name}: expected an option, got a {type(value).__name__} of shape {tuple(shape)}; {cure}")
 
 
 def shows(describe: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -363,6 +383,12 @@ def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
     if not names or not all(names) or len(set(names)) < len(names):
         raise ConfigError(f'fields: expected distinct names such as ("jpg", "cls"), got {fields!r}')
     return names
+
+
+def unpacked_name(field: str) -> str | None:
+    """Return the name of what a gzip field holds: ``"json"`` for ``"json.gz"``; None: its name does not end in gz."""
+    inner, _, last = field.rpartition(".")
+    return inner if last.lower() == "gz" else None
 
 
 def checked_urls(urls: Urls) -> Urls:

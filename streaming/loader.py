@@ -28,6 +28,7 @@ from streaming.loops.options import (
     check_ordinary,
     check_streaming,
     given,
+    refuse_change,
     refuse_rebuilding,
     refuse_torch_names,
     refuse_tuned_elsewhere,
@@ -35,6 +36,7 @@ from streaming.loops.options import (
     without_torchs_defaults,
 )  # fmt: skip
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
+from streaming.ordinary.as_torch import called_as_torchs, check_whole, refuse_whole
 from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
@@ -78,7 +80,9 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set, or the ``DataSet`` of a source of your own
             (CONTRIBUTING.md); a map-style or iterable torch dataset (wrapped in an ``OrdinaryDataset`` if it needs
             options of its own); or a callable that makes one of these.
-        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``.
+        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``. None, if it is written:
+            the items of a torch dataset are batches, which come as they are, as in torch; positions, ``epoch_size`` and
+            ranks count items, and ``collate_fn`` is a function of one item.
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the
             size of a batch is the value at its first row, counted in samples of the run over all ranks and epochs.
@@ -97,7 +101,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             is cut by as much as it grows per sample.
         epoch_size: Samples in a virtual epoch over endless repetition of the data; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of a batch. Default: numbers and arrays of equal shape
-            become tensors, everything else a list.
+            become tensors, of the type to which torch promotes unlike ones; everything else becomes a list.
         jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes if they
             are not decoded, are concatenated into one tensor with row offsets, a ``Jagged``. A mapping chooses the
             form: ``{"audio": "nested"}`` gives torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
@@ -161,6 +165,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
     _epochs_apart = 0
     """The loader's number of an epoch, less the trainer's; see ``EpochSampler.set_epoch``."""
 
+    @called_as_torchs
     @takes_tuned
     def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
         self,
@@ -224,6 +229,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             check_ordinary(options)
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
+        refuse_whole(options["collate_fn"])
         worker_init_fn = ordinary.pop("worker_init_fn", None)
         check_streaming(ordinary, made)
         config = streaming_config(
@@ -238,6 +244,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
         self._shape.check_one_size()
+        check_whole(choices["collate_fn"], self._shape, mesh)
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self._dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
@@ -258,6 +265,10 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         if own not in {loop.epoch, loop.epoch + 1}:  # a trainer that counts anew
             self._epochs_apart, own = 0, asked
         self.set_epoch(own)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse_change(name, value)
+        super().__setattr__(name, value)
 
     @property
     def sampler(self) -> EpochSampler:

@@ -148,6 +148,7 @@ def decoders() -> Made:
         extensions.setdefault(_says(decoder), []).append(extension)
     kinds = [(_codes(sorted(registry._IMAGES)), "An image, `rgb8` unless `decode=` says another mode.")]
     kinds += [(_codes(found), said) for said, found in extensions.items()]
+    kinds.append(("`gz`, as in `json.gz`", "Unpacked, then as the name before it says."))
     refused = [(f"`{extension}`", f"{why[0].upper()}{why[1:]}.") for extension, why in registry._REFUSED.items()]
     return Made(
         text="## Names\n\n"

@@ -21,7 +21,7 @@ from streaming.arguments import did_you_mean
 from streaming.errors import ConfigError
 from streaming.schema.value import Schema
 from streaming.storage import Storage
-from streaming.tar.samples import MAX_GZIP_RATIO
+from streaming.tar.inflate import MAX_GZIP_RATIO
 
 _LOOKED_AT = 1000  # records, where each may have columns of its own
 _log = logging.getLogger(__name__)

@@ -25,8 +25,10 @@ from shard_tools.sets.pieces import ShardPieces
 from shard_tools.sets.rewrite.meaning import Retold
 from shard_tools.sets.rewrite.selection import ShardPart, Taken, select
 from shard_tools.sets.rewrite.shard_source import ShardSource
+from streaming.arguments import unpacked_name
 from streaming.batches.bad_file import shown_url
 from streaming.decode import decode_field, resolve_decoders
+from streaming.decode.values import packed
 from streaming.errors import ConfigError, DataError, DecodeError
 from streaming.filters.select import late_names
 from streaming.index.columns import KEY
@@ -341,11 +343,16 @@ class _Answer:
             if value is None:
                 fields.pop(name, None)
             elif not self._is_same(name, value):
-                fields[name] = value
+                fields[name] = self._packed(name, value)
         key = result.get("__key__", record.key)
         if part is not None and key == record.key:
             key = f"{key}-{part:0{_PART_DIGITS}d}"
         return {**fields, "__key__": key, "__metadata__": record.metadata}
+
+    def _packed(self, name: Any, value: Any) -> Any:
+        """Return a value as its field stores it: bytes that were unpacked for the function are packed again."""
+        was_unpacked = isinstance(self._decoded.get(name), bytes) and unpacked_name(name) is not None
+        return packed(value) if was_unpacked and isinstance(value, bytes) else value
 
     def _is_same(self, name: Any, value: Any) -> bool:
         """Tell whether a value is what the function got, and unchanged, so that its bytes can stay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from shard_tools.write.filetypes import file_type
+from streaming.arguments import unpacked_name
 from streaming.schema.kinds import kind_by_name
 
 _WORDS: Final = {"array": "tensor", "integer": "number", "float": "number"}
@@ -24,8 +25,11 @@ UNKNOWN: Final = "bytes"
 
 
 def kind_of(field: str) -> str:
-    """Return the kind that the name of a field says; ``"bytes"`` if none."""
-    extension = field.lower().rpartition(".")[2]
+    """Return the kind that the name of a field says, of a gzip field that of what it holds; ``"bytes"`` if none."""
+    inner = unpacked_name(field)
+    extension = (field if inner is None else inner).lower().rpartition(".")[2]
+    if inner is not None and extension == "tok":  # tokens are read from shards in place
+        return UNKNOWN
     kind = kind_by_name(extension)
     return _OTHERS.get(extension) or _WORDS.get(kind, kind) or UNKNOWN
 

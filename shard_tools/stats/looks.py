@@ -14,8 +14,10 @@ from PIL import TiffImagePlugin
 
 from shard_tools.stats.kinds import UNKNOWN, kind_of_value
 from shard_tools.stats.sketches import Word
+from streaming.arguments import unpacked_name
 from streaming.decode.images import MAX_PIXELS, open_image
 from streaming.decode.upright import orientation_of
+from streaming.decode.values import unpacked_head
 
 HEAD_BYTES: Final = 32 << 10  # holds the header of most images and arrays
 TEXT_BYTES: Final = 1 << 20  # of a text or JSON that is longer, the rest is not read
@@ -62,6 +64,10 @@ def look(kind: str, field_name: str, data: bytes, num_bytes: int) -> Seen:
     found = _LOOKS.get(kind)
     if found is None:
         return Seen()
+    inner = unpacked_name(field_name)
+    if inner is not None:
+        field_name, (data, is_whole) = inner, unpacked_head(data, head_bytes(kind))
+        num_bytes = len(data) + (not is_whole)
     try:
         return found(field_name, data, num_bytes)
     except Exception as error:

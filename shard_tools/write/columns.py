@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from streaming.arguments import unpacked_name
+from streaming.decode.values import unpacked
 from streaming.errors import ConfigError
 from streaming.index.columns import recast
 from streaming.index.where import is_string
@@ -240,13 +242,16 @@ def _cure(name: str) -> str:
 def follow(sample: Mapping[str, object], path: str) -> object:
     """Return entry ``w`` of field ``json`` for the path ``"json.w"``.
 
-    The longest field name that starts the path wins.
+    The longest field name that starts the path wins. Bytes of a gzip field, such as ``json.gz``, are unpacked.
     """
     parts = path.split(".")
     for num_parts in range(len(parts), 0, -1):
         field = ".".join(parts[:num_parts])
         if field in sample:
-            return _descend(sample[field], parts[num_parts:])
+            value = sample[field]
+            if isinstance(value, (bytes, bytearray, memoryview)) and unpacked_name(field) is not None:
+                value = unpacked(value)
+            return _descend(value, parts[num_parts:])
     return None
 
 

@@ -6,6 +6,7 @@ deterministic: with the same versions of the encoding libraries, equal values gi
 | value | fields | bytes |
 |---|---|---|
 | bytes, bytearray, memoryview, mmap, pyarrow Buffer | any | as they are |
+| any other | gz, such as json.gz | as in the field json, packed by gzip |
 | str | any not binary by its name | UTF-8; in a JSON field it has to be JSON text already |
 | bool, int, NumPy integer | any not binary by its name | decimal digits (bool: 0 or 1; JSON: true, false) |
 | float, NumPy floating | JSON, text, unknown extensions | shortest decimal form; only finite ones |
@@ -30,6 +31,8 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from streaming.arguments import unpacked_name
+from streaming.decode.values import packed
 from streaming.errors import ConfigError
 
 Buffers = list[bytes | memoryview]
@@ -109,7 +112,10 @@ def encode_field(value: object, *, field: str, key: str) -> Buffers:
         return [value]
     if isinstance(value, _bytes_types()):
         return _bytes_like(value)
+    inner = unpacked_name(field)
     try:
+        if inner is not None:
+            return [packed(b"".join(_encode(value, inner.rpartition(".")[2].lower())))]
         return _encode(value, field.rpartition(".")[2].lower())
     except _RefusedError as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,4 +1,7 @@
-"""Collate samples into a batch: numbers and arrays of equal shape become tensors, everything else stays a list."""
+"""Collate samples into a batch: numbers and arrays of equal shape become tensors, everything else stays a list.
+
+The type of a field in a batch follows from the types of its values, by a rule that does not depend on their order.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 else:
     torch = later("torch", globals())
 
+_NUMBERS = frozenset((bool, int, float))
+_LACKING = "None (a sample without the field)"
 _ALWAYS_LISTS = frozenset(("__key__", "__url__", "__source__"))
 _INT64 = np.iinfo(np.int64)
 _NONE: Mapping[str, Form] = MappingProxyType({})
@@ -40,13 +45,14 @@ def default_collate(
 
     Per field, with B samples:
 
-    - arrays, array scalars or tensors of one shape and dtype: one tensor ``[B, ...]`` of that dtype, in
-      native byte order; numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]`` (``int``
-      and ``float`` mixed: float64);
+    - arrays, array scalars or tensors of one shape: one tensor ``[B, ...]`` of their dtype, in native byte order;
+      numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]``; values of unlike types: the type that
+      ``torch.promote_types`` gives for all of them, whatever their order, and a warning once per process;
     - fields that ``jagged`` names: see :class:`streaming.batches.jagged.Jagged`;
-    - arrays or tensors that differ in shape or dtype: a list of B tensors;
-    - everything else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__``,
-      ``__url__`` and ``__source__``: a list of B values. A sample that lacks the field has None there.
+    - arrays or tensors that differ in shape: a list of B tensors;
+    - everything else (text, bytes, dicts, lists, objects) and ``__key__``, ``__url__`` and ``__source__``: a list of B
+      values. A sample that lacks the field has None there. A warning says so once per process where other values of the
+      field would be a tensor.
 
     Stacked tensors share no memory with the samples; what stays in a list does.
 
@@ -57,7 +63,8 @@ def default_collate(
 
     Raises:
         ValueError: If ``allocate`` gives a tensor of another shape, dtype or layout than asked for.
-        ConfigError: If the values of a jagged field cannot be laid so.
+        ConfigError: If the values of a jagged field cannot be laid so, values of one shape have types that torch does
+            not promote (uint16, uint32 or uint64 beside other integers), or a number does not fit into 64 bits.
     """
     names: dict[str, None] = {}
     for sample in samples:
@@ -71,16 +78,6 @@ def default_collate(
         else:
             batch[name] = values if name in _ALWAYS_LISTS else _collate_field(values, make, name)
     return batch
-
-
-@cache
-def _tell_of_types(name: str, types: frozenset[str]) -> None:
-    """Warn, once per process, that arrays of unlike types stay a list."""
-    if len(types) > 1:
-        _log.warning(
-            "field %r: arrays of types %s in one batch, which stay a list; have transform make them one type",
-            name, ", ".join(sorted(types)),
-        )  # fmt: skip
 
 
 def empty_like(batch: Mapping[str, object]) -> Batch:
@@ -179,51 +176,116 @@ def _cannot_cut(part: object, where: str) -> ConfigError:
     )
 
 
+def promoted(values: Sequence[object]) -> torch.Tensor | None:
+    """Return one tensor of numbers and arrays of one shape but of several types, as :func:`default_collate` makes it.
+
+    Returns None where there is nothing to promote: values are of one type, differ in shape, or are no numbers.
+
+    Raises:
+        ConfigError: Torch has no common type, or a number fits into none.
+    """
+    kinds = set(map(type, values))
+    if len(kinds) == 1:
+        kind = next(iter(kinds))
+        if not issubclass(kind, (np.ndarray, torch.Tensor)) or len({cast("Any", one).dtype for one in values}) == 1:
+            return None
+    listed = _to_tensors(values)
+    if not all(type(value) in _NUMBERS or isinstance(value, torch.Tensor) for value in listed):
+        return None
+    if len({tuple(getattr(value, "shape", ())) for value in listed}) > 1:
+        return None
+    made = _collate_field(listed, fresh, "")
+    return made if isinstance(made, torch.Tensor) else None
+
+
 def collate_field(values: list[object], *, name: str, allocate: Allocate | None = None) -> object:
     """Collate the values of one field, one per sample, as :func:`default_collate` does."""
     return _collate_field(values, fresh if allocate is None else _checking(allocate), name)
 
 
 def _collate_field(values: list[object], make: Allocate, name: str) -> object:
-    """Return the values of one field as a tensor if all agree, otherwise as a list."""
+    """Return the values of one field as a tensor if all are numbers, or arrays of one shape; otherwise as a list."""
     kinds = set(map(type, values))
     if len(kinds) > 1:
-        return _collate_mixed(values, make)
+        return _collate_mixed(values, kinds, make, name)
     kind = kinds.pop()
     if kind is np.ndarray or issubclass(kind, np.generic):
         return _stack_arrays(cast("list[npt.NDArray[Any]]", values), make, name)
-    if kind is int:
-        return _integers(cast("list[int]", values), make)
-    if kind is float or kind is bool:
-        return _fill(np.array(values, kind), make)
+    if kind in _NUMBERS:
+        return _integers(cast("list[int]", values), make, name) if kind is int else _fill(np.array(values, kind), make)
     if issubclass(kind, torch.Tensor):
-        return _stack_tensors(cast("list[torch.Tensor]", values), make)
+        return _stack_tensors(cast("list[torch.Tensor]", values), make, name)
+    if issubclass(kind, np.ndarray) and _is_array(values[0]):  # np.memmap
+        return _stack_arrays([np.asarray(value) for value in values], make, name)
     return values
 
 
-def _collate_mixed(values: list[object], make: Allocate) -> object:
-    """Collate values of several types: float64 for int with float, one tensor for arrays and tensors, else a list."""
-    types = {type(value) for value in values}
-    if types == {int, float}:
-        return _floats(cast("list[float]", values), make)
+def _collate_mixed(values: list[object], kinds: set[type], make: Allocate, name: str) -> object:
+    """Collate values of several types: one tensor of the type that torch promotes theirs to; a list if some have none.
+
+    A number counts as what it is in a batch of its own: ``int`` as int64, ``float`` as float64.
+
+    Raises:
+        ConfigError: Torch has no common type, or a number fits into none.
+    """
+    if kinds <= _NUMBERS:
+        is_float = float in kinds
+        _tell_of_promotion(name, frozenset(kind.__name__ for kind in kinds), "float64" if is_float else "int64")
+        numbers = cast("list[int]", values)
+        return _floats(numbers, make, name) if is_float else _integers(numbers, make, name)
     listed = _to_tensors(values)
-    if all(isinstance(value, torch.Tensor) for value in listed):
-        return _stack_tensors(cast("list[torch.Tensor]", listed), make)
+    stacks = [type(value) in _NUMBERS or isinstance(value, torch.Tensor) for value in listed]
+    if all(stacks):
+        tensors = [value if isinstance(value, torch.Tensor) else _number(value, name) for value in listed]
+        made = _stack_tensors(tensors, make, name)
+        return listed if made is tensors else made
+    if any(stacks):
+        _tell_of_lists(name, frozenset(_LACKING if kind is type(None) else kind.__name__ for kind in kinds))
     return listed
 
 
-def _floats(values: list[float], make: Allocate) -> object:
+def _number(value: Any, name: str) -> torch.Tensor:
+    """Return a number as a tensor without dimensions, of the type that it has in a batch of its own."""
+    if type(value) is int and not _INT64.min <= value <= _INT64.max:
+        raise _too_large(name, value)
+    return torch.from_numpy(np.array(value, np.int64 if type(value) is int else type(value)))
+
+
+def _floats(values: Sequence[float], make: Allocate, name: str) -> object:
+    """Make float64 ``[B]``.
+
+    Raises:
+        ConfigError: An ``int`` is beyond the range of a float.
+    """
     try:
         return _fill(np.array(values, np.float64), make)
-    except OverflowError:  # an int beyond the range of a float
-        return values
+    except OverflowError as error:
+        raise _too_large(name, max(values, key=abs)) from error
 
 
-def _integers(values: list[int], make: Allocate) -> object:
-    """Make int64 ``[B]``, or return the list if one does not fit."""
-    if min(values) < _INT64.min or max(values) > _INT64.max:
-        return values
+def _integers(values: list[int], make: Allocate, name: str) -> object:
+    """Make int64 ``[B]``.
+
+    Raises:
+        ConfigError: One does not fit.
+    """
+    low, high = min(values), max(values)
+    if low < _INT64.min or high > _INT64.max:
+        raise _too_large(name, low if low < _INT64.min else high)
     return _fill(np.array(values, np.int64), make)
+
+
+def _too_large(name: str, value: float) -> ConfigError:
+    shown = str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
+    as_text = f"take the field as text, decode={{{name!r}: str}}; or " if name else ""
+    return ConfigError(
+        f"{_of(name)}: {shown} does not fit into a tensor of 64 bits, while smaller numbers of the field make one. "
+        f"To cure this, {as_text}have transform, or the data set itself, make them all text or np.uint64"
+    )
+
+
+def _of(name: str) -> str:
+    return f"field {name!r}" if name else "samples"
 
 
 def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
@@ -234,32 +296,96 @@ def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
 
 
 def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate, name: str) -> object:
-    """Return one tensor if shapes and dtypes agree and torch knows the dtype; else a list."""
+    """Return one tensor if shapes agree and torch knows the types; else a list."""
     first = values[0]
     dtype = _torch_dtypes().get(first.dtype.newbyteorder("="))
     if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
-        _tell_of_types(name, frozenset(str(value.dtype) for value in values))
-        return _to_tensors(values)
+        tensors = _to_tensors(values)
+        if not all(isinstance(value, torch.Tensor) for value in tensors):
+            _tell_of_lists(name, frozenset(str(value.dtype) for value in values))
+            return tensors
+        return _stack_tensors(cast("list[torch.Tensor]", tensors), make, name)
     tensor = make((len(values), *first.shape), dtype)
     np.stack(values, out=tensor.numpy())
     return tensor
 
 
-def _stack_tensors(values: list[torch.Tensor], make: Allocate) -> object:
-    """Return one tensor if shapes, dtypes and devices agree and all are dense; else the list."""
-    first = values[0]
-    layout = (first.shape, first.dtype, first.device, torch.strided)
+def _stack_tensors(values: list[torch.Tensor], make: Allocate, name: str) -> object:
+    """Return one tensor, of the promoted type, if shapes and devices agree and all are dense; else the list.
+
+    Raises:
+        ConfigError: Only the types differ, and torch has none for all of them.
+    """
+    first, dtype = values[0], values[0].dtype
+    layout = (first.shape, dtype, first.device, torch.strided)
     if any((value.shape, value.dtype, value.device, value.layout) != layout for value in values):
-        return values
+        place = (first.shape, first.device, torch.strided)
+        if any((value.shape, value.device, value.layout) != place for value in values):
+            _tell_of_lists(name, frozenset(_named(value.dtype) for value in values))
+            return values
+        dtype = _promoted(name, frozenset(value.dtype for value in values))
+        values = [value.to(dtype) for value in values]
     values = [value.detach() for value in values]
     if first.device.type != "cpu":
         return torch.stack(values)
-    return torch.stack(values, out=make((len(values), *first.shape), first.dtype))
+    return torch.stack(values, out=make((len(values), *first.shape), dtype))
+
+
+@cache
+def _promoted(name: str, dtypes: frozenset[torch.dtype]) -> torch.dtype:
+    """Return the type to which torch promotes all of these, whatever their order; say so once per process.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    # Floats first: these are promoted with any integer, while uint16 to uint64 are with no other integer.
+    ordered = sorted(dtypes, key=lambda one: (not one.is_floating_point, one.is_complex, str(one)))
+    names = frozenset(map(_named, dtypes))
+    try:
+        dtype = reduce(torch.promote_types, ordered)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{_of(name)}: values of one shape but of types {', '.join(sorted(names))} in one batch, for which torch "
+            "has no common type. Have transform, or the data set itself, make them one type; or give the loader a "
+            "collate_fn"
+        ) from error
+    _tell_of_promotion(name, names, _named(dtype))
+    return dtype
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _tell_of_promotion(name: str, types: frozenset[str], dtype: str) -> None:
+    """Warn, once per process, that a batch has another type than some of its values."""
+    _log.warning(
+        "%s: values of types %s in one batch, which become %s as torch promotes them. A batch in which only one of "
+        "these types meets has that type; have transform, or the data set itself, make them one",
+        _of(name), ", ".join(sorted(types)), dtype,
+    )  # fmt: skip
+
+
+@cache
+def _tell_of_lists(name: str, types: frozenset[str]) -> None:
+    """Warn, once per process, that values of unlike types stay a list."""
+    if len(types) > 1:
+        _log.warning(
+            "%s: values of types %s in one batch, which stay a list; a batch of numbers, or of arrays of one shape, is "
+            "a tensor. Have transform, or the data set itself, make them one type",
+            _of(name), ", ".join(sorted(types)),
+        )  # fmt: skip
 
 
 def _to_tensors(values: Sequence[object]) -> list[object]:
     """Return the values; arrays and scalars of dtypes that torch knows as tensors, without a copy if possible."""
-    return [_to_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value for value in values]
+    return [_to_tensor(value) if _is_array(value) else value for value in values]
+
+
+def _is_array(value: object) -> TypeGuard[npt.NDArray[Any] | np.generic]:
+    """Tell whether it is an array or scalar of NumPy that may become a tensor; one with a mask would lose it."""
+    return isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray)
 
 
 def _to_tensor(value: npt.NDArray[Any] | np.generic) -> object:

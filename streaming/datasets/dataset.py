@@ -31,7 +31,7 @@ from streaming.job.unsharded_loader import UnshardedWarning
 from streaming.plan.settings import ShuffleConfig
 from streaming.schema.joined import Classes, checked_classes
 from streaming.sources.samples import SampleSource, num_data_ranks
-from streaming.tar.samples import MAX_GZIP_RATIO
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 
 _AT_THE_LOADER = "it belongs to the loader; write DataLoader(dataset, {}=…)"
@@ -133,8 +133,8 @@ class StreamingDataset(DataSet[SampleSource]):
         allow_unfinished: Read what is there of a set that a command or a ``ShardWriter`` is still writing, or was
             interrupted at. A warning says how much that is. Such a set is refused otherwise
             (docs/reliability.md#unfinished-sets).
-        max_gzip_ratio: Refuse a ``.tar.gz`` that inflates to more than this many times its size (and to more than 64
-            MiB).
+        max_gzip_ratio: Refuse a ``.tar.gz``, and a field such as ``json.gz``, that inflates to more than this many
+            times its size (and to more than 64 MiB).
         on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor
             replaces it; ``"skip"``: likewise, but the replacement is False in ``batch["__valid__"]``; ``"raise"``:
             raise the error.
@@ -185,6 +185,7 @@ class StreamingDataset(DataSet[SampleSource]):
         classes: Classes = None,
     ) -> None:
         _check_given(urls, transform, on_error, duplicate_keys, storage_options)
+        checked_path("cache_dir", cache_dir)
         self._source = SampleSource(
             urls, index=checked_index(index), fields=checked_fields(fields), decode=decode, transform=transform,
             where=where, view=view, subset=subset, exclude=exclude, shuffle=shuffle, seed=seed,

@@ -22,6 +22,7 @@ from streaming.decode.registry import (
     FieldDecoder,
     FieldSpec,
     RawFields,
+    bounded,
     decode_field,
     decodes_images,
     draws_numbers,
@@ -33,7 +34,7 @@ from streaming.decode.registry import (
     runs_code_of_user,
     with_described,
 )
-from streaming.decode.values import integer, json, msgpack, number, raw, text, view
+from streaming.decode.values import integer, json, msgpack, number, raw, text, unpacked, view
 from streaming.decode.webdataset import from_webdataset
 from streaming.types import Decoder
 
@@ -55,6 +56,7 @@ __all__ = [
     "RawFields",
     "ReadRange",
     "array",
+    "bounded",
     "center_crop",
     "decode_field",
     "decode_member",
@@ -81,6 +83,7 @@ __all__ = [
     "safetensors",
     "text",
     "together",
+    "unpacked",
     "use_one_thread",
     "view",
     "with_described",

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
-from streaming.arguments import format_bytes
+from streaming.arguments import format_bytes, unpacked_name
 from streaming.decode import arrays, images, values
 from streaming.decode.by_set import BySet, Renumbered
 from streaming.decode.sound import Sound
 from streaming.decode.video import Video
 from streaming.errors import ConfigError, DecodeError
 from streaming.storage import redact
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import Decoder, ReadBuffer
 
 FieldSpec: TypeAlias = "str | type | np.dtype[np.generic] | Callable[..., object] | FieldDecoder | None"
@@ -112,22 +113,28 @@ class AutoFields:
     A field is looked up in ``given`` as it is, then in lower case, then as ``*.png`` (its last
     component), then as ``*`` (anything else); then in ``described``.
 
+    A field such as ``json.gz`` is unpacked, then decoded as ``json``: by what is ``given`` for it, or for what it holds
+    (``json``, ``*.json``), or by extension. ``raw``, ``view`` and functions that are given for ``json.gz`` itself,
+    ``*.gz`` or ``*`` get the bytes as they are stored.
+
     Attributes:
         given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.
         image: Decoder of all images that are not ``given``.
         described: Decoders of fields whose content the dataset itself describes.
         renumbered: Fields with numbers of classes to translate, and how, by the directory of the set.
+        max_gzip_ratio: A ``.gz`` field that inflates to more than this many times its size is refused, from 64 MiB on.
     """
 
     given: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
     image: Decoder = _RGB8
     described: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
     renumbered: Mapping[str, Tables] = field(default_factory=dict)
+    max_gzip_ratio: float = MAX_GZIP_RATIO
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how to make an equal one. Cached look-ups are left out, so use does not change its pickle."""
-        return _auto_fields, (self.given, self.image, self.described, self.renumbered)
+        return _auto_fields, (self.given, self.image, self.described, self.renumbered, self.max_gzip_ratio)
 
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field``.
@@ -149,7 +156,8 @@ class AutoFields:
         tables = self.renumbered.get(field.lower())
         if tables is None:
             return decoder
-        if decoder not in (values.integer, values.json):
+        stored = decoder.below if isinstance(decoder, values.Unpacked) else decoder
+        if stored not in (values.integer, values.json):
             raise ConfigError(
                 f'decode: field {field!r} holds numbers of classes that classes="union" translates, so they must be '
                 'decoded as "int" (in "json"); leave it out of decode=, or write classes="own"'
@@ -158,15 +166,38 @@ class AutoFields:
         return BySet(decoders=made, otherwise=decoder)
 
     def _find(self, field: str) -> Decoder:
-        lowered = field.lower()
-        last = lowered.rpartition(".")[2]
-        for name in (field, lowered, f"*.{last}", "*"):
-            given = self.given.get(name)
-            if given is not None:
-                return given.decoder_for(field) if isinstance(given, FieldDecoder) else given
-        described = self.described.get(lowered)
+        given, inner = self._given(field), unpacked_name(field)
+        if given is None and inner is not None:
+            within = self._given(inner)
+            if within is not None:
+                return self._unpacking(within.decoder_for(inner) if isinstance(within, FieldDecoder) else within)
+        if given is None:
+            given = self.given.get("*")
+        if isinstance(given, FieldDecoder):
+            return given.decoder_for(field)
+        if given is not None:
+            return self._unpacking(given) if inner is not None and _reads_content(given) else given
+        described = self.described.get(field.lower())
         if described is not None:
             return described.decoder_for(field) if isinstance(described, FieldDecoder) else described
+        found = self._by_extension(field, field if inner is None else inner)
+        return found if inner is None else self._unpacking(found)
+
+    def _given(self, field: str) -> Decoder | FieldDecoder | None:
+        lowered = field.lower()
+        names = (field, lowered, f"*.{lowered.rpartition('.')[2]}")
+        return next((one for one in map(self.given.get, names) if one is not None), None)
+
+    def _unpacking(self, decoder: Decoder) -> Decoder:
+        return values.Unpacked.before(decoder, self.max_gzip_ratio)
+
+    def _by_extension(self, field: str, name: str) -> Decoder:
+        """Return the decoder of the content that ``name`` says, for the field ``field``.
+
+        Raises:
+            ConfigError: It is refused, or needs a package that is missing.
+        """
+        last = name.lower().rpartition(".")[2]
         if last in _REFUSED:
             raise ConfigError(
                 f"field {field!r} is not decoded: {_REFUSED[last]}. Take it as bytes with "
@@ -176,11 +207,29 @@ class AutoFields:
         return self.image if last in _IMAGES else _checked(BY_EXTENSION.get(last, values.raw))
 
 
+def _reads_content(decoder: Decoder) -> bool:
+    """Tell whether a decoder is for what a gzip field holds; bytes, views and functions get the stored bytes."""
+    return is_ours(decoder) and decoder is not values.raw and decoder is not values.view
+
+
+def bounded(decoders: FieldDecoder, max_gzip_ratio: float) -> FieldDecoder:
+    """Return decoders that refuse gzip fields which inflate to more than ``max_gzip_ratio`` times their size."""
+    if not isinstance(decoders, AutoFields):
+        return decoders
+    given = {
+        name: bounded(one, max_gzip_ratio) if isinstance(one, FieldDecoder) else one
+        for name, one in decoders.given.items()
+    }
+    return replace(decoders, given=given, max_gzip_ratio=max_gzip_ratio)
+
+
 def _auto_fields(
     given: Mapping[str, Decoder | FieldDecoder], image: Decoder, described: Mapping[str, Decoder | FieldDecoder],
-    renumbered: Mapping[str, Tables],
+    renumbered: Mapping[str, Tables], max_gzip_ratio: float,
 ) -> AutoFields:  # fmt: skip
-    return AutoFields(given=given, image=image, described=described, renumbered=renumbered)
+    return AutoFields(
+        given=given, image=image, described=described, renumbered=renumbered, max_gzip_ratio=max_gzip_ratio
+    )
 
 
 def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
@@ -244,7 +293,7 @@ def with_described(
         first, *others = by_set.values()
         is_one = all(one == first for one in others)
         described[name.lower()] = first if is_one else BySet(decoders=_plain(by_set), otherwise=values.raw)
-    return AutoFields(given=decoders.given, image=decoders.image, described=described, renumbered=tables)
+    return replace(decoders, described=described, renumbered=tables)
 
 
 def _plain(decoders: Mapping[str, Decoder | FieldDecoder]) -> dict[str, Decoder]:
@@ -337,6 +386,8 @@ def draws_numbers(decoder: object) -> bool:
 def is_ours(decoder: Decoder) -> bool:
     """Tell whether the decoder runs no code of the user's."""
     known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder, Sound, Video, BySet)
+    if isinstance(decoder, values.Unpacked):
+        return is_ours(decoder.below)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
+from streaming.arguments import unpacked_name
 from streaming.decode.registry import DecodeSpec, FieldDecoder, resolve_decoders
-from streaming.decode.values import require
+from streaming.decode.values import require, unpacked
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
@@ -30,12 +31,15 @@ class HandledField:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> object:
-        """Return the result of the first handler that applies.
+        """Return the result of the first handler that applies; gzip is unpacked before, as in webdataset.
 
         Raises:
             ConfigError: None applies and ``rest`` refuses the field.
         """
-        key, payload = f".{self.field}", bytes(data)
+        inner = unpacked_name(self.field)
+        key, payload = f".{self.field}" if inner is None else f".{inner}", bytes(data)
+        if inner is not None:
+            payload = unpacked(payload)
         for handler in self.handlers:
             result = handler(key, payload)
             if type(result).__name__ == "Continue":

@@ -111,6 +111,18 @@ ELSEWHERE = {
 """Options that people look for in ``DataLoader`` but that belong elsewhere."""
 
 
+_FIXED = frozenset((
+    *("dataset", "batch_size", "global_batch_size", "num_workers", "num_threads", "device_mesh", "last_batch"),
+    *("epoch_size", "collate_fn", "jagged", "prefetch_factor", "pin_memory", "memory_limit", "tuned", "remote_group"),
+    *("replicate", "stage_fields", "sequence", "balance", "cost", "agreement_timeout", "drop_last", "shuffle"),
+    *("multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn", "generator", "sampler"),
+    *("batch_sampler", "pin_memory_device", "in_order"),
+))  # fmt: skip
+"""Options of a loader that cannot change once it is made: all but ``stall_report_s``."""
+_CALLED = {"epoch": "set_epoch({value!r})", "seed": "seed({value!r})"}
+"""What is changed by calling a method."""
+
+
 def given(**options: Any) -> dict[str, Any]:
     """Return the options that were given, which are those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
@@ -125,6 +137,22 @@ def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def refuse_change(name: str, value: object) -> None:
+    """Refuse to set an option of a loader that is made; torch's loader lets some of them act, and refuses others.
+
+    Raises:
+        ConfigError: ``name`` is an option, or belongs to a method; the message says what to do.
+    """
+    if name in _CALLED:
+        raise ConfigError(f"{name}: it cannot be set; call loader.{_CALLED[name].format(value=value)}")
+    if name in _FIXED:
+        given_to = "the data set of a new loader" if name == "dataset" else f"a new loader: DataLoader(…, {name}=…)"
+        raise ConfigError(
+            f"{name}: it is fixed when a loader is made, and cannot be set later. Give it to {given_to}; "
+            "new.load_state_dict(loader.state_dict()) continues where this one is"
+        )
+
+
 def refuse_torch_names(options: Mapping[str, Any]) -> None:
     """Refuse, with an explanation, options of torch that this loader does not have for any dataset.
 
@@ -132,7 +160,8 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
         ConfigError: One of them is given with a value that would have an effect.
     """
     for name, why in _NEVER.items():
-        if options[name] not in _HARMLESS.get(name, (None,)):
+        value = options[name]  # a sampler may be an array, of which == says nothing
+        if not any(type(value) is type(one) and value == one for one in _HARMLESS.get(name, (None,))):
             raise ConfigError(f"{name}: {why}")
 
 

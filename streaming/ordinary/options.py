@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data import default_collate as torch_collate
+from torch.utils.data._utils.collate import collate as collate_as_torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from infra import DeviceMesh
 from streaming.arguments import (
@@ -27,7 +29,7 @@ from streaming.arguments import (
     checks_names,
     is_number,
 )
-from streaming.batches.collate import default_collate, without_rows
+from streaming.batches.collate import default_collate, promoted, without_rows
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext, cure_of_refusal
 from streaming.engine.workers.fork_server import SHARED, ForkServer
@@ -341,7 +343,7 @@ class Collate:
                 f"{type(samples[0]).__name__}. Give dicts, or a collate_fn that calls Jagged.of([…])"
             )
         try:
-            return torch_collate(list(samples))
+            return collate_as_torch(list(samples), collate_fn_map=_by_rule())
         except RuntimeError as error:  # torch says that sizes differ, or the system has no shared memory, and no cure
             error.add_note(
                 cure_of_refusal(error)
@@ -349,6 +351,19 @@ class Collate:
                 'DataLoader(…, jagged=("name",)), or a collate_fn that pads them or calls Jagged.of([…])'
             )
             raise
+
+
+def _by_rule() -> dict[Any, Callable[..., Any]]:
+    """Return torch's functions that collate numbers and tensors, each behind our rule for values of unlike types.
+
+    Torch's own result depends on which value comes first, and on whether a worker process collates.
+    """
+    return {kind: partial(_collate_values, function) for kind, function in default_collate_fn_map.items()}
+
+
+def _collate_values(function: Callable[..., Any], values: Sequence[Any], *, collate_fn_map: Any) -> Any:
+    made = promoted(values)
+    return function(values, collate_fn_map=collate_fn_map) if made is None else made
 
 
 def with_valid(batch: Any, valid: torch.Tensor) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from streaming.arguments import unpacked_name
+
 KINDS: Final = ("image", "audio", "video", "text", "tokens", "integer", "float", "array", "json", "bytes")
 """What a field may hold."""
 _BY_KIND: Final = {
@@ -20,5 +22,9 @@ _BY_EXTENSION: Final = {name: kind for kind, names in _BY_KIND.items() for name 
 
 
 def kind_by_name(field: str) -> str:
-    """Return the kind that the last part of a field's name says; ``""`` if it says none."""
-    return _BY_EXTENSION.get(field.lower().rpartition(".")[2], "")
+    """Return the kind that the last part of a field's name says; ``""`` if it says none.
+
+    A gzip field, such as ``json.gz``, has the kind of what it holds: it is unpacked before it is decoded.
+    """
+    inner = unpacked_name(field)
+    return _BY_EXTENSION.get((field if inner is None else inner).lower().rpartition(".")[2], "")

@@ -18,7 +18,7 @@ from streaming.catalog.build import home_of
 from streaming.catalog.open import check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource
-from streaming.decode import DecodeSpec, resolve_decoders, with_described
+from streaming.decode import DecodeSpec, bounded, resolve_decoders, with_described
 from streaming.filters.select import Condition, Filter, narrowed
 from streaming.filters.views import asked_filter
 from streaming.index.selection import Selection
@@ -75,7 +75,7 @@ class SampleSource(ChunkSource, SampleRows):
     ) -> None:
         self.fields = fields
         self.decode = decode
-        self.decoders = resolve_decoders(decode)
+        self.decoders = bounded(resolve_decoders(decode), max_gzip_ratio)
         self.transform: Transform | Chain | None = transform
         self._order_by(shuffle, seed)
         self.duplicate_keys: DuplicateKeys = duplicate_keys

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import io
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from streaming.errors import TarError
 from streaming.tar.blocks import BytesLike
 from streaming.tar.group import ChunkLayout
+from streaming.tar.inflate import GZIP_MAGIC, MAX_GZIP_RATIO, GzipError, gunzipped
 from streaming.tar.scanner import TarScanner
 
 MAX_SAMPLE_BYTES = 4 << 30
 """Largest sample that is gathered from a stream; limits memory against damage and decompression bombs."""
-_GZIP_MAGIC = b"\x1f\x8b"
-_INFLATED_BYTES = 4 << 20
-MAX_GZIP_RATIO = 200.0
-"""Text inflates to 3 to 20 times its size; deflate can reach at most 1,032 times, and bombs do."""
-_HARMLESS_BYTES = 64 << 20
-"""Inflated size that is accepted whatever the ratio."""
+_LARGER_RATIO = (
+    "give StreamingDataset a larger max_gzip_ratio= (or say shard_tools convert --max-gzip-ratio), or unpack the "
+    "archive first (gunzip)"
+)
 
 
 def iter_samples(
@@ -120,9 +118,9 @@ def inflated(pieces: Iterable[BytesLike], url: str = "", *, max_gzip_ratio: floa
     head = b""
     for piece in stream:
         head += bytes(piece)
-        if len(head) >= len(_GZIP_MAGIC):
+        if len(head) >= len(GZIP_MAGIC):
             break
-    if head.startswith(_GZIP_MAGIC):
+    if head.startswith(GZIP_MAGIC):
         yield from _gunzip(_chain(head, stream), url, max_gzip_ratio)
     else:
         yield from _chain(head, stream)
@@ -135,34 +133,7 @@ def _chain(head: bytes, stream: Iterator[BytesLike]) -> Iterator[bytes]:
 
 
 def _gunzip(pieces: Iterable[bytes], url: str, max_ratio: float) -> Iterator[bytes]:
-    inflater = zlib.decompressobj(wbits=31)
-    num_bytes = num_read = 0
-    begun = False  # whether the current gzip member has begun
-    for piece in pieces:
-        data = piece
-        num_read += len(piece)
-        while data:
-            if inflater.eof:
-                data = data.lstrip(b"\0") if not begun else data  # padding between members is allowed
-                if not data:
-                    break
-                inflater = zlib.decompressobj(wbits=31)
-            try:
-                out = inflater.decompress(data, _INFLATED_BYTES)
-            except zlib.error as error:
-                raise TarError(
-                    f"{url or 'tar'}: damaged gzip stream near inflated byte {num_bytes} ({error})"
-                ) from error
-            begun = not inflater.eof
-            num_bytes += len(out)
-            if num_bytes > max(_HARMLESS_BYTES, max_ratio * num_read):
-                raise TarError(
-                    f"{url or 'tar'}: {num_read} bytes of gzip inflate to more than {max_ratio:g} times as many: a "
-                    "decompression bomb? If it is meant, give StreamingDataset a larger max_gzip_ratio= (or say "
-                    "shard_tools convert --max-gzip-ratio), or unpack the archive first (gunzip)"
-                )
-            if out:
-                yield out
-            data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
-    if not inflater.eof:
-        raise TarError(f"{url or 'tar'}: gzip stream ends early, after {num_bytes} inflated bytes; truncated?")
+    try:
+        yield from gunzipped(pieces, max_ratio, _LARGER_RATIO)
+    except GzipError as error:
+        raise TarError(f"{url or 'tar'}: {error}") from error

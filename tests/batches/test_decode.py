@@ -68,7 +68,7 @@ def npz_bytes(**arrays):
         ("mp", msgpack.packb([1]), [1]),
         ("msg", msgpack.packb(None), None),
         ("mp4", b"\0\1", b"\0\1"),
-        ("json.gz", b"\0\1", b"\0\1"),
+        ("json.gz", gzip.compress(b"[1]"), [1]),
         ("", b"\0", b"\0"),
     ],
 )

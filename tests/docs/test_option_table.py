@@ -173,6 +173,12 @@ def tuned_file() -> str:
     return str(path)
 
 
+def ratios_of(_: DataLoader, data: Any) -> Any:
+    """Return what fields of each source may inflate to."""
+    parts = getattr(getattr(data, "source", None), "recipe_parts", ())
+    return [getattr(part.decoders, "max_gzip_ratio", None) for part in parts]
+
+
 def lines_of(_loader: DataLoader, _data: Any) -> Any:
     path = Path(TEMPORARY.name, "bad.jsonl")
     lines = path.read_text().count(f'"{BAD:05d}"') if path.exists() else 0
@@ -213,8 +219,8 @@ CASES: dict[str, dict[str, Case]] = {
             (*OF_TEXT, "where", "by size", "balanced", "curriculum"): "their columns need an index, made with "
             "`shard_tools index --duplicate-keys`"}),
         "allow_unfinished": Case(True, base={"StreamingDataset": {"urls": "unfinished"}}),
-        "max_gzip_ratio": Case(2.0, look=lambda _, data: getattr(data.source, "max_gzip_ratio", None), cannot={
-            tuple(kind for kind in KINDS if kind != "unindexed"): "a compressed shard has no index"}),
+        "max_gzip_ratio": Case(2.0, look=ratios_of, cannot={
+            (*OF_TEXT, "remote"): "no field of these is packed, and a compressed shard has no index"}),
         "on_error": Case("raise", base=on_bad()),
         "max_bad_samples": Case(0, base=on_bad(), acts_by=(TooManyBadSamplesError,)),
         "bad_samples_file": Case(FILE, base=on_bad(max_bad_samples=1.0), look=lines_of),

@@ -442,7 +442,9 @@ def test_what_a_function_changes_here_is_put_back_and_it_runs_here_no_more(
         assert builders(first) == {os.getpid()}
         assert os.getpid() not in builders(rest + again)
         assert loader.metrics()["batches_before_workers"] == 1
-    (told,) = [one.getMessage() for one in caplog.records if "changed settings of the whole process" in one.getMessage()]
+    (told,) = [
+        one.getMessage() for one in caplog.records if "changed settings of the whole process" in one.getMessage()
+    ]
     named = told.partition(" up: ")[2].partition(". They were put back")[0]
     assert case.row in named or case.row in {"the environment", "Pillow's flags", "signal handlers"}, told
 
@@ -456,7 +458,9 @@ def test_names_of_what_was_changed_hold_no_values(url: str, held: Held, caplog: 
     with DataLoader(StreamingDataset(url, transform=Changing(change, fails=False)), BATCH, num_workers=1) as loader:
         held.first(iter(loader), 1)
         held.let_go.set()
-    (told,) = [one.getMessage() for one in caplog.records if "changed settings of the whole process" in one.getMessage()]
+    (told,) = [
+        one.getMessage() for one in caplog.records if "changed settings of the whole process" in one.getMessage()
+    ]
     assert "environment variable OF_SETTINGS, PIL.ImageFile.LOAD_TRUNCATED_IMAGES, handler of SIGUSR2" in told
     assert "secret" not in caplog.text
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner
 
 from shard_tools import ShardWriter, optimize
@@ -417,11 +418,19 @@ def test_nothing_is_said_of_the_type_of_arrays_where_shards_of_a_set_differ(
 
 
 def test_arrays_of_two_types_in_one_batch_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mixed = arrays(tmp_path / "mixed", "int16", "uint16", samples=4)
+    mixed = arrays(tmp_path / "mixed", "int16", "int32", samples=4)
     loader = DataLoader(StreamingDataset(mixed, shuffle=False), batch_size=8, num_workers=0)
     for _ in range(2):
-        assert all(isinstance(batch["vec.npy"], list) for batch in loader)
-    assert caplog.text.count("field 'vec.npy': arrays of types int16, uint16 in one batch") == 1
+        assert all(batch["vec.npy"].dtype == torch.int32 for batch in loader)
+    assert caplog.text.count("field 'vec.npy': values of types int16, int32 in one batch, which become int32") == 1
+
+
+def test_arrays_of_two_types_that_torch_does_not_promote_are_refused_with_a_cure_that_works(tmp_path: Path) -> None:
+    mixed = arrays(tmp_path / "mixed", "int16", "uint16", samples=4)
+    with pytest.raises(ConfigError, match=r"'vec\.npy'.*int16, uint16.*transform"):
+        next(iter(DataLoader(StreamingDataset(mixed, shuffle=False), batch_size=8)))
+    cured = StreamingDataset(mixed, shuffle=False, transform=lambda one: {"x": one["vec.npy"].astype("int32")})
+    assert all(batch["x"].dtype == torch.int32 for batch in DataLoader(cured, batch_size=8))
 
 
 def silent(folder: Path, how: str) -> Path:

@@ -22,7 +22,7 @@ from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.arguments import counted, parse_bytes
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, ShardstreamError
 from streaming.plan.permutation import hash_range
-from streaming.tar.samples import MAX_GZIP_RATIO
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …

@@ -21,8 +21,8 @@ from shard_tools.convert.base.files import MEMBER, SourceFile, open_stored
 from shard_tools.convert.base.identity import SourceIdentity, SourceStorage
 from streaming.errors import DataError, NotFoundError, StorageError
 from streaming.storage import ObjectInfo, Storage, redact
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.tar.passed_over import in_side_folder
-from streaming.tar.samples import MAX_GZIP_RATIO
 
 SUFFIX = ".zip"
 _HARMLESS_BYTES = 64 << 20  # inflated size that is accepted whatever the ratio, as of .tar.gz

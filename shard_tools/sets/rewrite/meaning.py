@@ -12,8 +12,10 @@ import numpy as np
 from shard_tools.convert.base.rows import json_of
 from shard_tools.sets.open_set import OpenSet
 from shard_tools.sets.rewrite.field_changes import FieldChanges
+from streaming.arguments import unpacked_name
 from streaming.catalog.build import home_of
 from streaming.decode.by_set import renumbered
+from streaming.decode.values import packed, unpacked
 from streaming.errors import DataError
 from streaming.filters.views import asked_filter
 from streaming.schema.joined import Classes, translation, unknown_fields
@@ -60,7 +62,7 @@ class SetChanges:
                 found[name] = np.frombuffer(found[name], "<u2").astype("<u4").tobytes()
             for name, tables in self.numbers.items():
                 if name in found:
-                    found[name] = _renumbered(found[name], tables)
+                    found[name] = _renumbered_field(name, found[name], tables)
         except ValueError as error:
             raise DataError(f"sample {key!r}, field {name!r}: not what schema.json says of it: {error}") from error
         return found
@@ -76,6 +78,14 @@ class SetChanges:
         """Return the sizes of fields after the change; -1: there is none."""
         return {name: np.where(size >= 0, 2 * size, size) if name in self.widened else size
                 for name, size in sizes.items()}  # fmt: skip
+
+
+def _renumbered_field(name: str, data: bytes, tables: Mapping[str, Table]) -> bytes:
+    if unpacked_name(name) is None:
+        return _renumbered(data, tables)
+    before = unpacked(data)
+    after = _renumbered(before, tables)
+    return data if after == before else packed(after)
 
 
 def _renumbered(data: bytes, tables: Mapping[str, Table]) -> bytes:

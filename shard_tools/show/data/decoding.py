@@ -21,6 +21,7 @@ from PIL import Image
 
 from streaming.decode.images import MAX_PIXELS, ImageDecoder, open_image, stored_size
 from streaming.decode.upright import orientation_of, turned
+from streaming.decode.values import is_gzip, unpacked
 
 HEADER: Final = struct.Struct("<II")  # bytes of the facts (JSON), and of what follows them
 MEMORY_BYTES: Final = 2 << 30
@@ -225,6 +226,8 @@ def main() -> None:
         asked = json.loads(_exactly(source, facts_bytes))
         data = _exactly(source, data_bytes)
         try:
+            if is_gzip(data):  # no image and no array begins so: a gzip field
+                data = unpacked(data)
             told, found = _WORK[asked["kind"]](data, asked)
         except MemoryError:
             told, found = {"error": "takes more memory than this may"}, b""

@@ -14,7 +14,8 @@ from shard_tools.show.data.reading import Wanted, read_all
 from shard_tools.show.data.trees import Node, tree_of
 from shard_tools.show.data.workers import MOST_BYTES
 from shard_tools.stats.kinds import UNKNOWN, kind_of, kind_of_value
-from streaming.arguments import format_bytes
+from streaming.arguments import format_bytes, unpacked_name
+from streaming.decode.values import unpacked_head
 from streaming.index.sample_table import SampleLocation
 
 
@@ -176,9 +177,15 @@ def _shown(
         return FieldShown(**common, form="none", text="empty")
     if kind in _PICTURES:
         return _pictured(common, kind, where)
-    if kind in {"audio", "video"}:
+    if kind in {"audio", "video"} and unpacked_name(name) is None:  # a browser plays what is stored
         return FieldShown(**common, form=kind)
     is_cut = len(head) < num_bytes
+    if head and unpacked_name(name) is not None:
+        try:
+            head, is_whole = unpacked_head(head, len(head) if amount.in_full else amount.text)
+        except ValueError as error:
+            return FieldShown(**common, form="none", text=f"not shown: {error}")
+        is_cut = not is_whole
     if kind == "tokens" and notes.tokens is not None:
         return _tokens(common, head, heads.get(notes.tokens.mask, b""), notes.tokens, is_cut=is_cut)
     make: Callable[..., FieldShown] = _TEXTS.get(kind, _untold)

@@ -11,6 +11,7 @@ from shard_tools.show.base.samples import SamplePlace, SampleSet
 from shard_tools.show.base.subject import Subject
 from shard_tools.show.data.workers import Decoded, DecodingWorkers
 from shard_tools.stats.kinds import kind_of
+from streaming.arguments import unpacked_name
 from streaming.errors import ConfigError, NotFoundError
 
 ASKS = ("source", "number", "field", "view")
@@ -66,7 +67,7 @@ def _type_of(name: str, key: str) -> tuple[str, str]:
     ending, kind = name.lower().rpartition(".")[2], kind_of(name)
     if ending in _PLAYED:
         return _PLAYED[ending], ""
-    if kind in _TEXTS:
+    if kind in _TEXTS and unpacked_name(name) is None:
         return "text/plain; charset=utf-8", ""
     return "application/octet-stream", f"{key.rpartition('/')[2][:80]}.{name}"
 

@@ -15,7 +15,7 @@ from streaming.packing.rules import MAX_LENGTH, PackRules
 from streaming.plan.sizes import Steps, steps_of
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-_ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft"))
+_ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft", "gz"))
 
 
 def checked_items(

@@ -17,8 +17,9 @@ from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.settings import Shape
 from streaming.storage import redact
+from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.tar.passed_over import PassedOver
-from streaming.tar.samples import MAX_GZIP_RATIO, MAX_SAMPLE_BYTES, iter_samples
+from streaming.tar.samples import MAX_SAMPLE_BYTES, iter_samples
 
 _log = logging.getLogger(__name__)
 
