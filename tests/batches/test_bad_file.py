@@ -140,6 +140,7 @@ WRITER = """
 import sys
 from streaming.batches import bad_file
 from streaming.batches.bad_file import BadFile, BadRecord
+bad_file._LOCK_S = 60.0  # on a busy machine, too, no process gives up and writes without the lock
 file = BadFile(sys.argv[1], int(sys.argv[2]))
 for number in range(150):
     for key in (f"{number}", f"{sys.argv[2]}-{number}"):
