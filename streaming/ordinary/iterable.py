@@ -60,8 +60,8 @@ class IterableState(LoaderState):
     """The state of one rank over an iterable dataset.
 
     Attributes:
-        cursors: Position of each worker's part, in the order in which they deliver next; empty between epochs that are
-            whole passes, and at their ends.
+        cursors: Position of each worker's part, in the order in which they deliver next. At the end of an epoch that is
+            a whole pass, and behind it: the beginning of the next pass, if anything is handed on to it, else none.
         data_rank: Data rank whose state this is.
         data_world_size: Number of data ranks.
     """
@@ -73,8 +73,16 @@ class IterableState(LoaderState):
     @property
     def is_end(self) -> bool:
         """See ``LoaderState``: of a pass of unknown length, nothing is left to read."""
-        nothing_left = not self.cursors if self.epoch_size is None else self.samples_seen == self.epoch_size
-        return self.samples_seen > 0 and nothing_left
+        if self.epoch_size is not None:
+            return self.samples_seen == self.epoch_size
+        return self.samples_seen > 0 and all(cursor.pass_number > self.epoch for cursor in self.cursors)
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether samples of the pass were read that come before it; with ``epoch_size`` also between epochs."""
+        if self.epoch_size is not None:
+            return bool(self.cursors)
+        return bool(self.cursors) and self.samples_seen > 0 and not self.is_end
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict, which is JSON-serializable if the dataset's own state is."""
@@ -172,7 +180,7 @@ class IterableLoop(Loop):
         if seed is not None:
             self.order = replace(self.order, seed=seed)
         if place.samples_seen == 0 and not self.is_counted:
-            cursors = ()
+            cursors = _beginning(cursors, place.epoch)
         return _IterableRun(self, self._open(place.epoch, cursors))
 
     @override
@@ -181,7 +189,7 @@ class IterableLoop(Loop):
             return replace(super().after_batch(place, run), detail=run.cursors)
         return Place(
             epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size,
-            detail=None if run.is_last else run.cursors, is_end=run.is_last,
+            detail=run.cursors, is_end=run.is_last,
         )  # fmt: skip
 
     @override
@@ -204,15 +212,18 @@ class IterableLoop(Loop):
         if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
             raise StateError("this state does not belong to an iterable data set")
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
-        if state.cursors:
+        cursors = state.cursors
+        if state.is_mid_pass:
             self._check_place(state)
-            if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
+            if not (has_state(self.dataset) or any(cursor.state is not None for cursor in cursors)):
                 _log.warning(
                     "%s has no state_dict: what this pass has already read is read again and skipped. Give the data "
                     "set state_dict and load_state_dict methods", type(self.dataset).__name__,
                 )  # fmt: skip
+        elif cursors:
+            cursors = self._handed_on(state)
         self.order = state.order
-        self.go_to(Place.of(state, state.cursors), state.next_seed)
+        self.go_to(Place.of(state, cursors), state.next_seed)
 
     def report(self) -> dict[str, Any]:
         """Return all metrics."""
@@ -292,18 +303,48 @@ class IterableLoop(Loop):
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
         """Read a packet from the beginning of this rank's pass, for a rank that continues after its own has ended."""
         begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
-        return next((packet for begin in begins for packet in islice(self._stream((begin,)), 1)), None)
+        packets = (packet for begin in begins for packet in islice(self._stream((begin,)), 1))
+        return next((packet for packet in packets if not packet.is_end), None)
 
     def _check_place(self, state: IterableState) -> None:
+        if other := self._other_place(state):
+            raise StateError(
+                f"an iterable data set resumes only where it was saved: {other}. Save and load it on every rank, with "
+                f"the same num_workers; or start a new epoch with set_epoch({state.epoch + 1})"
+            )
+
+    def _handed_on(self, state: IterableState) -> tuple[Cursor, ...]:
+        """Return where the pass begins that follows a whole one, from a state that lies between the two."""
+        name, epoch = type(self.dataset).__name__, state.onward.epoch
+        was_left = any(cursor.pass_number < epoch for cursor in state.cursors)
+        if was_left and has_state(self.dataset) and not self._num_workers:
+            _log.warning(
+                "epoch %d was left before its end: %s begins epoch %d as it was made, without the state that it had "
+                "there. Save a state before an epoch is left, to continue in it", epoch - 1, name, epoch,
+            )  # fmt: skip
+        other = self._other_place(state)
+        if not other:
+            return state.cursors
+        if not was_left and any(cursor.state is not None for cursor in state.cursors):
+            _log.warning(
+                "the state of a %s is that of its copy where it was saved: %s. Epoch %d begins with data sets as they "
+                "were made. For their states, save and load on every rank, with the same num_workers", name, other,
+                epoch,
+            )  # fmt: skip
+        first = {name: text for cursor in state.cursors for name, text in cursor.first.items()}
+        workers = range(max(1, self._num_workers))
+        return tuple(Cursor(worker=number, pass_number=epoch, first=first) for number in workers)
+
+    def _other_place(self, state: IterableState) -> str:
+        """Say how this place differs from the one where a state was saved; "" if it does not."""
         mesh, workers = self.config.mesh, max(1, self._num_workers)
         was = (state.data_rank, state.data_world_size, len(state.cursors))
-        if was != (mesh.data_rank, mesh.data_world_size, workers):
-            raise StateError(
-                f"an iterable data set resumes only where it was saved: the state is of data rank {was[0]} of {was[1]} "
-                f"with {was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save "
-                "and load it on every rank, with the same num_workers; or start a new epoch with "
-                f"set_epoch({state.epoch + 1})"
-            )
+        if was == (mesh.data_rank, mesh.data_world_size, workers):
+            return ""
+        return (
+            f"the state is of data rank {was[0]} of {was[1]} with {was[2]} workers, this is rank {mesh.data_rank} of "
+            f"{mesh.data_world_size} with {workers}"
+        )
 
     # --- parts ---
 
@@ -392,13 +433,24 @@ class _Packets:
 
     def __init__(self, source: Any, cursors: tuple[Cursor, ...]) -> None:
         self._source, self.cursors = source, cursors
+        self._ends: dict[int, Cursor] = {}
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Packet:
         packet: Packet = next(self._source)
+        while packet.is_end:
+            self._ends[packet.after.worker] = packet.after
+            packet = next(self._source)
         return packet
+
+    @property
+    def next_pass(self) -> tuple[Cursor, ...]:
+        """Positions at the beginning of the next pass; none if nothing is handed on to it."""
+        ends = [self._ends.get(cursor.worker, cursor).in_next_pass for cursor in self.cursors]
+        handed_on = any(cursor.state is not None or cursor.first for cursor in ends)
+        return tuple(sorted(ends, key=lambda cursor: cursor.worker)) if handed_on else ()
 
     def advance(self, packet: Packet) -> None:
         """Record that ``packet`` is handed out."""
@@ -421,8 +473,7 @@ class _IterableRun:
     """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to recognize the last one.
 
     Attributes:
-        cursors: Positions after the latest batch.
-        is_last: Whether that batch is the epoch's last one; only without ``epoch_size``.
+        is_last: Whether the latest batch is the epoch's last one; only without ``epoch_size``.
     """
 
     def __init__(self, loop: IterableLoop, packets: _Packets) -> None:
@@ -435,8 +486,8 @@ class _IterableRun:
 
     @property
     def cursors(self) -> tuple[Cursor, ...]:
-        """Positions after the latest batch."""
-        return self._packets.cursors
+        """Positions after the latest batch; after the epoch's last one, those where the next pass begins."""
+        return self._packets.next_pass if self.is_last else self._packets.cursors
 
     def __next__(self) -> Any:
         """Return the next batch."""
@@ -476,6 +527,14 @@ class _IterableRun:
                 self._failure = error
         self.is_last = self._ahead is None and self._failure is None
         return packet
+
+
+def _beginning(cursors: tuple[Cursor, ...], epoch: int) -> tuple[Cursor, ...]:
+    """Return where the pass of an epoch begins; from a pass before it that was left, only its generators are known."""
+    if all(cursor.pass_number == epoch and not cursor.num_items for cursor in cursors):
+        return cursors
+    ordered = sorted(cursors, key=lambda cursor: cursor.worker)
+    return tuple(Cursor(worker=cursor.worker, pass_number=epoch, first=cursor.first) for cursor in ordered)
 
 
 class Again:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,9 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from streaming.arguments import checked_count, is_whole
-from streaming.batches.draw_watch import generator_states, set_generator_states
-from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
+from streaming.ordinary.generators import SetGenerators
 from streaming.ordinary.options import Collate, Sharding, with_valid
-from streaming.plan.permutation import hash_words
 from streaming.types import LastBatch
 
 _BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two states
@@ -43,12 +42,19 @@ _BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two s
 class Cursor:
     """Position of one worker's part.
 
+    To continue from it, load ``state``, read ``again`` samples for nothing, and restore ``draws``.
+
     Attributes:
         worker: Number of the worker, from 0.
         pass_number: Pass over the dataset.
         num_items: Number of samples taken from the dataset in this pass, including those of other parts.
-        state: The ``state_dict`` of the dataset or its iterator at that point, or of both; None if they have none.
+        state: The ``state_dict`` of the dataset or its iterator at that point, or of both, or ``again`` samples before;
+            that of the dataset alone at the beginning of the pass, or behind its end. None if they have none.
         ended: The part has no more samples in this pass, and no other pass follows.
+        again: Samples before this point that are read again, where random numbers were drawn for them; without a state
+            those are all.
+        draws: States of the generators drawn from in this pass, where the dataset or its iterator has a state.
+        first: First states of own generators that have been drawn from; see ``streaming.ordinary.generators``.
     """
 
     worker: int
@@ -56,10 +62,28 @@ class Cursor:
     num_items: int = 0
     state: Any = None
     ended: bool = False
+    again: int = 0
+    draws: Mapping[str, str] = field(default_factory=dict)
+    first: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_skipped(self) -> int:
+        """Samples to read for nothing after the state was loaded."""
+        return self.num_items if self.state is None else self.again
+
+    @property
+    def in_next_pass(self) -> Cursor:
+        """The beginning of the next pass, from what the dataset was like behind the end of this one.
+
+        One whose end this part has not reached hands nothing on but what is known of its generators.
+        """
+        state = self.state if self.ended else None
+        return Cursor(worker=self.worker, pass_number=self.pass_number + 1, state=state, first=self.first)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for a checkpoint, which is JSON-serializable if the dataset's own state is."""
-        return {**asdict(replace(self, state=None)), "state": self.state}
+        made = {one.name: getattr(self, one.name) for one in fields(self)}
+        return made | {"draws": dict(self.draws), "first": dict(self.first)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cursor:
@@ -70,7 +94,7 @@ class Cursor:
         """
         if not isinstance(data, Mapping) or set(data) != set(cls.__slots__):
             raise StateError(f"state: expected the position of a worker, got {data!r}")
-        for name in ("worker", "pass_number", "num_items"):
+        for name in ("worker", "pass_number", "num_items", "again"):
             try:
                 checked_count(name, data[name])
             except ConfigError as error:
@@ -85,10 +109,12 @@ class Packet:
     Attributes:
         batch: The collated batch; page-locked by torch if requested.
         after: Position of the worker's part after it.
+        is_end: There is no batch: it only tells the position behind the part's end.
     """
 
     batch: Any
     after: Cursor
+    is_end: bool = False
 
     def pin_memory(self) -> Packet:
         """Page-lock the batch, for torch's ``DataLoader``."""
@@ -140,15 +166,14 @@ class SharedStream(IterableDataset[Packet]):
 
     def __iter__(self) -> Iterator[Packet]:
         info = get_worker_info()
-        cursor = self.cursors[info.id if info is not None else 0]
-        if cursor.ended:
-            return
-        part = _Part(self.dataset, self.settings, cursor)
-        while True:
-            samples = part.take(self.settings.batch_size)
+        after = self.cursors[info.id if info is not None else 0]
+        part = None if after.ended else _Part(self.dataset, self.settings, after)
+        while part is not None:
+            samples, after = part.take(self.settings.batch_size)
             if not samples or (len(samples) < self.settings.batch_size and self.settings.last_batch == "drop"):
-                return
-            yield Packet(batch=self._collated(samples), after=part.cursor())
+                break
+            yield Packet(batch=self._collated(samples), after=after)
+        yield Packet(batch=None, after=after, is_end=True)
 
     def _collated(self, samples: list[Any]) -> Any:
         if self.settings.last_batch != "pad":
@@ -167,18 +192,23 @@ class _Part:
         self._number = settings.first_part + cursor.worker
         self._dataset, own = cut_dataset(dataset, self._number, settings)
         self._stride, self._offset = (1, 0) if own else (settings.num_parts, self._number)
-        self._rng = _Rng()
+        self._generators = SetGenerators(self._dataset, settings.seed, cursor.first)
+        self._iterator: Any = None  # of this pass, once it has begun
+        self._before: tuple[int, Any] | None = (cursor.num_items - cursor.num_skipped, cursor.state)
         self._ended = False
-        self._samples = self._open(cursor.state)
+        self._samples = self._open(cursor)
 
-    def take(self, count: int) -> list[Any]:
-        """Return the next samples, at most ``count``.
+    def take(self, count: int) -> tuple[list[Any], Cursor]:
+        """Return the next samples, at most ``count``, and the position behind them.
 
         Fewer come only at the end of a pass, never if passes are endless.
         """
         samples: list[Any] = []
-        with self._rng, _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset):
+        parts = _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset)
+        with self._generators.drawing(), parts:
             while len(samples) < count:
+                if len(samples) == count - 1:
+                    self._look_back()
                 sample = next(self._samples, _END)
                 if sample is not _END:
                     samples.append(sample)
@@ -187,47 +217,94 @@ class _Part:
                     break
                 else:
                     self._next_pass()
-        return samples
+            return samples, self._cursor()
 
-    def cursor(self) -> Cursor:
+    def _look_back(self) -> None:
+        """Note where the last sample of a batch begins, if it may draw random numbers.
+
+        Whoever continues behind it reads it again: what an iterator draws as it begins a pass comes from the numbers
+        of that beginning, and what it draws later from those of the last sample on.
+        """
+        if self._iterator is not None:
+            self._before = (self._num_items, self._state()) if self._has_state and self._generators.drawn() else None
+
+    def _cursor(self) -> Cursor:
         """Return the position of this part."""
-        state = None if self._ended else copy.deepcopy(self._state())  # at the end, datasets differ in this
-        return Cursor(
-            worker=self._worker, pass_number=self._pass, num_items=self._num_items, state=state, ended=self._ended
-        )
+        made = Cursor(
+            worker=self._worker, pass_number=self._pass, num_items=self._num_items, ended=self._ended,
+            first=self._generators.first,
+        )  # fmt: skip
+        if self._ended:
+            return replace(made, state=self._state_of_set())
+        drawn = self._generators.drawn() if self._has_state else frozenset()
+        if not drawn:
+            return replace(made, state=self._state())
+        at, state = (self._num_items, self._state()) if self._before is None else self._before
+        return replace(made, state=state, again=self._num_items - at, draws=self._generators.states(drawn))
+
+    @property
+    def _has_state(self) -> bool:
+        return has_state(self._iterator) or has_state(self._dataset)
 
     def _state(self) -> Any:
-        """Return the state of the iterator or the dataset, which may be an object they still use.
-
-        Both, if they are two.
-        """
+        """Return a copy of the state of the iterator or the dataset; of both, if they are two."""
         one, other = self._iterator, self._dataset
         if has_state(one) and has_state(other) and one is not other:
-            return {_BOTH: [other.state_dict(), one.state_dict()]}
-        return next((each.state_dict() for each in (one, other) if has_state(each)), None)
+            return copy.deepcopy({_BOTH: [other.state_dict(), one.state_dict()]})
+        return next((copy.deepcopy(each.state_dict()) for each in (one, other) if has_state(each)), None)
 
-    def _open(self, state: Any) -> Iterator[Any]:
-        """Yield the part's samples of this pass from ``_num_items`` on. Lazy: runs inside ``take``."""
-        self._rng.seed(hash_words(self._settings.seed, self._pass, 0))
+    def _state_of_set(self) -> Any:
+        """Return a copy of the state of the dataset, between two of its iterators."""
+        return copy.deepcopy(self._dataset.state_dict()) if has_state(self._dataset) else None
+
+    def _open(self, cursor: Cursor) -> Iterator[Any]:
+        """Yield the part's samples of this pass from ``cursor`` on. Lazy: runs inside ``take``."""
+        self._generators.begin(self._pass)
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._pass)
-        is_both = isinstance(state, Mapping) and set(state) == {_BOTH}
-        of_dataset, of_iterator = state[_BOTH] if is_both else (state, state)
-        if state is not None and has_state(self._dataset):
-            self._dataset.load_state_dict(of_dataset)
-        self._iterator = iter(self._dataset)
-        if state is not None and has_state(self._iterator) and (is_both or not has_state(self._dataset)):
-            self._iterator.load_state_dict(of_iterator)
-        if state is None:
-            for _, _ in zip(range(self._num_items), self._iterator, strict=False):
-                pass
+        is_handed_on = cursor.state is not None and cursor.num_items == cursor.num_skipped
+        self._iterator = self._begun(cursor.state, is_handed_on=is_handed_on)
+        items = self._items(is_handed_on=is_handed_on)
+        for _ in islice(items, cursor.num_skipped):
+            pass
+        self._generators.restore(cursor.draws)
         self._any = self._num_items > 0
-        for item in self._iterator:
+        for item in items:
             mine = self._num_items % self._stride == self._offset
             self._num_items += 1
             if mine:
                 self._any = True
                 yield item
+
+    def _begun(self, state: Any, *, is_handed_on: bool) -> Any:
+        """Return an iterator over the dataset that continues from ``state``.
+
+        Behind the end of a pass, the first iterator after ``load_state_dict`` is the one of that pass, which has ended.
+        """
+        is_both = isinstance(state, Mapping) and set(state) == {_BOTH}
+        of_dataset, of_iterator = state[_BOTH] if is_both else (state, state)
+        if state is not None and has_state(self._dataset):
+            self._dataset.load_state_dict(of_dataset)
+        iterator = iter(self._dataset)
+        if is_handed_on:
+            return iter(self._dataset)
+        if state is not None and has_state(iterator) and (is_both or not has_state(self._dataset)):
+            iterator.load_state_dict(of_iterator)
+        return iterator
+
+    def _items(self, *, is_handed_on: bool) -> Iterator[Any]:
+        """Yield what is left of the pass.
+
+        A generator learns only now that it was given a state behind the end of a pass, of which nothing is left to
+        read; then the next iterator is the one of this pass.
+        """
+        is_empty = True
+        for item in self._iterator:
+            is_empty = False
+            yield item
+        if is_empty and is_handed_on:
+            self._iterator = iter(self._dataset)
+            yield from self._iterator
 
     def _next_pass(self) -> None:
         if not self._any:
@@ -235,8 +312,9 @@ class _Part:
                 f"part {self._number} of {self._settings.num_parts} (data-parallel ranks times workers) has no sample "
                 f"in pass {self._pass}: the data set has too few samples or shards; use fewer workers or ranks"
             )
-        self._pass, self._num_items = self._pass + 1, 0
-        self._samples = self._open(None)
+        self._pass, self._num_items, self._iterator = self._pass + 1, 0, None
+        self._before = (0, self._state_of_set())
+        self._samples = self._open(Cursor(worker=self._worker, pass_number=self._pass))
 
 
 def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
@@ -288,31 +366,6 @@ class _End:
 
 
 _END = _End()
-
-
-class _Rng:
-    """Separate random numbers of Python, NumPy and torch inside a ``with`` block.
-
-    Those outside continue undisturbed.
-    """
-
-    def __init__(self) -> None:
-        self._own: tuple[Any, Any, Any] | None = None
-        self._outer: tuple[Any, Any, Any] | None = None
-
-    def seed(self, seed: int) -> None:
-        """Seed again. Only inside the block."""
-        seed_generators(seed, ALL_GENERATORS)
-
-    def __enter__(self) -> None:
-        self._outer = generator_states()
-        if self._own is not None:
-            set_generator_states(self._own)
-
-    def __exit__(self, *error: object) -> None:
-        self._own = generator_states()
-        if self._outer is not None:
-            set_generator_states(self._outer)
 
 
 @contextmanager
