@@ -2,11 +2,11 @@
 
 A dataset draws from two kinds of generators:
 
-- those of the process (``random``, ``numpy.random``, torch's on the CPU): seeded by (seed, pass) when a pass begins, the
-  same in all parts, and exchanged for the training's while the dataset is read;
-- those that its objects hold: as their owner made them in pass 0. One that has been drawn from is seeded by (seed, pass,
-  its first state) when a later pass begins. So ranks, workers and resumed runs have the same numbers in it, wherever
-  they left the pass before.
+- those of the process (``random``, ``numpy.random``, torch's on the CPU): seeded by (seed, pass) when a pass begins,
+  the same in all parts, and exchanged for the training's while the dataset is read;
+- those that its objects hold: as their owner made them in pass 0. One that has been drawn from is seeded by (seed,
+  pass, its first state) when a later pass begins. So ranks, workers and resumed runs have the same numbers in it,
+  wherever they left the pass before.
 
 States of generators are JSON text, so that they can stand in a checkpoint.
 """

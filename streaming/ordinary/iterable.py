@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -31,6 +32,7 @@ from streaming.ordinary.options import Collate, OrdinaryConfig, TorchLoader, Wor
 from streaming.ordinary.worker_parts import (
     Cursor,
     Packet,
+    PartsState,
     SharedStream,
     ShareSettings,
     can_shard,
@@ -49,32 +51,24 @@ AHEAD = 2
 """How many batches ahead ranks ask each other, so that the answer has arrived when it is needed."""
 _PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
 _FINGERPRINT = "iterable"
-_EXTRA = ("cursors", "data_rank", "data_world_size")
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by job, by ranks
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterableState(LoaderState):
+class IterableState(PartsState):
     """The state of one rank over an iterable dataset.
 
-    Attributes:
-        cursors: Position of each worker's part, in the order in which they deliver next. At the end of an epoch that is
-            a whole pass, and behind it: the beginning of the next pass, if anything is handed on to it, else none.
-        data_rank: Data rank whose state this is.
-        data_world_size: Number of data ranks.
+    At the end of an epoch that is a whole pass, and behind it, ``cursors`` are the beginning of the next pass, if
+    anything is handed on to it, else none.
     """
-
-    cursors: tuple[Cursor, ...] = ()
-    data_rank: int = 0
-    data_world_size: int = 1
 
     @property
     def is_end(self) -> bool:
         """See ``LoaderState``: of a pass of unknown length, nothing is left to read."""
         if self.epoch_size is not None:
-            return self.samples_seen == self.epoch_size
+            return self.samples_seen > 0 and self.samples_seen == self.epoch_size
         return self.samples_seen > 0 and all(cursor.pass_number > self.epoch for cursor in self.cursors)
 
     @property
@@ -84,15 +78,6 @@ class IterableState(LoaderState):
             return bool(self.cursors)
         return bool(self.cursors) and self.samples_seen > 0 and not self.is_end
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict, which is JSON-serializable if the dataset's own state is."""
-        return {
-            **LoaderState.to_dict(self),
-            "cursors": [cursor.to_dict() for cursor in self.cursors],
-            "data_rank": self.data_rank,
-            "data_world_size": self.data_world_size,
-        }
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Rebuild a state from the dict of :meth:`to_dict`.
@@ -100,15 +85,9 @@ class IterableState(LoaderState):
         Raises:
             StateError: The dict is malformed.
         """
-        if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
+        if not isinstance(data, Mapping) or "cursors" not in data:
             raise StateError("state: expected the state of an iterable data set, with the positions of its workers")
-        base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
-        return cls(
-            **{one.name: getattr(base, one.name) for one in fields(LoaderState)},
-            cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),
-            data_rank=data["data_rank"],
-            data_world_size=data["data_world_size"],
-        )
+        return cls._from_parts(data)
 
 
 class IterableLoop(Loop):
@@ -155,6 +134,8 @@ class IterableLoop(Loop):
         self._num_workers = self._useful_workers()
         self.workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
+        self._goes_on = False  # the dataset has read here before, and no state was loaded since
+        self._was_here: bytes | None = None  # its state in this process as the latest pass began
         in_children(self, IterableLoop._leave_behind)
         self._warn()
 
@@ -179,9 +160,10 @@ class IterableLoop(Loop):
         cursors: tuple[Cursor, ...] = place.detail or ()
         if seed is not None:
             self.order = replace(self.order, seed=seed)
+        goes_on, self._goes_on = self._goes_on, not self._num_workers
         if place.samples_seen == 0 and not self.is_counted:
-            cursors = _beginning(cursors, place.epoch)
-        return _IterableRun(self, self._open(place.epoch, cursors))
+            cursors = self._unless_changed(_beginning(cursors, place.epoch))
+        return _IterableRun(self, self._open(place.epoch, cursors, goes_on=goes_on))
 
     @override
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
@@ -222,6 +204,7 @@ class IterableLoop(Loop):
                 )  # fmt: skip
         elif cursors:
             cursors = self._handed_on(state)
+        self._goes_on, self._was_here = False, None
         self.order = state.order
         self.go_to(Place.of(state, cursors), state.next_seed)
 
@@ -267,7 +250,19 @@ class IterableLoop(Loop):
 
     # --- epochs ---
 
-    def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
+    def _unless_changed(self, cursors: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
+        """Return where a pass begins in worker processes, unless its owner has changed the dataset here meanwhile."""
+        if not self._num_workers or not has_state(self.dataset):
+            return cursors
+        was, self._was_here = self._was_here, _pickled(self.dataset.state_dict())
+        if was in {None, self._was_here} or not any(cursor.state is not None for cursor in cursors):
+            return cursors
+        _log.info(
+            "the state of %s was changed in this process: worker processes begin from it", type(self.dataset).__name__
+        )
+        return tuple(replace(cursor, state=None) for cursor in cursors)
+
+    def _open(self, epoch: int, cursors: tuple[Cursor, ...], *, goes_on: bool) -> _Packets:
         """Return the stream from ``cursors`` on: the current one if it is there, or a new one."""
         if self._packets is not None and self._packets.cursors is not cursors:
             self.close_stream()
@@ -276,7 +271,7 @@ class IterableLoop(Loop):
             cursors = cursors or tuple(
                 Cursor(worker=number, pass_number=epoch) for number in range(max(1, self._num_workers))
             )
-            stream = self._stream(cursors)
+            stream = self._stream(cursors, goes_on=goes_on)
             seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
             loader = TorchLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
@@ -286,7 +281,7 @@ class IterableLoop(Loop):
                 self._packets = _Packets(iter(loader), cursors)
         return self._packets
 
-    def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:
+    def _stream(self, cursors: tuple[Cursor, ...], *, goes_on: bool = False) -> SharedStream:
         """Return what this rank's workers read from ``cursors`` on."""
         config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
         settings = ShareSettings(
@@ -297,6 +292,7 @@ class IterableLoop(Loop):
             endless=self.is_counted,
             seed=self.order.seed,
             sharding=config.sharding,
+            goes_on=goes_on and not self.is_counted,
         )
         return SharedStream(self.dataset, settings, cursors, Collate(config))
 
@@ -336,15 +332,8 @@ class IterableLoop(Loop):
         return tuple(Cursor(worker=number, pass_number=epoch, first=first) for number in workers)
 
     def _other_place(self, state: IterableState) -> str:
-        """Say how this place differs from the one where a state was saved; "" if it does not."""
-        mesh, workers = self.config.mesh, max(1, self._num_workers)
-        was = (state.data_rank, state.data_world_size, len(state.cursors))
-        if was == (mesh.data_rank, mesh.data_world_size, workers):
-            return ""
-        return (
-            f"the state is of data rank {was[0]} of {was[1]} with {was[2]} workers, this is rank {mesh.data_rank} of "
-            f"{mesh.data_world_size} with {workers}"
-        )
+        mesh = self.config.mesh
+        return state.other_place(mesh.data_rank, mesh.data_world_size, max(1, self._num_workers))
 
     # --- parts ---
 
@@ -527,6 +516,14 @@ class _IterableRun:
                 self._failure = error
         self.is_last = self._ahead is None and self._failure is None
         return packet
+
+
+def _pickled(state: object) -> bytes | None:
+    """Return a state as bytes, to compare it; None if it cannot be."""
+    try:
+        return pickle.dumps(state)
+    except Exception:  # noqa: BLE001  a user's state may raise anything
+        return None
 
 
 def _beginning(cursors: tuple[Cursor, ...], epoch: int) -> tuple[Cursor, ...]:

@@ -81,6 +81,18 @@ class StandIn(Candidates):
     """An index in place of a row that this rank does not have: its sample shows what a row looks like."""
 
 
+class Brought(list[Any]):
+    """The indices of a batch, and the state that the dataset has before it reads them.
+
+    Attributes:
+        state: What ``load_state_dict`` is called with.
+    """
+
+    def __init__(self, indices: Iterable[Any], state: Any) -> None:
+        super().__init__(indices)
+        self.state = state
+
+
 @dataclass(frozen=True, slots=True)
 class NoRow:
     """The sample of a ``StandIn``, which is not a row of the batch."""
@@ -322,6 +334,8 @@ class RetryingDataset(Dataset[Any]):
 
         Fewer than asked for, where some are to be skipped.
         """
+        if isinstance(indices, Brought):
+            self.dataset.load_state_dict(indices.state)  # type: ignore[attr-defined]  # only sets that have it get one
         if any(isinstance(index, StandIn) for index in indices):
             return [self[index] for index in indices]
         many = getattr(self.dataset, "__getitems__", None)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from itertools import islice
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from streaming.arguments import checked_count, is_whole
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.ordinary.generators import SetGenerators
 from streaming.ordinary.options import Collate, Sharding, with_valid
+from streaming.plan.state import LoaderState
 from streaming.types import LastBatch
 
 _BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two states
@@ -103,6 +104,60 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartsState(LoaderState):
+    """The state of one rank, with what its worker processes hold.
+
+    Attributes:
+        cursors: Position of each worker's part, in the order in which they deliver next.
+        data_rank: Data rank whose state this is.
+        data_world_size: Number of data ranks.
+    """
+
+    cursors: tuple[Cursor, ...] = ()
+    data_rank: int = 0
+    data_world_size: int = 1
+
+    def other_place(self, data_rank: int, data_world_size: int, num_workers: int) -> str:
+        """Say how the place of a rank differs from the one where this was saved; "" if it does not."""
+        was = (self.data_rank, self.data_world_size, len(self.cursors))
+        if was == (data_rank, data_world_size, num_workers):
+            return ""
+        return (
+            f"the state is of data rank {was[0]} of {was[1]} with {was[2]} workers, this is rank {data_rank} of "
+            f"{data_world_size} with {num_workers}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict, which is JSON-serializable if the dataset's own state is."""
+        return {
+            **LoaderState.to_dict(self),
+            "cursors": [cursor.to_dict() for cursor in self.cursors],
+            "data_rank": self.data_rank,
+            "data_world_size": self.data_world_size,
+        }
+
+    @classmethod
+    def _from_parts(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild a state from the dict of ``to_dict``, which has ``cursors``.
+
+        Raises:
+            StateError: The dict is malformed.
+        """
+        extra = [one.name for one in fields(PartsState)[len(fields(LoaderState)) :]]
+        base = LoaderState.from_dict({name: value for name, value in data.items() if name not in extra})
+        try:
+            rank, world_size = (checked_count(name, data.get(name)) for name in extra[1:])
+        except ConfigError as error:
+            raise StateError(f"state: {error}") from error
+        return cls(
+            **{one.name: getattr(base, one.name) for one in fields(LoaderState)},
+            cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),
+            data_rank=rank,
+            data_world_size=world_size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packet:
     """A batch on its way to the training loop.
 
@@ -140,6 +195,7 @@ class ShareSettings:
         endless: Passes follow each other without an end, and batches span them.
         seed: Seed of the random numbers that the dataset draws.
         sharding: How the dataset is divided.
+        goes_on: The dataset of this process has itself read the pass before, and is where that left it.
     """
 
     first_part: int
@@ -149,6 +205,7 @@ class ShareSettings:
     endless: bool
     seed: int
     sharding: Sharding
+    goes_on: bool = False
 
 
 class SharedStream(IterableDataset[Packet]):
@@ -191,6 +248,7 @@ class _Part:
         self._worker, self._pass, self._num_items = cursor.worker, cursor.pass_number, cursor.num_items
         self._number = settings.first_part + cursor.worker
         self._dataset, own = cut_dataset(dataset, self._number, settings)
+        self._goes_on = settings.goes_on and self._dataset is dataset
         self._stride, self._offset = (1, 0) if own else (settings.num_parts, self._number)
         self._generators = SetGenerators(self._dataset, settings.seed, cursor.first)
         self._iterator: Any = None  # of this pass, once it has begun
@@ -262,8 +320,9 @@ class _Part:
         self._generators.begin(self._pass)
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._pass)
-        is_handed_on = cursor.state is not None and cursor.num_items == cursor.num_skipped
-        self._iterator = self._begun(cursor.state, is_handed_on=is_handed_on)
+        state = None if self._goes_on and not cursor.num_items else cursor.state
+        is_handed_on = state is not None and cursor.num_items == cursor.num_skipped
+        self._iterator = self._begun(state, is_handed_on=is_handed_on)
         items = self._items(is_handed_on=is_handed_on)
         for _ in islice(items, cursor.num_skipped):
             pass

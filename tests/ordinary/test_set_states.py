@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from infra import DeviceMesh
 from streaming import DataLoader, OrdinaryDataset
+from streaming.errors import StateError
 from tests.support.sets.torch_sets import ITERABLES, MAPS
 from tests.support.tiers import first_here
 
@@ -22,12 +25,17 @@ BATCH, EPOCHS = 4, 3
 
 def loader(make: Callable[[], Any], **options: Any) -> DataLoader[Any]:
     given = {"last_batch": "partial"} if options.get("epoch_size") is None else {}
-    return DataLoader(make(), BATCH, device_mesh=ALONE, **given | options)
+    return DataLoader(make(), **{"batch_size": BATCH, "device_mesh": ALONE} | given | options)
 
 
 def rows(batch: Any) -> list[int]:
     found: list[int] = batch.tolist()
     return found
+
+
+def rows_of_some(one: DataLoader[Any], count: int) -> list[list[int]]:
+    """Some batches of an epoch that is then left."""
+    return [rows(batch) for batch in islice(one, count)]
 
 
 def run_with_states(one: DataLoader[Any]) -> tuple[list[list[list[int]]], list[tuple[int, int, dict[str, Any]]]]:
@@ -94,3 +102,116 @@ def test_rows_are_those_of_torchs_loader(kind: str) -> None:
     count = 1 if kind.startswith("own ") and "made" not in kind else EPOCHS
     assert got[:count] == expected[:count]
     assert len({str(epoch) for epoch in got}) > 1 or count > 1, "other numbers in other passes"
+
+
+# --- map-style ---
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", MAPS)
+def test_map_style_sets_continue_from_every_state(kind: str, num_workers: int) -> None:
+    """Five batches an epoch: with two workers, not the one that is next in line begins an epoch."""
+    check(MAPS[kind], some if num_workers else list, num_workers=num_workers, batch_size=5)
+
+
+def test_rows_of_map_style_sets_are_those_of_torchs_loader() -> None:
+    for kind, make in MAPS.items():
+        expected = TorchLoader(make(), BATCH)
+        got, _ = run_with_states(loader(make, shuffle=False))
+        assert got == [[rows(batch) for batch in expected] for _ in range(EPOCHS)], kind
+    for num_workers in (0, 2):
+        torchs = TorchLoader(MAPS["counting"](), 5, num_workers=num_workers, persistent_workers=num_workers > 0)
+        ours = loader(MAPS["counting"], shuffle=False, num_workers=num_workers, batch_size=5)
+        for _ in range(EPOCHS):
+            assert [rows(batch) for batch in ours] == [rows(batch) for batch in torchs]
+        ours.close()
+
+
+def test_a_map_style_set_is_told_nothing_but_what_was_saved() -> None:
+    """What its owner changes between epochs stays, and nothing is loaded into a set that was not resumed."""
+    made = MAPS["counting"]()
+    one = loader(lambda: made, shuffle=False)
+    list(one)
+    made.asked = 500
+    assert rows_of_some(one, 1) == [[501_000, 502_001, 503_002, 504_003]]
+
+
+def test_epochs_that_are_left_continue_from_what_was_received() -> None:
+    """Workers have read further: what they have counted beyond the batches that came is taken back."""
+    one = loader(MAPS["counting"], shuffle=False, num_workers=2)
+    first = rows_of_some(one, 3)
+    assert first == [[1000, 2001, 3002, 4003], [1004, 2005, 3006, 4007], [5008, 6009, 7010, 8011]]
+    state = one.state_dict()
+    other = loader(MAPS["counting"], shuffle=False, num_workers=2)
+    other.load_state_dict(state)
+    rest_of(other, EPOCHS - 1)
+    assert rows_of_some(one, 1) == [[9000, 10001, 11002, 12003]]
+    one.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_states_of_copies_that_do_not_fit_are_named(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The samples come in their order all the same."""
+    caplog.set_level(logging.WARNING)
+    _, states = run_with_states(loader(MAPS["counting"], num_workers=num_workers))
+    expected, _ = run_with_states(loader(MAPS["map"]))
+    state = states[2][2]
+    other = loader(MAPS["counting"], num_workers=2 - num_workers)
+    other.load_state_dict(state)
+    assert f"of 1 with {max(1, num_workers)} workers, this is rank 0 of 1 with" in caplog.text
+    got = rest_of(other, EPOCHS - 1)
+    assert [[row % 1000 for row in batch] for batch in got[0]] == expected[0][2:]
+    plain = loader(MAPS["map"])
+    plain.load_state_dict(state)
+    assert "Map has no load_state_dict" in caplog.text
+    assert rest_of(plain, EPOCHS - 1) == [expected[0][2:]]
+
+
+def test_states_without_a_state_of_the_set_still_load(caplog: pytest.LogCaptureFixture) -> None:
+    one = loader(MAPS["map"])
+    rows_of_some(one, 2)
+    other = loader(MAPS["counting"])
+    other.load_state_dict(one.state_dict())
+    assert "of which this state holds nothing" in caplog.text
+    assert "cursors" not in one.state_dict()
+
+
+# --- what cannot be continued is named ---
+
+
+def test_between_epochs_another_number_of_workers_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    _, states = run_with_states(loader(ITERABLES["continuing"]))
+    inside, between = states[2][2], states[7][2]
+    other = loader(ITERABLES["continuing"], num_workers=2)
+    caplog.clear()
+    with pytest.raises(StateError, match=r"with 1 workers, this is rank 0 of 1 with 2"):
+        other.load_state_dict(inside)
+    assert not caplog.records
+    other.load_state_dict(between)
+    assert "the state of a Continuing is that of its copy where it was saved" in caplog.text
+    caplog.clear()
+    _, states = run_with_states(loader(ITERABLES["own torch"]))
+    other = loader(ITERABLES["own torch"], num_workers=2)
+    caplog.clear()
+    other.load_state_dict(states[7][2])
+    assert not caplog.records, "its generators are the same in all parts"
+
+
+@pytest.mark.parametrize("kind", ["keeper", "stateless", "own torch"])
+def test_an_epoch_that_was_left_is_named_where_its_set_cannot_continue(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A state from before the first batch of the next one, as a wrapper saves it that reads ahead.
+
+    Only the set itself knows what it does after that; one without a state does the same each time.
+    """
+    one = loader(ITERABLES[kind])
+    rows_of_some(one, 2)
+    batches = iter(one)
+    next(batches)
+    batches.hold_back(1)
+    state = one.state_dict()
+    assert (state["epoch"], state["samples_seen"]) == (1, 0)
+    other = loader(ITERABLES[kind])
+    other.load_state_dict(state)
+    assert ("epoch 0 was left before its end: Keeper begins epoch 1 as it was made" in caplog.text) == (kind == "keeper")

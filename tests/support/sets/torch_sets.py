@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ class OwnIterator(Rows, IterableDataset[int]):
     def __init__(self) -> None:
         Rows.__init__(self)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Self:
         return self
 
 
@@ -179,7 +179,7 @@ class OwnPython:
     """Draws from a generator of its own."""
 
     def __init__(self) -> None:
-        self.generator = random.Random(7)  # noqa: S311  not a secret
+        self.generator = random.Random(7)
 
     def __call__(self) -> int:
         return self.generator.randrange(10**6)
