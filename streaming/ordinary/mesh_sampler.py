@@ -328,7 +328,7 @@ class DeviceMeshSampler(Sampler[Any]):
             return False
         _checked_length(self._dataset)
         self.shape.check_enough(self.shape.epoch_size or now)
-        _agree_on_length(self.mesh, place.epoch, now)
+        _agree_on_length(self.mesh, place.epoch, now, type(self._dataset).__name__)
         _log.log(
             logging.INFO if now > was else logging.WARNING,
             "the data set has %d samples as epoch %d begins, and had %d before", now, place.epoch, was,
@@ -525,7 +525,7 @@ def _mesh_of(device_mesh: Any, num_replicas: int | None, rank: int | None) -> An
     return DeviceMesh.from_sizes(dp_size=ranks, rank=checked_int("rank", own, 0, ranks - 1))
 
 
-def _agree_on_length(mesh: DeviceMesh, epoch: int, num_samples: int) -> None:
+def _agree_on_length(mesh: DeviceMesh, epoch: int, num_samples: int, name: str) -> None:
     """Compare a length that has changed over the ranks of the job, if they can ask each other.
 
     Raises:
@@ -535,10 +535,8 @@ def _agree_on_length(mesh: DeviceMesh, epoch: int, num_samples: int) -> None:
         return
     rank, board = job_store("")
     if rank == mesh.rank:
-        facts = {"epoch": epoch, "samples of the data set": num_samples}
-        agree(
-            board, rank, mesh.ranks, facts, subject="a data set that grows", timeout_s=DEFAULT_TIMEOUT_S, required=False
-        )
+        facts, subject = {"epoch": epoch, "samples of the data set": num_samples}, f"length of a {name}"
+        agree(board, rank, mesh.ranks, facts, subject=subject, timeout_s=DEFAULT_TIMEOUT_S, required=False)
 
 
 def _checked_length(dataset: Sized | int) -> int:

@@ -36,6 +36,8 @@ from streaming.ordinary.options import Collate, Sharding, with_valid
 from streaming.plan.state import LoaderState
 from streaming.types import LastBatch
 
+_FIRST_KEYS = frozenset({"worker", "pass_number", "num_items", "state", "ended"})
+"""What every cursor in a state has; states of earlier days have no more."""
 _BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two states
 
 
@@ -93,11 +95,11 @@ class Cursor:
         Raises:
             StateError: The dict is malformed.
         """
-        if not isinstance(data, Mapping) or set(data) != set(cls.__slots__):
+        if not isinstance(data, Mapping) or not _FIRST_KEYS <= set(data) <= set(cls.__slots__):
             raise StateError(f"state: expected the position of a worker, got {data!r}")
         for name in ("worker", "pass_number", "num_items", "again"):
             try:
-                checked_count(name, data[name])
+                checked_count(name, data.get(name, 0))
             except ConfigError as error:
                 raise StateError(f"state: {error}") from error
         return cls(**data)
@@ -317,9 +319,6 @@ class _Part:
 
     def _open(self, cursor: Cursor) -> Iterator[Any]:
         """Yield the part's samples of this pass from ``cursor`` on. Lazy: runs inside ``take``."""
-        self._generators.begin(self._pass)
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(self._pass)
         state = None if self._goes_on and not cursor.num_items else cursor.state
         is_handed_on = state is not None and cursor.num_items == cursor.num_skipped
         self._iterator = self._begun(state, is_handed_on=is_handed_on)
@@ -342,12 +341,17 @@ class _Part:
         """
         is_both = isinstance(state, Mapping) and set(state) == {_BOTH}
         of_dataset, of_iterator = state[_BOTH] if is_both else (state, state)
-        if state is not None and has_state(self._dataset):
+        if is_handed_on and has_state(self._dataset):
+            self._dataset.load_state_dict(of_dataset)
+            iter(self._dataset)
+        self._generators.begin(self._pass)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._pass)
+        if state is not None and not is_handed_on and has_state(self._dataset):
             self._dataset.load_state_dict(of_dataset)
         iterator = iter(self._dataset)
-        if is_handed_on:
-            return iter(self._dataset)
-        if state is not None and has_state(iterator) and (is_both or not has_state(self._dataset)):
+        is_of_iterator = is_both or not has_state(self._dataset)
+        if state is not None and not is_handed_on and is_of_iterator and has_state(iterator):
             iterator.load_state_dict(of_iterator)
         return iterator
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshSampler, RetrySampler
 from streaming.errors import AgreementError, ConfigError, StateError
+from streaming.ordinary import mesh_sampler
+from tests.support.processes.thread_peers import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -65,7 +67,8 @@ def test_a_change_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     rows.extend(range(10, 12))
     epoch_of(one)
     (record,) = caplog.records
-    assert (record.levelname, record.message) == ("INFO", "the data set has 12 samples as epoch 1 begins, and had 10 before")
+    assert record.message == "the data set has 12 samples as epoch 1 begins, and had 10 before"
+    assert record.levelname == "INFO"
     del rows[5:]
     epoch_of(one)
     assert caplog.records[-1].levelname == "WARNING"
@@ -157,6 +160,28 @@ def test_samplers_under_torchs_loader_follow_as_well() -> None:
     assert epoch_of(other.follow(TorchLoader(rows, batch_sampler=other))) == rest  # type: ignore[arg-type]
 
 
-def test_ranks_that_find_other_lengths_end_with_an_error(tmp_path: Path) -> None:
-    """Two ranks over a store of their own, as threads of one process."""
-    raise NotImplementedError
+@pytest.mark.parametrize("added", [(5, 5), (5, 7)])
+def test_ranks_compare_a_length_that_has_changed(added: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    board = dist.HashStore()
+
+    def this_rank() -> int:
+        return int(threading.current_thread().name.split()[1])
+
+    monkeypatch.setattr(mesh_sampler, "job_world_size", lambda: 2)
+    monkeypatch.setattr(mesh_sampler, "job_store", lambda _: (this_rank(), board))
+
+    def train() -> list[int]:
+        rank = this_rank()
+        rows = list(range(10))
+        mesh = DeviceMesh.from_sizes(dp_size=2, rank=rank, world_size=2)
+        one = DataLoader(rows, global_batch_size=5, device_mesh=mesh, last_batch="partial")
+        epoch_of(one)
+        rows.extend(range(10, 10 + added[rank]))
+        return epoch_of(one)
+
+    first, second = on_ranks(train, 2)
+    if added[0] == added[1]:
+        assert sorted(first + second) == list(range(15))
+    else:
+        assert {type(one) for one in (first, second)} == {AgreementError}
+        assert "samples of the data set is 17; most of the 2 ranks have 15" in str(first)

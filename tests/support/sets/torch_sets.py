@@ -175,6 +175,21 @@ class SavesGenerator(Drawing):
         torch.set_rng_state(torch.tensor(state["generator"], dtype=torch.uint8))
 
 
+class SavesOwnGenerator(Drawing):
+    """Knows its place, and saves a generator of its own."""
+
+    def __init__(self) -> None:
+        self.own = OwnTorch()
+        super().__init__(self.own, order=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "generator": self.own.torchs.get_state().tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+        self.own.torchs.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
 class OwnPython:
     """Draws from a generator of its own."""
 
@@ -220,6 +235,7 @@ ITERABLES: dict[str, Callable[[], Any]] = {
     "torch's, rows only": lambda: DrawingKeeper(_torch, order=False),
     "torch's, rare rows": lambda: DrawingKeeper(_torch, order=False, each=7),
     "generator in the state": SavesGenerator,
+    "own generator in the state": SavesOwnGenerator,
     "own python": lambda: Drawing(OwnPython()),
     "own numpy": lambda: Drawing(OwnNumpy()),
     "own torch": lambda: Drawing(OwnTorch()),
