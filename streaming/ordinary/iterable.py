@@ -6,6 +6,8 @@
 - The position is exact to the batch. Resuming is O(1) if the dataset (or its iterator) has ``state_dict``; otherwise
   the stream is read again up to the position. In mid-epoch it requires the same number of ranks and workers, and every
   rank saves and loads its own state.
+- What a dataset with ``state_dict`` keeps from pass to pass is handed on, from one worker process to the next and in
+  states between epochs.
 """
 
 from __future__ import annotations
