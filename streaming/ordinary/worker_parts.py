@@ -350,7 +350,8 @@ class _Part:
         if state is not None and not is_handed_on and has_state(self._dataset):
             self._dataset.load_state_dict(of_dataset)
         iterator = iter(self._dataset)
-        is_of_iterator = is_both or not has_state(self._dataset)
+        begins_anew = iterator is self._dataset  # and may have forgotten its state in ``iter``
+        is_of_iterator = begins_anew or is_both or not has_state(self._dataset)
         if state is not None and not is_handed_on and is_of_iterator and has_state(iterator):
             iterator.load_state_dict(of_iterator)
         return iterator
@@ -361,13 +362,13 @@ class _Part:
         A generator learns only now that it was given a state behind the end of a pass, of which nothing is left to
         read; then the next iterator is the one of this pass.
         """
-        is_empty = True
-        for item in self._iterator:
-            is_empty = False
-            yield item
-        if is_empty and is_handed_on:
+        item = next(self._iterator, _END)
+        if item is _END and is_handed_on:
             self._iterator = iter(self._dataset)
-            yield from self._iterator
+            item = next(self._iterator, _END)
+        while item is not _END:  # "for" would begin an iterator again that is the dataset itself
+            yield item
+            item = next(self._iterator, _END)
 
     def _next_pass(self) -> None:
         if not self._any:
