@@ -8,13 +8,14 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 from infra import DeviceMesh
 from streaming import DataLoader, OrdinaryDataset
 from streaming.errors import StateError
-from tests.support.sets.torch_sets import ITERABLES, MAPS
+from tests.support.sets.torch_sets import ITERABLES, MAPS, Drawing, DrawingKeeper, OwnNumpy
 from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -60,7 +61,7 @@ def rest_of(one: DataLoader[Any], epoch: int) -> list[list[list[int]]]:
 
 def check(make: Callable[[], Any], chosen: Callable[[list[Any]], list[Any]], **options: Any) -> None:
     epochs, states = run_with_states(loader(make, **options))
-    for epoch, number, state in chosen(states[:-1]):
+    for epoch, number, state in chosen(states[:-1]):  # the last one is behind all
         other = loader(make, **options)
         other.load_state_dict(state)
         assert rest_of(other, epoch) == [epochs[epoch][number:], *epochs[epoch + 1 :]], (epoch, number)
@@ -71,20 +72,23 @@ def some(states: list[Any]) -> list[Any]:
     return [states[number] for number in (0, 3, 6, 7)]
 
 
-@pytest.mark.parametrize("epoch_size", [None, 24])
+SEEN_FIRST = ["torch's, state", *(kind for kind in ITERABLES if kind != "torch's, state")]
+
+
+@pytest.mark.parametrize("epoch_size", first_here([None, 24], 1))
 @pytest.mark.parametrize("kind", ITERABLES)
 def test_iterables_continue_from_every_state(kind: str, epoch_size: int | None) -> None:
     check(ITERABLES[kind], list, epoch_size=epoch_size)
 
 
-@pytest.mark.parametrize("epoch_size", [None, 24])
-@pytest.mark.parametrize("kind", first_here(["torch's, state", *ITERABLES.keys() - {"torch's, state"}], 1))
+@pytest.mark.parametrize("epoch_size", first_here([None, 24], 1))
+@pytest.mark.parametrize("kind", first_here(SEEN_FIRST, 1))
 def test_iterables_in_workers_continue_from_every_kind_of_state(kind: str, epoch_size: int | None) -> None:
     check(ITERABLES[kind], some, epoch_size=epoch_size, num_workers=2)
 
 
 @pytest.mark.parametrize("epoch_size", [None, 24])
-@pytest.mark.parametrize("kind", ITERABLES)
+@pytest.mark.parametrize("kind", first_here(SEEN_FIRST, 2))
 def test_dealt_out_by_one_rank_they_continue_as_well(kind: str, epoch_size: int | None) -> None:
     check(lambda: OrdinaryDataset(ITERABLES[kind](), sharding="dispatch"), some, epoch_size=epoch_size)
 
@@ -107,7 +111,7 @@ def test_rows_are_those_of_torchs_loader(kind: str) -> None:
 # --- map-style ---
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", first_here([0, 2], 1))
 @pytest.mark.parametrize("kind", MAPS)
 def test_map_style_sets_continue_from_every_state(kind: str, num_workers: int) -> None:
     """Five batches an epoch: with two workers, not the one that is next in line begins an epoch."""
@@ -149,7 +153,7 @@ def test_epochs_that_are_left_continue_from_what_was_received() -> None:
     one.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", first_here([0, 2], 1))
 def test_states_of_copies_that_do_not_fit_are_named(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
     """The samples come in their order all the same."""
     caplog.set_level(logging.WARNING)
@@ -232,8 +236,8 @@ def test_states_without_random_numbers_still_load(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own torch", "own numpy, state", "continuing", "torch's, rare rows"])
-def test_ranks_share_every_pass_whatever_they_left_of_the_one_before(kind: str) -> None:
-    """Two ranks take turns with the rows of the same order, also after an epoch that both left in its middle."""
+def test_ranks_share_every_pass(kind: str) -> None:
+    """Two ranks take turns with the rows of the same order, pass after pass."""
     ranks = [DeviceMesh.from_sizes(dp_size=2, rank=rank, world_size=2) for rank in range(2)]
     loaders = [loader(ITERABLES[kind], device_mesh=mesh, batch_size=2, epoch_size=24) for mesh in ranks]
     whole = loader(ITERABLES[kind], epoch_size=24)
@@ -247,3 +251,24 @@ def test_ranks_share_every_pass_whatever_they_left_of_the_one_before(kind: str) 
     for one, state in zip(again, states, strict=True):
         one.load_state_dict(state)
     assert [rows_of_some(one, 3) for one in again] == rest
+
+
+class Unseeded(OwnNumpy):
+    """A generator that nobody seeded."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+
+@pytest.mark.parametrize("kind", [Drawing, DrawingKeeper])
+def test_generators_that_nobody_seeded_continue_from_what_they_were(kind: Any) -> None:
+    """From every state but that of the beginning, when nothing was drawn yet."""
+    check(lambda: kind(Unseeded()), lambda states: states[1:])
+
+
+def test_a_set_that_draws_is_read_again_for_one_sample_and_no_more() -> None:
+    _, states = run_with_states(loader(ITERABLES["torch's, state"]))
+    assert {cursor["again"] for *_, state in states for cursor in state["cursors"]} <= {0, 1}
+    _, states = run_with_states(loader(ITERABLES["keeper"]))
+    assert {cursor["again"] for *_, state in states for cursor in state["cursors"]} == {0}
+    assert not any(cursor["draws"] for *_, state in states for cursor in state["cursors"])
